@@ -1,0 +1,99 @@
+"""What can go wrong, and what each kind of wrong means for the run.
+
+Two families. A `PenstockError` stops the run: the world, the machine or the user must change
+something. A `TrajectoryError` is *data*: one attempt failed, it is recorded with its kind, its
+credit returns, and the run goes on. `assert` is kept for our own bugs.
+
+Every message says: where, what is wrong (both numbers), why it matters, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+FailureKind = Literal["env", "reward", "engine"]
+
+
+class PenstockError(Exception):
+    """Base of every error that stops a run."""
+
+
+class ConfigError(PenstockError):
+    """The configuration cannot be run. Lists every violation at once.
+
+    Attributes:
+        violations: One sentence per violation, each beginning with the key path.
+    """
+
+    def __init__(self, violations: list[str]) -> None:
+        self.violations = violations
+        noun = "problem" if len(violations) == 1 else "problems"
+        super().__init__(
+            f"{len(violations)} {noun} in the configuration:\n"
+            + "\n".join(f"  - {violation}" for violation in violations)
+        )
+
+
+class PlacementError(PenstockError):
+    """The requested roles do not fit on the machines that exist."""
+
+
+class ShapeError(PenstockError):
+    """Two things that must agree in shape do not."""
+
+
+class StalenessError(PenstockError):
+    """The staleness bound was violated or cannot be kept (invariant I1)."""
+
+
+class AccountingError(PenstockError):
+    """The ledger does not balance (invariants I2, I3, I5, I6)."""
+
+
+class WeightSyncError(PenstockError):
+    """New weights did not arrive, or not as they were sent."""
+
+
+class TrainingError(PenstockError):
+    """Training cannot go on: bad numbers, a lost rank, no signal."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint could not be written or read."""
+
+
+class EngineLostError(PenstockError):
+    """A rollout engine died or stopped answering."""
+
+
+class TrajectoryError(Exception):
+    """One trajectory failed. Data, not a crash: recorded, counted, retried within its budget.
+
+    Attributes:
+        kind: Which part failed: `env`, `reward` or `engine`.
+        detail: What happened, with the remote traceback where there is one.
+    """
+
+    def __init__(self, kind: FailureKind, detail: str) -> None:
+        self.kind = kind
+        self.detail = detail
+        super().__init__(f"{kind}: {detail}")
+
+    def __reduce__(self) -> tuple[type[TrajectoryError], tuple[FailureKind, str]]:
+        return TrajectoryError, (self.kind, self.detail)
+
+
+@contextmanager
+def boundary(error: type[PenstockError], what: str) -> Iterator[None]:
+    """Classify foreign exceptions at the door: re-raise them as `error`, naming `what` was tried.
+
+    Our own errors pass through unchanged.
+    """
+    try:
+        yield
+    except (PenstockError, TrajectoryError):
+        raise
+    except Exception as cause:
+        raise error(f"{what}: {type(cause).__name__}: {cause}") from cause

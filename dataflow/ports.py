@@ -1,0 +1,194 @@
+"""The ports: everything the controller needs from the outside, as small protocols.
+
+Ray actors implement them for real, `platform/simulator` in virtual time, tests with fakes. The
+values that cross them are plain data, so nothing above a port knows Ray, vLLM or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.trajectory import FinishReason, GroupRef, Task, Trajectory
+from penstock.dataflow.versions import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Attributes:
+        max_new_tokens: Upper limit of sampled tokens for this request.
+        temperature: 0 is greedy. Behavior logprobs are those after the temperature.
+        stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
+        seed: Makes one request's draw repeatable on one engine; None draws from the engine's stream.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Token-in: the exact ids the model is to continue."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Token-out: newly sampled tokens of one request.
+
+    Attributes:
+        token_ids: At most 64 new ids, in order.
+        logprobs: Behavior logprob of each new id, after the sampling transform.
+        spans: Versions of exactly these tokens, stamped by the engine.
+        finish_reason: Set on the last delta only.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: Spans
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of one engine.
+
+    Attributes:
+        version: The policy version it has acknowledged.
+        num_running: Requests being decoded.
+        num_waiting: Requests queued inside the engine.
+        kv_cache_usage: Share of KV-cache blocks in use, 0..1.
+        tokens_generated: Absolute counter since the engine started.
+        busy_s: Absolute seconds with at least one request running, since the engine started.
+    """
+
+    version: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    tokens_generated: int
+    busy_s: float
+
+
+class Engine(Protocol):
+    """One generation engine (an actor, a simulated device, a fake)."""
+
+    engine_id: EngineId
+
+    @property
+    def version(self) -> int:
+        """The policy version this engine has acknowledged; -1 before the first publish."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]: ...
+
+    async def abort(self, request_id: RequestId) -> None: ...
+
+    async def load(self) -> EngineLoad: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward worker says of one trajectory."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class RewardWorker(Protocol):
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """Score one finished trajectory.
+
+        Raises:
+            TrajectoryError: kind `reward`, if the reward raised, timed out or returned no number.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one training step did.
+
+    Attributes:
+        version: The policy version after the step; unchanged when the step was skipped.
+        skipped: The optimizer step was not taken (non-finite loss or gradient).
+        metrics: Flat `family/name -> value`, names declared in docs/metrics.md.
+        busy_s: Wall seconds the trainer was computing.
+    """
+
+    version: int
+    skipped: bool
+    metrics: Mapping[str, float]
+    busy_s: float
+
+
+class TrainerGroup(Protocol):
+    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport: ...
+
+    async def save(self, path: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One HF-named tensor of a published version; `checksum` is of its bytes in the wire dtype."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """One message that says everything about a published version.
+
+    Attributes:
+        location: Where the bytes are: a file in shared memory, or a handle that the actors resolve to one.
+        num_bytes: Size of all tensors, bytes.
+        checksum: Combined over all entries; what every engine must acknowledge.
+    """
+
+    version: int
+    location: str
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightAck:
+    """An engine's word that it now serves `version`, with the checksum read back from its live weights."""
+
+    engine_id: EngineId
+    version: int
+    checksum: int
+    stage_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """One publish: bytes per engine, seconds end to end, longest stall of generation, all acknowledgements."""
+
+    version: int
+    num_bytes: int
+    export_s: float
+    total_s: float
+    acks: Sequence[WeightAck]
+
+    @property
+    def max_stall_s(self) -> float:
+        return max((ack.stall_s for ack in self.acks), default=0.0)
+
+
+class WeightPublisher(Protocol):
+    async def publish(self, version: int) -> PublishReport: ...

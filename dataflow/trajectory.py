@@ -1,0 +1,115 @@
+"""Trajectories and groups as payload: token-exact records of what was sampled, by whom, and its reward.
+
+Shape legend: T = all tokens of one trajectory (prompt, sampled and observation tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.versions import Span, Spans, num_tokens
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one group is made from: the prompt, and what the reward needs.
+
+    Attributes:
+        task_id: Stable across runs of the same seed.
+        prompt: Plain text, or chat messages `[{"role": ..., "content": ...}]` rendered once by the chat template.
+        fields: Everything else of the row (`answer`, ...); handed to the reward as keyword arguments.
+    """
+
+    task_id: TaskId
+    prompt: str | list[dict[str, str]]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One attempt at a task.
+
+    Attributes:
+        token_ids: `[T] int32`, prompt first, in the order the model saw them.
+        loss_mask: `[T] bool`, True exactly on the tokens the policy sampled (I7).
+        behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 where not sampled.
+        spans: Version spans of the sampled tokens, in order (I4).
+        response: Text of the sampled tokens without special tokens.
+        finish_reason: `length` marks a truncated answer.
+        reward: Scalar used by the advantage; None until scored.
+        reward_parts: Each named reward on its own.
+    """
+
+    trajectory_id: TrajectoryId
+    task_id: TaskId
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    spans: Spans
+    prompt: str
+    response: str
+    finish_reason: FinishReason
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
+        assert num_tokens(self.spans) == int(self.loss_mask.sum()), "I4: spans must sum to sampled tokens"
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return num_tokens(self.spans)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token. Spans never decrease, so it is the first."""
+        return self.spans[0].version
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPayload:
+    """The heavy part of a group. It lives in the object store; the controller holds a `GroupRef`."""
+
+    group_id: GroupId
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRef:
+    """Metadata of a ready group plus an opaque handle to its `GroupPayload`.
+
+    Attributes:
+        handle: What the trainer's side resolves to the payload (a Ray ObjectRef, or the payload itself).
+        spans: Version spans of every member, for staleness accounting.
+        rewards: One scalar per member, in member order.
+    """
+
+    group_id: GroupId
+    task_id: TaskId
+    handle: Any
+    spans: tuple[Spans, ...]
+    rewards: tuple[float, ...]
+    num_tokens: int
+
+    @property
+    def oldest_version(self) -> int:
+        return min(spans[0].version for spans in self.spans)
+
+    def staleness_tokens(self, version: int) -> dict[int, int]:
+        """Histogram `staleness in versions -> sampled tokens` if trained at `version`."""
+        histogram: dict[int, int] = {}
+        for span in (span for spans in self.spans for span in spans):
+            lag = version - span.version
+            histogram[lag] = histogram.get(lag, 0) + span.num_tokens
+        return histogram
+
+
+__all__ = ["FinishReason", "GroupPayload", "GroupRef", "Span", "Spans", "Task", "Trajectory"]

@@ -1,0 +1,55 @@
+"""Which policy version sampled which token: run-length version spans.
+
+Invariant I4: along a trajectory versions never decrease, because an engine only ever moves to newer
+weights, and the span lengths sum to the number of sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Span(NamedTuple):
+    """`num_tokens` consecutive sampled tokens, all sampled by policy `version`."""
+
+    version: int
+    num_tokens: int
+
+
+Spans = tuple[Span, ...]
+
+
+def join_spans(spans: Iterable[Span]) -> Spans:
+    """Merge neighbouring spans of equal version and drop empty ones.
+
+    Raises:
+        ValueError: If a version decreases (I4).
+    """
+    joined: list[Span] = []
+    for span in spans:
+        if span.num_tokens == 0:
+            continue
+        if joined and span.version < joined[-1].version:
+            raise ValueError(f"version spans decrease: {joined[-1].version} -> {span.version}")
+        if joined and span.version == joined[-1].version:
+            joined[-1] = Span(span.version, joined[-1].num_tokens + span.num_tokens)
+        else:
+            joined.append(Span(*span))
+    return tuple(joined)
+
+
+def num_tokens(spans: Spans) -> int:
+    """Total of the span lengths, in tokens."""
+    return sum(span.num_tokens for span in spans)
+
+
+def versions_per_token(spans: Spans) -> NDArray[np.int32]:
+    """Expand spans to one version per sampled token, `[num_tokens] int32`."""
+    return np.repeat(
+        np.array([span.version for span in spans], dtype=np.int32),
+        [span.num_tokens for span in spans],
+    )

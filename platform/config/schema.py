@@ -1,0 +1,152 @@
+"""The root of the validated configuration. Hydra composes YAML from `conf/`; once, at the door, it becomes this.
+
+Sections live next to what they configure; components get their section, never the root.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.envs.config import EnvConfig, RewardConfig
+from penstock.rollout.config import RolloutConfig
+from penstock.trainer.config import AlgorithmConfig, SftConfig, TrainerConfig
+from penstock.weights.config import WeightsConfig
+from penstock.weights.model_config import ModelConfig
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataflowConfig(Section):
+    """Batching, staleness and retries (docs/concepts/staleness.md).
+
+    Attributes:
+        batch_groups: B, groups per training batch.
+        group_size: Trajectories per group; they share a baseline.
+        max_staleness: η, the oldest a trained token may be, in policy versions. 0 is the synchronous algorithm.
+        on_expiry: What happens to groups that would become too old; `wait` holds the batch open for them.
+        max_retries: Retries of one trajectory after an env, reward or engine failure.
+        min_group_size: A group whose failed members are gone still trains with this many.
+        batch_timeout_s: Longest wait for a batch, seconds, before the run stops and lists what it waits for.
+    """
+
+    batch_groups: int = Field(ge=1)
+    group_size: int = Field(ge=2)
+    max_staleness: int = Field(default=2, ge=0)
+    on_expiry: Literal["wait"] = "wait"
+    max_retries: int = Field(default=2, ge=0)
+    min_group_size: int = Field(default=2, ge=2)
+    batch_timeout_s: float = Field(default=1800.0, gt=0)
+
+
+class PoolConfig(Section):
+    """A set of equal accelerators, or of CPU slots.
+
+    Attributes:
+        count: Accelerators (or CPU slots) in the pool.
+        memory_gib: Memory of one of them, GiB; for CPU the machine's.
+        accelerator_type: Ray accelerator label, e.g. `H100`; None takes any.
+    """
+
+    device: Literal["cpu", "gpu"]
+    count: int = Field(ge=1)
+    memory_gib: float = Field(gt=0)
+    accelerator_type: str | None = None
+
+
+class ClusterConfig(Section):
+    """Pools and which role runs on which.
+
+    Attributes:
+        address: `local` starts Ray on this machine; else the address of a running cluster.
+        pools: Name -> pool.
+        trainer_pool: Pool of the trainer ranks.
+        rollout_pool: Pool of the engines.
+        colocated: Trainer and engines share their devices and take turns (needs max_staleness 0).
+        threads_per_process: CPU threads of each engine and trainer process.
+    """
+
+    address: str = "local"
+    pools: dict[str, PoolConfig]
+    trainer_pool: str
+    rollout_pool: str
+    colocated: bool = False
+    threads_per_process: int = Field(default=1, ge=1)
+
+
+class JsonlTrackerConfig(Section):
+    """`metrics.jsonl` in the run directory. Always on."""
+
+
+class TensorboardTrackerConfig(Section):
+    """TensorBoard event files in the run directory."""
+
+
+class WandbTrackerConfig(Section):
+    """Weights & Biases. Without an API key it logs offline into the run directory."""
+
+    project: str = "penstock"
+    entity: str | None = None
+    mode: Literal["auto", "online", "offline"] = "auto"
+
+
+class TrackerConfig(Section):
+    """Which metric sinks are on: `tracker=[jsonl,wandb,tensorboard]`."""
+
+    jsonl: JsonlTrackerConfig = JsonlTrackerConfig()
+    wandb: WandbTrackerConfig | None = None
+    tensorboard: TensorboardTrackerConfig | None = None
+
+
+class EvaluationConfig(Section):
+    """Greedy evaluation on held-out tasks.
+
+    Attributes:
+        num_tasks: Held-out tasks of the first and the last evaluation.
+        every_steps: Evaluate beside training every so many steps; 0 is never.
+        num_tasks_beside: Held-out tasks of an evaluation beside training.
+    """
+
+    num_tasks: int = Field(default=1024, ge=1)
+    every_steps: int = Field(default=20, ge=0)
+    num_tasks_beside: int = Field(default=256, ge=1)
+
+
+class CheckpointConfig(Section):
+    """Policy snapshots in Hugging Face form; the last one is always written."""
+
+    every_steps: int = Field(default=0, ge=0)
+
+
+class RunConfig(Section):
+    """Everything one run needs.
+
+    Attributes:
+        name: Name of the run; its directory is `run_dir`.
+        total_steps: Batches to train.
+        overwrite: Delete a non-empty `run_dir` instead of refusing to start.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    run_dir: str
+    seed: int = Field(default=0, ge=0)
+    total_steps: int = Field(ge=1)
+    overwrite: bool = False
+    model: ModelConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    env: EnvConfig
+    reward: RewardConfig
+    dataflow: DataflowConfig
+    weights: WeightsConfig = WeightsConfig()
+    cluster: ClusterConfig
+    tracker: TrackerConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sft: SftConfig | None = None

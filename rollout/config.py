@@ -1,0 +1,74 @@
+"""How trajectories are generated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class VllmEngineConfig(BaseModel):
+    """A vLLM engine (rollout/vllm_engine.py).
+
+    Attributes:
+        max_num_seqs: Trajectories decoded at once by one engine.
+        kv_cache_gib: KV-cache memory of one engine, GiB; None lets vLLM take what `gpu_memory_utilization` leaves.
+        enforce_eager: Skip CUDA graphs and compilation. True on CPU.
+        journal_interval_tokens: Tokens of a trajectory are reported at least this often.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["vllm"]
+    max_num_seqs: int = Field(default=256, ge=1)
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    enforce_eager: bool = False
+    journal_interval_tokens: int = Field(default=64, ge=1, le=64)
+
+
+class TorchEngineConfig(BaseModel):
+    """The plain torch engine (rollout/torch_engine.py): for machines without vLLM and for fast tests."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["torch"]
+    max_num_seqs: int = Field(default=256, ge=1)
+    journal_interval_tokens: int = Field(default=64, ge=1, le=64)
+
+
+EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminator="type")]
+
+
+class SamplingConfig(BaseModel):
+    """How the policy samples during training.
+
+    Attributes:
+        temperature: Applied by the engine and, identically, by the trainer's logprobs.
+        top_p: Only 1.0: below full support the importance ratio would carry the cut mass.
+        top_k: Only -1 (off), for the same reason.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_new_tokens: int = Field(gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+
+
+class RolloutConfig(BaseModel):
+    """The rollout side: engines and sampling.
+
+    Attributes:
+        num_engines: Engines; each holds the whole policy.
+        request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: EngineConfig
+    num_engines: int = Field(default=1, ge=1)
+    sampling: SamplingConfig
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0)

@@ -1,0 +1,90 @@
+"""How the policy is trained."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW (torch), with linear warm-up to a constant learning rate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float = Field(gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    gradient_clip_norm: float = Field(default=1.0, gt=0)
+
+
+class TrainerConfig(BaseModel):
+    """The trainer group.
+
+    Attributes:
+        backend: `deepspeed` (any number of ranks) or `torch` (one rank, for tests and tiny runs).
+        num_ranks: Data-parallel ranks, one process each.
+        zero_stage: DeepSpeed ZeRO stage 0..3.
+        max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
+        max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
+        step_timeout_s: Longest wait for one training step, seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backend: Literal["deepspeed", "torch"] = "deepspeed"
+    num_ranks: int = Field(default=1, ge=1)
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    gradient_checkpointing: bool = False
+    offload_optimizer: bool = False
+    max_tokens_per_micro_batch: int = Field(gt=0)
+    optimizer: OptimizerConfig
+    max_bad_steps: int = Field(default=3, ge=1)
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    step_timeout_s: float = Field(default=1800.0, gt=0)
+
+
+class AlgorithmConfig(BaseModel):
+    """Advantage, policy loss, behavior correction and aggregation, chosen by name (ALGORITHMS: docs/paper_index.md).
+
+    Attributes:
+        clip_low: ε_lo of ppo_clip: the ratio is clipped below 1 − ε_lo.
+        clip_high: ε_hi of ppo_clip: the ratio is clipped above 1 + ε_hi.
+        correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
+        std_epsilon: ε added to the group's standard deviation.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    advantage_std: Literal["sample", "population", "none"] = "sample"
+    std_epsilon: float = Field(default=1e-4, gt=0)
+    loss: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    correction: Literal["none", "decoupled"] = "decoupled"
+    correction_cap: float = Field(default=5.0, ge=1)
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "constant_length"] = "token_mean"
+
+
+class SftConfig(BaseModel):
+    """Supervised warm start (`penstock sft`).
+
+    Attributes:
+        batch_size: Examples per optimizer step.
+        max_steps: Upper limit of optimizer steps.
+        eval_every_steps: Held-out accuracy is measured this often.
+        eval_tasks: Held-out tasks per measurement.
+        stop_at_accuracy: Stop when the share of held-out tasks whose gold answer is the greedy
+            answer reaches this; None trains for `max_steps`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_size: int = Field(gt=0)
+    max_steps: int = Field(gt=0)
+    eval_every_steps: int = Field(default=10, gt=0)
+    eval_tasks: int = Field(default=256, gt=0)
+    stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
