@@ -1,0 +1,63 @@
+"""What an engine class offers inside its own process; `actors/engine.py` puts it behind a Ray actor.
+
+Consumes: generate requests and weight manifests. Waits for: the model. Unblocked by: a decode step,
+an abort, a finished weight update. Both engines pass one contract suite, tests/contract/engine_contract.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
+from penstock.rollout.config import EngineConfig
+from penstock.weights.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything that one engine process needs to start.
+
+    Attributes:
+        model_path: Hugging Face directory with weights, config and tokenizer.
+        device: `cpu` or `cuda`.
+        update_mode: `keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it.
+        threads: CPU threads of this process.
+    """
+
+    engine_id: EngineId
+    model_path: str
+    model: ModelConfig
+    engine: EngineConfig
+    device: Literal["cpu", "cuda"]
+    update_mode: Literal["keep_kv", "recompute_kv"]
+    seed: int
+    threads: int
+
+
+class LocalEngine(Engine, Protocol):
+    """An engine in its own process."""
+
+    async def start(self) -> None:
+        """Load the model and be ready. Version stays -1 until the first `update_weights`."""
+        ...
+
+    async def update_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Freeze running requests, swap to the manifest's weights, verify by reading back, resume.
+
+        Requests in flight keep their tokens and go on with the new weights. After it returns, every
+        new token is stamped with `manifest.version`. Idempotent: the same version again is acknowledged again.
+
+        Raises:
+            WeightSyncError: A live parameter's checksum differs from the manifest's (both are named).
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Give device memory back while the trainer computes (colocated); only with nothing running."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    async def shutdown(self) -> None: ...

@@ -1,0 +1,79 @@
+"""Weights within one node: one safetensors file in shared memory, mapped by every engine.
+
+Consumes: HF-named tensors of one version. Produces: a manifest. A version's file lives until the
+publisher has every acknowledgement of a newer one, or gives up on it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import TensorEntry, WeightManifest
+from penstock.weights.checksum import combine_checksums, tensor_checksum
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def default_directory() -> Path:
+    """`/dev/shm` where it exists (Linux), else the temporary folder."""
+    shm = Path("/dev/shm")  # noqa: S108 - this is the shared-memory file system, files get unguessable names
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def write_version(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: str, directory: Path
+) -> WeightManifest:
+    """Write one version for every engine on this node to map.
+
+    Args:
+        tensors: HF name and full tensor, each once; cast to `dtype` (the wire dtype) here.
+        version: Policy version of these weights.
+        dtype: `float32` or `bfloat16`.
+        directory: A folder in shared memory, private to the run.
+
+    Returns:
+        The manifest; its checksum is over the bytes as written.
+    """
+    wire = {name: tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous() for name, tensor in tensors}
+    entries = tuple(
+        TensorEntry(name, dtype, tuple(tensor.shape), tensor_checksum(tensor)) for name, tensor in wire.items()
+    )
+    path = directory / f"v{version}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file(wire, partial)
+    partial.rename(path)
+    return WeightManifest(
+        version=version,
+        location=str(path),
+        entries=entries,
+        num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in wire.values()),
+        checksum=combine_checksums((entry.name, entry.checksum) for entry in entries),
+    )
+
+
+def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """Map a version and yield its tensors in manifest order; nothing is copied until a tensor is used.
+
+    Raises:
+        WeightSyncError: If the file is gone or holds other tensors than the manifest says.
+    """
+    path = Path(manifest.location)
+    if not path.exists():
+        raise WeightSyncError(
+            f"publish v{manifest.version}: {path} is not there. The engine is on another node than trainer rank 0, "
+            "or the version was already replaced. Set weights.transport=object_store for engines on other nodes."
+        )
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        missing = [entry.name for entry in manifest.entries if entry.name not in set(file.keys())]
+        if missing:
+            raise WeightSyncError(f"publish v{manifest.version}: {path} lacks {len(missing)} tensors, first {missing[0]}")
+        for entry in manifest.entries:
+            yield entry.name, file.get_tensor(entry.name)
