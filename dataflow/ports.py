@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.trajectory import FinishReason, GroupRef, Task, Trajectory
+from penstock.dataflow.trajectory import FinishReason, GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Spans
 
 
@@ -192,3 +192,11 @@ class PublishReport:
 
 class WeightPublisher(Protocol):
     async def publish(self, version: int) -> PublishReport: ...
+
+
+class PayloadStore(Protocol):
+    """Where the token and float arrays of ready groups live until they are trained."""
+
+    async def put(self, payload: GroupPayload) -> Any:
+        """Store a payload; the returned handle keeps it alive."""
+        ...

@@ -36,7 +36,17 @@ class EngineSpec:
     threads: int
 
 
-class LocalEngine(Engine, Protocol):
+class Sleeper(Protocol):
+    """What can give its device memory back for a while."""
+
+    async def sleep(self) -> None:
+        """Give device memory back while the trainer computes (colocated); only with nothing running."""
+        ...
+
+    async def wake(self) -> None: ...
+
+
+class LocalEngine(Engine, Sleeper, Protocol):
     """An engine in its own process."""
 
     async def start(self) -> None:
@@ -53,11 +63,5 @@ class LocalEngine(Engine, Protocol):
             WeightSyncError: A live parameter's checksum differs from the manifest's (both are named).
         """
         ...
-
-    async def sleep(self) -> None:
-        """Give device memory back while the trainer computes (colocated); only with nothing running."""
-        ...
-
-    async def wake(self) -> None: ...
 
     async def shutdown(self) -> None: ...

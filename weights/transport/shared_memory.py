@@ -74,6 +74,8 @@ def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -
     with safe_open(path, framework="pt", device=str(device)) as file:
         missing = [entry.name for entry in manifest.entries if entry.name not in set(file.keys())]
         if missing:
-            raise WeightSyncError(f"publish v{manifest.version}: {path} lacks {len(missing)} tensors, first {missing[0]}")
+            raise WeightSyncError(
+                f"publish v{manifest.version}: {path} lacks {len(missing)} tensors, first {missing[0]}"
+            )
         for entry in manifest.entries:
             yield entry.name, file.get_tensor(entry.name)

@@ -1,0 +1,68 @@
+# Everything starts here; nothing needs an activated environment. `make help` lists the targets.
+#   FLAVOR=cpu|cuda   default: cuda where an NVIDIA driver answers, else cpu
+#   PYTHON=...        default: the first of python3.11, 3.12, 3.13 and python3 that is new enough
+#   PIP_ARGS=...      e.g. another package index
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.penstock-setup
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
+SEED ?= 0
+SFT_POLICY := runs/arithmetic_sft-seed$(SEED)/policy
+
+HAS_DRIVER := $(shell if nvidia-smi -L >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo yes; fi)
+FLAVOR ?= $(if $(HAS_DRIVER),cuda,cpu)
+NEW_ENOUGH := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	if $$python -c "$(NEW_ENOUGH)" >/dev/null 2>&1; then echo $$python; break; fi; done)
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## Install everything into .venv; does nothing when it is up to date (FLAVOR=cpu|cuda)
+	@case "$(FLAVOR)" in cpu|cuda) ;; *) \
+		echo "FLAVOR=$(FLAVOR) is unknown: choose cpu or cuda." >&2; exit 2;; esac; \
+	if [ "$(FLAVOR)" = cuda ] && [ -z "$(HAS_DRIVER)" ]; then \
+		echo "FLAVOR=cuda, but neither nvidia-smi nor /proc/driver/nvidia answers: there is no device to run on." >&2; \
+		echo "Install the NVIDIA driver, or use FLAVOR=cpu." >&2; exit 2; fi; \
+	wanted="$(FLAVOR) $$(cksum < pyproject.toml)"; \
+	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$$wanted" ]; then exit 0; fi; \
+	if ! $(BIN)/python -c "$(NEW_ENOUGH)" 2>/dev/null; then \
+		if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c "$(NEW_ENOUGH)" 2>/dev/null; then \
+			echo "PYTHON=$(PYTHON): Penstock needs Python >= 3.11 with its venv and ensurepip modules." >&2; \
+			echo "Install it, or name one: make setup PYTHON=/path/to/python3.11" >&2; exit 2; fi; \
+		$(PYTHON) -m venv --clear $(VENV); fi; \
+	echo "Installing Penstock ($(FLAVOR)) into $(VENV): some minutes, 3 GB or more."; \
+	$(PIP) install $(PIP_ARGS) "$$(grep -o 'torch==[0-9.]*' pyproject.toml | head -1)"; \
+	$(PIP) install $(PIP_ARGS) -e '.[$(FLAVOR),dev]'; \
+	if [ "$(FLAVOR)" = cpu ]; then $(PIP) uninstall -y torchvision torchaudio torchcodec; fi; \
+	echo "$$wanted" > $(STAMP); \
+	echo "Installed."
+
+demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on this machine (SEED=0)
+	@if [ ! -d $(SFT_POLICY) ]; then $(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true; fi
+	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
+
+test: setup  ## Run the whole test suite
+	@$(BIN)/pytest
+
+lint: setup  ## Check style, formatting and types
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy
+
+format: setup  ## Format the code and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
+	@$(BIN)/python benchmarks/vs_trl.py
+
+clean:  ## Remove caches and build output; keeps .venv and runs/
+	@rm -rf build dist outputs multirun .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,130 @@
+"""Starting and ending everything that runs in other processes: Ray itself, engines, trainer ranks, reward workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from penstock.actors.engine import EngineActor
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.processes import descendants, end_processes
+from penstock.actors.reward import RewardActor, RewardClient
+from penstock.actors.trainer import TrainerClient, TrainerRank
+from penstock.dataflow.errors import EngineLostError, PlacementError
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.envs.config import RewardConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.vllm_environment import vllm_environment
+from penstock.trainer.spec import TrainerSpec
+
+ENGINE_CONCURRENCY = 64
+QUIET = {"RAY_DEDUP_LOGS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one actor asks Ray for.
+
+    Attributes:
+        num_gpus: GPUs, fractional when colocated; 0 on a CPU pool.
+        accelerator_type: Ray's accelerator label, or None for any.
+    """
+
+    num_gpus: float = 0.0
+    accelerator_type: str | None = None
+
+    def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        """Arguments of `.options(...)`."""
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": dict(environment)}}
+        if self.num_gpus:
+            options["num_gpus"] = self.num_gpus
+        if self.accelerator_type:
+            options["accelerator_type"] = self.accelerator_type
+        return options
+
+
+@asynccontextmanager
+async def ray_session(address: str) -> AsyncIterator[None]:
+    """Ray for the length of a run: started here for `local`, joined otherwise. Worker output stays in Ray's logs."""
+    os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
+    ray.init(
+        address="local" if address == "local" else address,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=True,
+    )
+    try:
+        yield
+    finally:
+        started = descendants()  # taken now: once the raylet is gone, its workers are nobody's children
+        ray.shutdown()
+        end_processes(started)
+
+
+class ObjectStore:
+    """`PayloadStore` in Ray's object store; a payload lives as long as its handle."""
+
+    async def put(self, payload: GroupPayload) -> ray.ObjectRef:
+        return ray.put(payload)
+
+
+async def start_engines(
+    specs: Sequence[EngineSpec], resources: Sequence[Resources], timeout_s: float
+) -> list[RemoteEngine]:
+    """Start all engines at once and wait until every one has loaded its model.
+
+    Raises:
+        PlacementError: If the cluster cannot place them within the time limit.
+        EngineLostError: If one fails to start, with its cause.
+    """
+    actors = [
+        EngineActor.options(
+            max_concurrency=ENGINE_CONCURRENCY, **need.options(vllm_environment(spec.device, spec.threads))
+        ).remote(spec)
+        for spec, need in zip(specs, resources, strict=True)
+    ]
+    nodes = await _started([actor.start.remote() for actor in actors], "engines", timeout_s)
+    return [RemoteEngine(spec.engine_id, actor, node) for spec, actor, node in zip(specs, actors, nodes, strict=True)]
+
+
+async def start_trainer(
+    spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
+) -> TrainerClient:
+    """Start the trainer ranks and let them meet."""
+    ranks = [TrainerRank.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
+    client = TrainerClient(ranks, spec.trainer.step_timeout_s)
+    await client.start(spec.trainer.start_timeout_s)
+    return client
+
+
+def start_rewards(config: RewardConfig) -> RewardClient:
+    """Start the reward workers; a function that cannot be imported was refused before Ray started."""
+    workers = [
+        RewardActor.options(num_cpus=0, max_concurrency=8).remote(config.fn, config.timeout_s)
+        for _ in range(config.num_workers)
+    ]
+    return RewardClient(workers)
+
+
+async def _started(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return list(await asyncio.gather(*calls))
+    except TimeoutError:
+        raise PlacementError(
+            f"cluster: {len(calls)} {what} were not up within {timeout_s:.0f} s. Ray has "
+            f"{ray.available_resources()} free of {ray.cluster_resources()}. "
+            "Lower rollout.num_engines or raise rollout.start_timeout_s."
+        ) from None
+    except ray.exceptions.RayTaskError as error:
+        raise EngineLostError(f"cluster: {what} did not start: {type(error.cause).__name__}: {error.cause}") from error
+    except ray.exceptions.RayActorError as error:
+        raise EngineLostError(f"cluster: {what} died at start: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,123 @@
+"""The Ray actor around one rollout engine: requests come in batches, deltas leave in batches.
+
+Two calls carry all traffic. `submit` takes every request of one tick of the driver's loop; `collect`
+is a long poll that returns whatever all requests sampled since the last one. So the cost in Ray
+calls does not grow with the number of trajectories. The outbox is bounded by what the submitted
+requests may sample; the client keeps their number within the engine's slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import RequestId
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.rollout.local_engine import EngineSpec, LocalEngine
+from penstock.weights.transport.shared_memory import default_directory
+
+Parcel = tuple[RequestId, TokenDelta | EngineLostError]
+
+
+def create_engine(spec: EngineSpec) -> LocalEngine:
+    """The engine class that the config names; imported here, in its own process."""
+    if spec.engine.type == "vllm":
+        from penstock.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(spec)
+    from penstock.rollout.torch_engine import TorchEngine
+
+    return TorchEngine(spec)
+
+
+@ray.remote
+class EngineActor:
+    """One engine in its own process."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._engine: LocalEngine | None = None
+        self._requests: set[asyncio.Task[None]] = set()
+        self._outbox: list[Parcel] = []
+        self._has_parcels = asyncio.Event()
+        self._inbound = Path(tempfile.mkdtemp(prefix="penstock-inbound-", dir=default_directory()))
+
+    async def start(self) -> str:
+        """Load the model; returns the node this engine runs on."""
+        self._engine = create_engine(self._spec)
+        await self._engine.start()
+        return ray.get_runtime_context().get_node_id()
+
+    async def submit(self, requests: list[GenerateRequest]) -> None:
+        for request in requests:
+            job = asyncio.create_task(self._pump(request))
+            self._requests.add(job)
+            job.add_done_callback(self._requests.discard)
+
+    async def collect(self, wait_s: float) -> list[Parcel]:
+        """Everything sampled since the last call; waits at most `wait_s` seconds for the first of it."""
+        try:
+            await asyncio.wait_for(self._has_parcels.wait(), wait_s)
+        except TimeoutError:
+            return []
+        self._has_parcels.clear()
+        parcels, self._outbox = self._outbox, []
+        return parcels
+
+    async def abort(self, request_ids: list[RequestId]) -> None:
+        for request_id in request_ids:
+            await self._running().abort(request_id)
+
+    async def load(self) -> EngineLoad:
+        return await self._running().load()
+
+    async def update_weights(self, manifest: WeightManifest, payload: np.ndarray | None = None) -> WeightAck:
+        """Swap weights in flight. `payload` carries the version's file for engines on other nodes."""
+        if payload is None:
+            return await self._running().update_weights(manifest)
+        path = self._inbound / f"v{manifest.version}.safetensors"
+        try:
+            await asyncio.to_thread(payload.tofile, path)
+            return await self._running().update_weights(replace(manifest, location=str(path)))
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def sleep(self) -> None:
+        await self._running().sleep()
+
+    async def wake(self) -> None:
+        await self._running().wake()
+
+    async def shutdown(self) -> None:
+        for job in list(self._requests):
+            job.cancel()
+        if self._engine is not None:
+            await self._engine.shutdown()
+        shutil.rmtree(self._inbound, ignore_errors=True)
+
+    def _running(self) -> LocalEngine:
+        if self._engine is None:
+            raise EngineLostError(f"{self._spec.engine_id}: not started")
+        return self._engine
+
+    async def _pump(self, request: GenerateRequest) -> None:
+        try:
+            async for delta in self._running().generate(request):
+                self._send((request.request_id, delta))
+        except EngineLostError as error:
+            self._send((request.request_id, error))
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises is this request's failure, reported as such
+            self._send(
+                (request.request_id, EngineLostError(f"{self._spec.engine_id}: {type(error).__name__}: {error}"))
+            )
+
+    def _send(self, parcel: Parcel) -> None:
+        self._outbox.append(parcel)
+        self._has_parcels.set()

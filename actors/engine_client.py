@@ -1,0 +1,151 @@
+"""The driver's side of an engine actor: implements the `Engine` port over batched Ray calls.
+
+Consumes: parcels that the actor's long poll returns. Waits for: the next parcel of each request.
+Unblocked by: a delta, or the engine's death, which fails every pending request at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+
+POLL_S = 20.0
+SILENCE_S = 60.0
+"""A poll that takes longer than this beyond its own wait means that the actor hangs."""
+
+
+class RemoteEngine:
+    """An engine in another process.
+
+    Attributes:
+        node_id: The Ray node the engine runs on; decides how weights travel to it.
+    """
+
+    def __init__(self, engine_id: EngineId, actor: ActorHandle, node_id: str) -> None:
+        self.engine_id = engine_id
+        self.node_id = node_id
+        self._actor = actor
+        self._version = -1
+        self._inboxes: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
+        self._outgoing: list[GenerateRequest] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._lost: EngineLostError | None = None
+        self._poll = asyncio.create_task(self._collect(), name=f"collect {engine_id}")
+
+    @property
+    def version(self) -> int:
+        """The version this engine has acknowledged; -1 before the first publish."""
+        return self._version
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        if self._lost is not None:
+            raise self._lost
+        inbox: asyncio.Queue[TokenDelta | EngineLostError] = asyncio.Queue()
+        self._inboxes[request.request_id] = inbox
+        self._enqueue(request)
+        try:
+            while True:
+                parcel = await inbox.get()
+                if isinstance(parcel, EngineLostError):
+                    raise parcel
+                yield parcel
+                if parcel.finish_reason is not None:
+                    return
+        finally:
+            del self._inboxes[request.request_id]
+
+    async def abort(self, request_id: RequestId) -> None:
+        self._spawn(self._call("abort", [request_id]))
+
+    async def load(self) -> EngineLoad:
+        async with asyncio.timeout(SILENCE_S):
+            return await self._actor.load.remote()
+
+    async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
+        """Swap weights in flight; the engine serves `manifest.version` once this returns.
+
+        Raises:
+            WeightSyncError: The engine refused them.
+            EngineLostError: The engine died.
+        """
+        try:
+            ack: WeightAck = await self._actor.update_weights.remote(manifest, payload)
+        except ray.exceptions.RayActorError as error:
+            raise self._lose(f"died during publish v{manifest.version}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {error.cause}") from error
+        if ack.checksum != manifest.checksum or ack.version != manifest.version:
+            raise WeightSyncError(
+                f"publish v{manifest.version}: {self.engine_id} acknowledged v{ack.version} with checksum "
+                f"{ack.checksum:x}, sent was {manifest.checksum:x}"
+            )
+        self._version = ack.version
+        return ack
+
+    async def sleep(self) -> None:
+        await self._actor.sleep.remote()
+
+    async def wake(self) -> None:
+        await self._actor.wake.remote()
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Stop polling and ask the engine to end; its process is ended by the cluster either way."""
+        self._poll.cancel()
+        for call in self._calls:
+            call.cancel()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._actor.shutdown.remote()
+        except (TimeoutError, ray.exceptions.RayError):
+            pass
+
+    def _enqueue(self, request: GenerateRequest) -> None:
+        self._outgoing.append(request)
+        if len(self._outgoing) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        requests, self._outgoing = self._outgoing, []
+        self._spawn(self._call("submit", requests))
+
+    def _spawn(self, call: Any) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _call(self, method: str, argument: list[Any]) -> None:
+        try:
+            await getattr(self._actor, method).remote(argument)
+        except ray.exceptions.RayError as error:
+            self._lose(f"{method} failed: {error}")
+
+    async def _collect(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(POLL_S + SILENCE_S):
+                    parcels = await self._actor.collect.remote(POLL_S)
+            except TimeoutError:
+                self._lose(f"did not answer for {POLL_S + SILENCE_S:.0f} s")
+                return
+            except ray.exceptions.RayError as error:
+                self._lose(f"died: {str(error).strip().splitlines()[0]}")
+                return
+            for request_id, parcel in parcels:
+                if (inbox := self._inboxes.get(request_id)) is not None:
+                    inbox.put_nowait(parcel)
+
+    def _lose(self, what: str) -> EngineLostError:
+        """Fail every pending request, now and later."""
+        if self._lost is None:
+            self._lost = EngineLostError(f"{self.engine_id} {what}")
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(self._lost)
+        return self._lost

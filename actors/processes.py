@@ -1,0 +1,27 @@
+"""Ending every process that this one started, and being sure of it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+GRACE_S = 4.0
+
+
+def descendants() -> list[psutil.Process]:
+    """All processes below this one, children first."""
+    return psutil.Process().children(recursive=True)
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float = GRACE_S) -> int:
+    """Wait `grace_s` for processes to end by themselves, then kill the rest; returns how many had to be killed.
+
+    A process keeps its identity here (pid and start time), so a reused pid is never hit.
+    """
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace_s)
+    return len(alive)

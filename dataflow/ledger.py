@@ -1,0 +1,191 @@
+"""The ledger: every admitted group is in exactly one state, and ends in exactly one way.
+
+    generating ─▶ scoring ─▶ ready ─▶ training ─▶ trained
+         └───────────┴─────────┴─────────┴──────▶ dropped(reason) | filtered(reason) | failed(reason)
+
+I2: terminal states are final. I3: admitted = trained + dropped + filtered + failed + live. I5: a
+group is trained at most once. A record is kept while its group lives; of ended groups the counters
+remain, so memory is bounded by the admission window.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.dataflow.errors import AccountingError
+from penstock.dataflow.ids import GroupId, TaskId
+
+
+class GroupState(StrEnum):
+    """Where a group is in its life."""
+
+    GENERATING = "generating"
+    SCORING = "scoring"
+    READY = "ready"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+TERMINAL = frozenset({GroupState.TRAINED, GroupState.DROPPED, GroupState.FILTERED, GroupState.FAILED})
+_NEXT = {
+    GroupState.GENERATING: {GroupState.SCORING},
+    GroupState.SCORING: {GroupState.READY},
+    GroupState.READY: {GroupState.TRAINING},
+    GroupState.TRAINING: {GroupState.TRAINED},
+}
+_UNTRAINED_ENDS = TERMINAL - {GroupState.TRAINED}
+
+
+class Reason(StrEnum):
+    """Why a group ended untrained."""
+
+    STALE = "stale"
+    ABORTED = "aborted"
+    REDUNDANT = "redundant"
+    BAD_STEP = "bad_step"
+    ROLLBACK = "rollback"
+    RUN_END = "run_end"
+    ZERO_VARIANCE = "zero_variance"
+    OVERLONG = "overlong"
+    USER = "user"
+    ENV = "env"
+    REWARD = "reward"
+    ENGINE = "engine"
+
+
+REASONS = {
+    GroupState.DROPPED: {
+        Reason.STALE,
+        Reason.ABORTED,
+        Reason.REDUNDANT,
+        Reason.BAD_STEP,
+        Reason.ROLLBACK,
+        Reason.RUN_END,
+    },
+    GroupState.FILTERED: {Reason.ZERO_VARIANCE, Reason.OVERLONG, Reason.USER},
+    GroupState.FAILED: {Reason.ENV, Reason.REWARD, Reason.ENGINE},
+}
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """A live group.
+
+    Attributes:
+        member_versions: Per member, the version that bounds its oldest token from below: the engine's
+            acknowledged version at dispatch, then the version of its first token; None before dispatch.
+    """
+
+    group_id: GroupId
+    task_id: TaskId
+    member_versions: list[int | None]
+    state: GroupState = GroupState.GENERATING
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Lower bound of the group's oldest token; None before anything was dispatched."""
+        return min((version for version in self.member_versions if version is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """Absolute counts since the start of the run."""
+
+    admitted: int
+    trained: int
+    dropped: int
+    filtered: int
+    failed: int
+    live: int
+
+    @property
+    def returned(self) -> int:
+        """Groups that ended untrained and gave their credit back."""
+        return self.dropped + self.filtered + self.failed
+
+    @property
+    def is_balanced(self) -> bool:
+        """I3: every admitted group is accounted for."""
+        return self.admitted == self.trained + self.returned + self.live
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All groups of a run.
+
+    Attributes:
+        reasons: (terminal state, reason) -> groups.
+    """
+
+    _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
+    _ended: Counter[GroupState] = field(default_factory=Counter)
+    _admitted: int = 0
+    reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
+
+    def admit(self, task_id: TaskId, group_size: int) -> GroupRecord:
+        """Open a record under the next admission number."""
+        record = GroupRecord(GroupId(self._admitted), task_id, [None] * group_size)
+        self._live[record.group_id] = record
+        self._admitted += 1
+        return record
+
+    def live(self) -> list[GroupRecord]:
+        """Live groups in admission order."""
+        return list(self._live.values())
+
+    def find(self, group_id: GroupId) -> GroupRecord:
+        """The record of a live group.
+
+        Raises:
+            AccountingError: If the group was never admitted or has already ended (I2).
+        """
+        record = self._live.get(group_id)
+        if record is None:
+            how = "has already ended" if 0 <= group_id < self._admitted else "was never admitted"
+            raise AccountingError(f"ledger: group {group_id} {how}; {self._admitted} were admitted (I2)")
+        return record
+
+    def move(self, group_id: GroupId, state: GroupState) -> None:
+        """Take a group to its next state along the main path."""
+        record = self.find(group_id)
+        if state not in _NEXT[record.state]:
+            raise AccountingError(f"ledger: group {group_id} cannot go from {record.state} to {state} (I2)")
+        record.state = state
+        if state is GroupState.TRAINED:
+            self._end(record)
+
+    def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
+        """End a group untrained, from any live state, with a reason that fits."""
+        record = self.find(group_id)
+        if state not in _UNTRAINED_ENDS or reason not in REASONS[state]:
+            raise AccountingError(f"ledger: group {group_id} cannot end as {state}({reason})")
+        record.state = state
+        self.reasons[state, reason] += 1
+        self._end(record)
+
+    def counts(self) -> LedgerCounts:
+        """Absolute counts, balanced (I3).
+
+        Raises:
+            AccountingError: If they do not balance.
+        """
+        counts = LedgerCounts(
+            admitted=self._admitted,
+            trained=self._ended[GroupState.TRAINED],
+            dropped=self._ended[GroupState.DROPPED],
+            filtered=self._ended[GroupState.FILTERED],
+            failed=self._ended[GroupState.FAILED],
+            live=len(self._live),
+        )
+        if not counts.is_balanced:
+            raise AccountingError(f"ledger: does not balance: {counts} (I3)")
+        return counts
+
+    def _end(self, record: GroupRecord) -> None:
+        del self._live[record.group_id]
+        self._ended[record.state] += 1

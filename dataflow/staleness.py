@@ -1,0 +1,107 @@
+"""The two gates that bound staleness, as pure functions of absolute counters.
+
+Symbols: B groups per batch, v published version, η the most versions a trained token may be old.
+
+*Admission* keeps at most (η + 1)·B groups under way, so that what is generating can still be trained
+in time on average. Alone it bounds nothing: short groups overtake long ones, and a long group can
+see η + 3 versions go by. *Consumption* closes that hole. A group's deadline is its oldest version + η,
+the last v at which it may train. A batch may close at v only if the groups left outside can still
+all meet their deadlines, one batch of B per version:
+
+    for every k = 0..η:   #{live groups outside the batch with deadline ≤ v + k}  ≤  k·B
+
+With k = 0 this says: whoever is due now is in. With k > 0: the k batches up to v + k have room for
+all who are due by then. If it holds at v it can be made to hold at v + 1 by waiting for groups that
+are under way, so nothing ever expires (docs/concepts/staleness.md has the proof and an example).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.dataflow.ids import GroupId
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLimits:
+    """What bounds the flow.
+
+    Attributes:
+        batch_groups: B, groups per batch.
+        max_staleness: η, in versions.
+        total_steps: Batches the run trains.
+        surplus: Groups admitted beyond the credits (redundant groups); 0 is none.
+    """
+
+    batch_groups: int
+    max_staleness: int
+    total_steps: int
+    surplus: int = 0
+
+    @property
+    def window(self) -> int:
+        """Most groups under way at once: (η + 1)·B + surplus."""
+        return (self.max_staleness + 1) * self.batch_groups + self.surplus
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live group as the consumption gate sees it."""
+
+    group_id: GroupId
+    deadline: int
+    ready: bool
+
+
+def free_credits(limits: FlowLimits, *, admitted: int, returned: int, trained: int) -> int:
+    """Groups that may start now.
+
+    Args:
+        limits: The bounds.
+        admitted: Groups ever admitted.
+        returned: Groups that ended untrained; each gave its credit back.
+        trained: Groups trained.
+
+    Returns:
+        min(window − under way, total_steps·B − net admissions). Never negative while I6 holds.
+    """
+    net = admitted - returned
+    return min(limits.window - (net - trained), limits.total_steps * limits.batch_groups - net)
+
+
+def is_feasible(limits: FlowLimits, version: int, outside: Iterable[int]) -> bool:
+    """Can all groups left outside a batch that closes at `version` still train in time?
+
+    Args:
+        limits: The bounds.
+        version: v, the version the batch closes at.
+        outside: Deadlines of the live groups that are not in the batch, ready or not.
+    """
+    due_by = [0] * (limits.max_staleness + 1)
+    for deadline in outside:
+        slack = deadline - version
+        if slack <= limits.max_staleness:
+            due_by[max(slack, 0)] += 1
+    due = 0
+    for k, count in enumerate(due_by):
+        due += count
+        if due > k * limits.batch_groups:
+            return False
+    return True
+
+
+def choose_batch(limits: FlowLimits, version: int, live: Sequence[Candidate]) -> list[GroupId] | None:
+    """The batch that closes now, or None while it has to wait.
+
+    Takes ready groups by earliest deadline, then admission order, and closes only if what is left
+    outside stays feasible.
+    """
+    ready = sorted((c for c in live if c.ready), key=lambda c: (c.deadline, c.group_id))
+    if len(ready) < limits.batch_groups:
+        return None
+    chosen = [c.group_id for c in ready[: limits.batch_groups]]
+    inside = set(chosen)
+    if not is_feasible(limits, version, (c.deadline for c in live if c.group_id not in inside)):
+        return None
+    return chosen

@@ -1,0 +1,195 @@
+"""Column arithmetic with worked steps: the demo's task, learnable by a policy of a million parameters in minutes.
+
+`47+85=` is answered by `7+5+0=12;4+8+1=13;132`: one step per column from the right, `digit+digit+carry=sum`, then the
+answer. Subtraction takes the smaller from the larger; a column that borrows shows it as a leading 1:
+`85-47=` is `15-7-0=8;8-4-1=3;38`.
+
+Whether a problem is held out is decided by a hash of its canonical prompt and by nothing else, so train and held-out
+problems are disjoint for every seed and every difficulty. A linear congruence of the operands would not do: it leaks
+into the answers. Commuted sums share their canonical prompt, hence their side.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Literal
+
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task, Trajectory
+
+Operator = Literal["+", "-"]
+
+ALPHABET = "0123456789+-*=() ;"
+"""Every character that a prompt or a gold response may contain."""
+
+HELD_OUT_PERCENT = 10
+MAX_DIGITS = 6
+_OPERATORS: tuple[Operator, ...] = ("+", "-")
+_HELD_OUT_SEED = "arithmetic/held-out"
+_MAX_ENUMERATED = 250_000
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Two non-negative operands; `left >= right` where the operator is `-`."""
+
+    left: int
+    operator: Operator
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.left}{self.operator}{self.right}="
+
+    @property
+    def answer(self) -> int:
+        return self.left + self.right if self.operator == "+" else self.left - self.right
+
+    @property
+    def is_held_out(self) -> bool:
+        """Side of the split: blake2b of the canonical prompt, below `HELD_OUT_PERCENT` in a hundred."""
+        low, high = sorted((self.left, self.right))
+        digest = blake2b(f"{low}{self.operator}{high}=".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
+
+    @classmethod
+    def from_prompt(cls, prompt: str) -> Problem:
+        """Parse `47+85=`.
+
+        Raises:
+            ValueError: If `prompt` is no problem of this environment.
+        """
+        for operator in _OPERATORS:
+            left, _, right = prompt.removesuffix("=").partition(operator)
+            if left.isdecimal() and right.isdecimal():
+                return cls(int(left), operator, int(right))
+        raise ValueError(f"{prompt!r} is no arithmetic prompt; expected e.g. '47+85='")
+
+
+def worked_steps(problem: Problem) -> list[str]:
+    """One step per column, from the right, each with its carry (or borrow) from the column before."""
+    left, right = str(problem.left), str(problem.right)
+    width = max(len(left), len(right))
+    carry = 0
+    steps = []
+    for a, b in zip(map(int, reversed(left.zfill(width))), map(int, reversed(right.zfill(width))), strict=True):
+        if problem.operator == "+":
+            total = a + b + carry
+            steps.append(f"{a}+{b}+{carry}={total}")
+            carry = total // 10
+        else:
+            borrow = int(a < b + carry)
+            top = a + 10 * borrow
+            steps.append(f"{top}-{b}-{carry}={top - b - carry}")
+            carry = borrow
+    return steps
+
+
+class ArithmeticTasks:
+    """Task source of column sums and differences; see the module for the form of a task.
+
+    Args:
+        seed: Order of the training stream. Held-out tasks do not depend on it.
+        digits: Largest number of digits of an operand, 1..6. A gold response has about `9·digits + 4` characters.
+        operators: Which operators occur: `+`, `-` or `+-`, drawn evenly.
+        min_digits: Smallest number of digits of an operand; `None` is `digits`. Between the two, drawn evenly.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(self, seed: int, digits: int = 2, operators: str = "+", min_digits: int | None = None) -> None:
+        smallest = digits if min_digits is None else min_digits
+        if not 1 <= digits <= MAX_DIGITS:
+            raise ValueError(f"digits={digits} is outside 1..{MAX_DIGITS}")
+        if not 1 <= smallest <= digits:
+            raise ValueError(f"min_digits={smallest} is outside 1..digits={digits}")
+        if not operators or set(operators) - set("+-") or len(set(operators)) != len(operators):
+            raise ValueError(f"operators={operators!r} is not one of '+', '-', '+-'")
+        self._seed = seed
+        self._lengths = range(smallest, digits + 1)
+        self._operators = tuple(operator for operator in _OPERATORS if operator in operators)
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of problems that are not held out, the same for the same seed."""
+        rng = random.Random(f"arithmetic/train/{self._seed}")
+        index = 0
+        while True:
+            problem = self._draw(rng)
+            if not problem.is_held_out:
+                yield _task(problem, "train", index)
+                index += 1
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """The first `num_tasks` held-out problems, all distinct, the same for every seed.
+
+        Raises:
+            ValueError: If there are fewer, with both numbers.
+        """
+        problems = list(islice(self._held_out_problems(), num_tasks))
+        if len(problems) < num_tasks:
+            raise ValueError(
+                f"arithmetic with digits={self._lengths[-1]} and operators={''.join(self._operators)!r} has "
+                f"{len(problems)} held-out problems, {num_tasks} were asked for. Use more digits or fewer tasks."
+            )
+        return [_task(problem, "held_out", index) for index, problem in enumerate(problems)]
+
+    def gold_response(self, task: Task) -> str:
+        """Worked columns, then the answer."""
+        if not isinstance(task.prompt, str):
+            raise TypeError(f"{task.task_id}: an arithmetic prompt is text, not chat messages")
+        problem = Problem.from_prompt(task.prompt)
+        return ";".join([*worked_steps(problem), str(problem.answer)])
+
+    def _draw(self, rng: random.Random) -> Problem:
+        """One problem: lengths first, so that short operands are as frequent as long ones."""
+        operator = rng.choice(self._operators)
+        left, right = (rng.choice(_operands(rng.choice(self._lengths))) for _ in range(2))
+        if operator == "-" and left < right:
+            left, right = right, left
+        return Problem(left, operator, right)
+
+    def _held_out_problems(self) -> Iterator[Problem]:
+        """Distinct held-out problems in a fixed order: a small space is listed and shuffled, a large one is sampled."""
+        rng = random.Random(_HELD_OUT_SEED)
+        num_operands = sum(len(_operands(length)) for length in self._lengths)
+        if num_operands**2 * len(self._operators) <= _MAX_ENUMERATED:
+            problems = [problem for problem in self._all_problems() if problem.is_held_out]
+            rng.shuffle(problems)
+            yield from problems
+            return
+        seen: set[Problem] = set()
+        # A fiftieth of all pairs is less than half of what is held out: drawing distinct ones stays cheap and ends.
+        while len(seen) < num_operands**2 // 50:
+            problem = self._draw(rng)
+            if problem.is_held_out and problem not in seen:
+                seen.add(problem)
+                yield problem
+
+    def _all_problems(self) -> Iterator[Problem]:
+        operands = [operand for length in self._lengths for operand in _operands(length)]
+        for operator in self._operators:
+            for left in operands:
+                for right in operands:
+                    if operator == "+" or left >= right:
+                        yield Problem(left, operator, right)
+
+
+def _operands(length: int) -> range:
+    """Numbers of `length` digits; 0 counts as one digit."""
+    return range(0 if length == 1 else 10 ** (length - 1), 10**length)
+
+
+def _task(problem: Problem, side: str, index: int) -> Task:
+    return Task(TaskId(f"arithmetic/{side}/{index}"), problem.prompt, {"answer": str(problem.answer)})
+
+
+def exact_match(trajectory: Trajectory, answer: str, **_: object) -> float:
+    """1 if the answer ended by itself and what follows its last `;` is `answer`, else 0."""
+    if trajectory.finish_reason != "stop":
+        return 0.0
+    return float(trajectory.response.rpartition(";")[2] == answer)

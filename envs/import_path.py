@@ -1,0 +1,87 @@
+"""From an import path in YAML to the object it names, with errors that say which part does not resolve."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from penstock.dataflow.errors import ConfigError
+
+
+def load_object(path: str, key: str = "import path") -> Any:
+    """Import what `path` names: `pkg.mod:name` or `pkg.mod.name`, names may be nested (`pkg.mod:Class.method`).
+
+    Args:
+        path: The import path.
+        key: Configuration key that holds it, for the message.
+
+    Raises:
+        ConfigError: If a part does not resolve, naming the part and the nearest match.
+    """
+    where = f"{key}={path!r}"
+    module_path, colon, names = path.partition(":")
+    parts = [*module_path.split("."), *names.split(".")] if colon else path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError([f"{where} is no import path. Write `package.module:name` or `package.module.name`."])
+    num_module_parts = module_path.count(".") + 1 if colon else len(parts) - 1
+    target: Any
+    target, num_modules = _import_longest(parts[:num_module_parts], where, must_be_module=bool(colon))
+    for index in range(num_modules, len(parts)):
+        owner = ".".join(parts[:index])
+        try:
+            target = getattr(target, parts[index])
+        except AttributeError:
+            hint = nearest_hint(parts[index], [*dir(target), *_submodules(target)])
+            raise ConfigError([f"{where}: {owner} has no attribute {parts[index]!r}.{hint}"]) from None
+    return target
+
+
+def _import_longest(parts: list[str], where: str, *, must_be_module: bool) -> tuple[ModuleType, int]:
+    """Import as many leading `parts` as are modules, and say how many; all of them if `must_be_module`."""
+    module: ModuleType | None = None
+    for index, part in enumerate(parts):
+        name = ".".join(parts[: index + 1])
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise ConfigError([_import_failed(where, name, error)]) from error
+            if module is not None and hasattr(module, part) and not must_be_module:
+                return module, index
+            raise ConfigError([_not_found(where, name, module)]) from None
+        except Exception as error:  # user code runs here: whatever it raises is a config problem
+            raise ConfigError([_import_failed(where, name, error)]) from error
+    assert module is not None
+    return module, len(parts)
+
+
+def _import_failed(where: str, name: str, error: Exception) -> str:
+    return f"{where}: importing {name} raised {type(error).__name__}: {error}"
+
+
+def _not_found(where: str, name: str, parent: ModuleType | None) -> str:
+    part = name.rpartition(".")[2]
+    if parent is None:
+        hint = nearest_hint(part, [module.name for module in pkgutil.iter_modules()])
+        return f"{where}: no module {name!r} on the import path. Install it or add its folder to PYTHONPATH.{hint}"
+    if hasattr(parent, part):
+        return f"{where}: {name} is no module. The colon follows the module: `{parent.__name__}:{part}...`."
+    hint = nearest_hint(part, [*_submodules(parent), *dir(parent)])
+    return f"{where}: {parent.__name__} has no module or attribute {part!r}.{hint}"
+
+
+def _submodules(parent: object) -> list[str]:
+    if not isinstance(parent, ModuleType) or not hasattr(parent, "__path__"):
+        return []
+    return [module.name for module in pkgutil.iter_modules(parent.__path__)]
+
+
+def nearest_hint(name: str, candidates: Iterable[str]) -> str:
+    """` Did you mean '...'?` with the candidate closest to `name`, or nothing if none is close."""
+    public = sorted({candidate for candidate in candidates if not candidate.startswith("_")})
+    matches = get_close_matches(name, public, n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""

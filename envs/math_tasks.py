@@ -1,0 +1,138 @@
+"""Word problems from a Hugging Face dataset (GSM8K by default), answered in a box and checked by math-verify."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task, Trajectory
+
+INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
+_HELD_OUT_SEED = "math/held-out"
+
+
+class MathTasks:
+    """Task source over two splits of a dataset. Rows are loaded when the first task is asked for.
+
+    Args:
+        seed: Order of the training stream. Held-out tasks do not depend on it.
+        dataset: Name on the hub, or path of a local folder.
+        subset: Configuration of the dataset; `None` if it has none.
+        train_split: Split to train on.
+        held_out_split: Split to evaluate on. Its questions are removed from the training split.
+        question_field: Column of the question.
+        answer_field: Column of the answer.
+        answer_marker: The final answer stands after the last of these; without one, the whole field is the answer.
+        instruction: Appended to every question, after a blank line.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        dataset: str = "openai/gsm8k",
+        subset: str | None = "main",
+        *,
+        train_split: str = "train",
+        held_out_split: str = "test",
+        question_field: str = "question",
+        answer_field: str = "answer",
+        answer_marker: str = "####",
+        instruction: str = INSTRUCTION,
+    ) -> None:
+        self._seed = seed
+        self._dataset = dataset
+        self._subset = subset
+        self._train_split = train_split
+        self._held_out_split = held_out_split
+        self._question_field = question_field
+        self._answer_field = answer_field
+        self._answer_marker = answer_marker
+        self._instruction = instruction
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of training tasks: every epoch is a new shuffle, the same for the same seed."""
+        rng = random.Random(f"math/train/{self._seed}")
+        order = list(self._train_rows)
+        if not order:
+            raise ConfigError([f"env: split {self._train_split!r} of {self._dataset} holds no question of its own."])
+        while True:
+            rng.shuffle(order)
+            yield from order
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """The first `num_tasks` of a fixed shuffle of the held-out split.
+
+        Raises:
+            ValueError: If there are fewer, with both numbers.
+        """
+        rows = self._held_out_rows
+        if num_tasks > len(rows):
+            raise ValueError(
+                f"split {self._held_out_split!r} of {self._dataset} has {len(rows)} tasks, {num_tasks} were asked for."
+            )
+        return rows[:num_tasks]
+
+    @cached_property
+    def _held_out_rows(self) -> list[Task]:
+        unique = {_question(task): task for task in self._load(self._held_out_split)}
+        rows = list(unique.values())
+        random.Random(_HELD_OUT_SEED).shuffle(rows)
+        return rows
+
+    @cached_property
+    def _train_rows(self) -> list[Task]:
+        held_out = {_question(task) for task in self._held_out_rows}
+        return [task for task in self._load(self._train_split) if _question(task) not in held_out]
+
+    def _load(self, split: str) -> list[Task]:
+        """Read one split.
+
+        Raises:
+            ConfigError: If the dataset cannot be had, or lacks a column.
+        """
+        import datasets
+
+        name = f"{self._dataset} ({self._subset})" if self._subset else self._dataset
+        try:
+            rows = datasets.load_dataset(self._dataset, self._subset, split=split)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                [
+                    f"env.args.dataset: split {split!r} of {name} is neither in the local cache nor within reach "
+                    f"({type(error).__name__}: {error}). Without a network, load it once elsewhere and copy "
+                    "HF_DATASETS_CACHE, or give the path of a local folder."
+                ]
+            ) from error
+        missing = {self._question_field, self._answer_field} - set(rows.column_names)
+        if missing:
+            raise ConfigError([f"env.args: {name} has no column {sorted(missing)}; it has {rows.column_names}."])
+        return [self._task(row, split, index) for index, row in enumerate(rows)]
+
+    def _task(self, row: dict[str, Any], split: str, index: int) -> Task:
+        answer = str(row[self._answer_field]).rpartition(self._answer_marker)[2].strip().replace(",", "")
+        content = f"{str(row[self._question_field]).strip()}\n\n{self._instruction}"
+        return Task(TaskId(f"math/{split}/{index}"), [{"role": "user", "content": content}], {"answer": answer})
+
+
+def _question(task: Task) -> str:
+    assert not isinstance(task.prompt, str)
+    return task.prompt[0]["content"]
+
+
+def math_verify_reward(trajectory: Trajectory, answer: str, **_: object) -> float:
+    """1 if math-verify finds the response's final (boxed) answer equal to `answer`, else 0.
+
+    math-verify's own time-outs are alarms of the main thread and are switched off: the reward worker kills a call that
+    hangs. A truncated response has no final answer.
+    """
+    import math_verify
+
+    if trajectory.finish_reason != "stop":
+        return 0.0
+    gold = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    predicted = math_verify.parse(trajectory.response, parsing_timeout=None)
+    return float(math_verify.verify(gold, predicted, timeout_seconds=None))

@@ -1,0 +1,295 @@
+"""The Ray-free core of a reward worker: the user's function in a process that can be killed, and its time-outs.
+
+A failure is never a reward. A call that raises, hangs, kills its process or returns no finite number becomes a
+`TrajectoryError` of kind `reward`; every other call gets its score, whatever happened beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ports import Score
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.child_process import RewardProcess
+from penstock.envs.reward_child import Reply, encode_frame
+
+MAX_DEATHS = 2
+_ASYNC_GRACE_S = 1.0
+
+
+@dataclass(slots=True)
+class _Call:
+    """One trajectory to score.
+
+    Attributes:
+        body: Pickled once; the same bytes go to the next process if this one dies.
+        is_alone: Suspected of blocking or killing the process: it is sent with no other call beside it.
+        deaths: Processes that died while running it.
+    """
+
+    call_id: int
+    label: str
+    body: bytes
+    outcome: asyncio.Future[Score]
+    is_alone: bool = False
+    deaths: int = 0
+    sent_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Books:
+    """Calls by state. Invariant: an unsettled call is in exactly one of the two, so none is lost or scored twice."""
+
+    waiting: deque[_Call] = field(default_factory=deque)
+    in_flight: dict[int, _Call] = field(default_factory=dict)
+
+
+class RewardRunner:
+    """Scores trajectories with a user's function (sync or async) in a warm, killable child process.
+
+    A synchronous function gets its calls one after the other, an asynchronous one concurrently. A synchronous call
+    that is longer than `timeout_s` costs the process, which is killed with all it started and replaced; the calls
+    behind it are scored by the next. An asynchronous one is cancelled, and only if that fails is the process killed.
+
+    Use it from one event loop, whose thread must outlive it: the child dies with the thread that started it.
+
+    Args:
+        fn_path: Import path of the function.
+        timeout_s: Longest time for one call, seconds.
+        startup_timeout_s: Longest time for loading the function, seconds.
+        max_in_flight: Calls that are with the process at a time.
+    """
+
+    def __init__(
+        self, fn_path: str, timeout_s: float, *, startup_timeout_s: float = 120.0, max_in_flight: int = 256
+    ) -> None:
+        self._fn_path = fn_path
+        self._timeout_s = timeout_s
+        self._startup_timeout_s = startup_timeout_s
+        self._max_in_flight = max_in_flight
+        self._books = _Books()
+        self._process: RewardProcess | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._next_id = 1
+        self._progress_at = 0.0
+        self._is_shut_down = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None while there is none."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Have the child ready before the first call.
+
+        Raises:
+            ConfigError: If the function does not load.
+        """
+        if self._process is None:
+            await asyncio.shield(self._ensure_starting())
+        if self._process is None:
+            raise ConfigError([f"reward.fn={self._fn_path!r}: the reward runner has been shut down."])
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """Score one trajectory.
+
+        Raises:
+            TrajectoryError: kind `reward`, if the function raised, hung, died or returned no finite number.
+            ConfigError: If the function does not load.
+        """
+        return await self._submit(task, trajectory)
+
+    async def score_many(self, pairs: Sequence[tuple[Task, Trajectory]]) -> list[Score | TrajectoryError]:
+        """Score many trajectories; failures are returned in their places.
+
+        Raises:
+            ConfigError: If the function does not load.
+        """
+        futures = [self._submit(task, trajectory) for task, trajectory in pairs]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        for result in results:
+            if not isinstance(result, (Score, TrajectoryError)):
+                raise result
+        return [result for result in results if isinstance(result, (Score, TrajectoryError))]
+
+    async def shutdown(self) -> None:
+        """End the child and fail what is unfinished. The runner cannot be used again."""
+        self._is_shut_down = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        self._drop_process()
+        self._fail_all(TrajectoryError("reward", f"{self._fn_path}: the reward worker was shut down"))
+
+    def _submit(self, task: Task, trajectory: Trajectory) -> asyncio.Future[Score]:
+        outcome: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        label = f"{self._fn_path} on {trajectory.trajectory_id} ({task.task_id})"
+        if self._is_shut_down:
+            outcome.set_exception(TrajectoryError("reward", f"{label}: the reward worker was shut down"))
+            return outcome
+        try:
+            body = pickle.dumps((trajectory, dict(task.fields)), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
+            outcome.set_exception(TrajectoryError("reward", f"{label}: the task cannot be sent: {error!r}"))
+            return outcome
+        self._books.waiting.append(_Call(self._next_id, label, body, outcome))
+        self._next_id += 1
+        # Pump after the caller has submitted all it has: one write for the whole batch.
+        asyncio.get_running_loop().call_soon(self._pump)
+        return outcome
+
+    def _pump(self) -> None:
+        """Send waiting calls as far as the process may have them, starting one if there is none."""
+        waiting, in_flight = self._books.waiting, self._books.in_flight
+        if not waiting or self._is_shut_down:
+            return
+        if self._process is None:
+            self._ensure_starting()
+            return
+        now = asyncio.get_running_loop().time()
+        if not in_flight:
+            self._progress_at = now
+        frames = []
+        while waiting and self._may_send(waiting[0]):
+            call = waiting.popleft()
+            call.sent_at = now
+            in_flight[call.call_id] = call
+            frames.append(encode_frame(call.call_id, call.body))
+        if frames:
+            self._process.write(b"".join(frames))
+            self._arm_watchdog()
+
+    def _may_send(self, call: _Call) -> bool:
+        in_flight = self._books.in_flight
+        if call.is_alone:
+            return not in_flight
+        return len(in_flight) < self._max_in_flight and not any(other.is_alone for other in _first(in_flight))
+
+    def _on_reply(self, call_id: int, reply: Reply) -> None:
+        call = self._books.in_flight.pop(call_id, None)
+        if call is None:
+            return
+        self._progress_at = asyncio.get_running_loop().time()
+        self._settle(call, reply)
+        self._pump()
+
+    def _settle(self, call: _Call, reply: Reply) -> None:
+        if "reward" in reply:
+            if not call.outcome.done():
+                call.outcome.set_result(Score(reply["reward"], reply["parts"]))
+        elif "timed_out" in reply:
+            self._fail(call, f"timed out after {self._timeout_s:g} s")
+        else:
+            self._fail(call, reply["error"])
+
+    def _fail(self, call: _Call, what: str) -> None:
+        if not call.outcome.done():
+            call.outcome.set_exception(TrajectoryError("reward", f"{call.label}: {what}"))
+
+    def _deadline(self, process: RewardProcess, head: _Call) -> float:
+        """Loop time at which the process must have answered `head`, the oldest call it has."""
+        if process.is_async:
+            return head.sent_at + self._timeout_s + _ASYNC_GRACE_S
+        return max(head.sent_at, self._progress_at) + self._timeout_s
+
+    def _arm_watchdog(self) -> None:
+        if self._watchdog is None and self._process is not None and self._books.in_flight:
+            head = next(iter(self._books.in_flight.values()))
+            when = self._deadline(self._process, head)
+            self._watchdog = asyncio.get_running_loop().call_at(when, self._on_watchdog)
+
+    def _on_watchdog(self) -> None:
+        self._watchdog = None
+        process, in_flight = self._process, self._books.in_flight
+        if process is not None and in_flight:
+            head = next(iter(in_flight.values()))
+            if asyncio.get_running_loop().time() >= self._deadline(process, head):
+                self._replace_after_hang(process, head)
+        self._arm_watchdog()
+
+    def _replace_after_hang(self, process: RewardProcess, head: _Call) -> None:
+        """Kill the process. In a synchronous one `head` is what hangs; in an asynchronous one only if it was alone."""
+        if not process.is_async or head.is_alone:
+            del self._books.in_flight[head.call_id]
+            self._fail(head, f"timed out after {self._timeout_s:g} s; its process was killed and replaced")
+        else:
+            self._suspect_all()
+        self._drop_process()
+        self._requeue()
+
+    def _on_exit(self, process: RewardProcess) -> None:
+        """The process died by itself: the call that ran is suspect, the others are not."""
+        how = process.end()
+        if process is not self._process:
+            return
+        head = next(iter(self._books.in_flight.values()), None)
+        if head is not None and (not process.is_async or head.is_alone):
+            head.deaths += 1
+            head.is_alone = True
+            if head.deaths >= MAX_DEATHS:
+                del self._books.in_flight[head.call_id]
+                self._fail(head, f"its process {how}, {head.deaths} times in a row")
+        else:
+            self._suspect_all()
+        self._drop_process()
+        self._requeue()
+
+    def _suspect_all(self) -> None:
+        """Any call in flight may be the culprit. Who was there twice is sent alone from now on."""
+        for call in self._books.in_flight.values():
+            call.deaths += 1
+            call.is_alone = call.deaths >= MAX_DEATHS
+
+    def _requeue(self) -> None:
+        """Put what the lost process had back in front, in order, and go on."""
+        self._books.waiting.extendleft(reversed(self._books.in_flight.values()))
+        self._books.in_flight.clear()
+        self._pump()
+
+    def _drop_process(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+
+    def _ensure_starting(self) -> asyncio.Task[None]:
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start_process())
+            self._starting.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # every call gets it too
+        return self._starting
+
+    async def _start_process(self) -> None:
+        process = RewardProcess(self._fn_path, self._timeout_s, self._on_reply, self._on_exit)
+        try:
+            await process.start(self._startup_timeout_s)
+        except BaseException as error:
+            process.kill()
+            if isinstance(error, Exception):
+                self._fail_all(error)
+            raise
+        finally:
+            self._starting = None
+        self._process = process
+        self._pump()
+
+    def _fail_all(self, error: Exception) -> None:
+        calls = [*self._books.in_flight.values(), *self._books.waiting]
+        self._books = _Books()
+        for call in calls:
+            if not call.outcome.done():
+                call.outcome.set_exception(error)
+
+
+def _first(in_flight: dict[int, _Call]) -> list[_Call]:
+    """The oldest call in flight; a call that is alone is the oldest, as it is the only one."""
+    return [next(iter(in_flight.values()))] if in_flight else []

@@ -1,0 +1,167 @@
+"""The `penstock` command. Thin: it reads arguments, opens the door of the configuration and calls what does the work.
+
+Heavy imports (Ray, torch, vLLM) live inside the commands, so that `penstock --help` is quick.
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot run, 130 and 143 after SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.dataflow.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.platform.config.findings import Command
+    from penstock.platform.config.schema import RunConfig
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_SIGNAL = 1, 2, 128
+
+app = typer.Typer(
+    name="penstock",
+    help="Asynchronous reinforcement-learning post-training of language models on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="experiment=NAME [KEY=VALUE]...",
+        help="Hydra overrides: GROUP=CHOICE or KEY=VALUE, e.g. rollout/engine=torch dataflow.max_staleness=0",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print configuration and placement; start nothing.")]
+ConfigDir = Annotated[
+    Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own YAML, in the same groups as conf/.")
+]
+
+
+@app.command()
+def train(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
+    """Train a policy by reinforcement learning."""
+    _run("train", overrides, config_dir, _train, dry_run=dry_run)
+
+
+@app.command()
+def sft(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
+    """Warm-start a policy on worked answers."""
+    _run("sft", overrides, config_dir, _sft, dry_run=dry_run)
+
+
+@app.command("eval")
+def evaluate(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
+    """Measure the greedy accuracy of a policy: penstock eval experiment=arithmetic model.path=DIR."""
+    _run("eval", overrides, config_dir, _evaluate, dry_run=dry_run)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> None:
+    """Write report.html of a run and print its path."""
+
+    def write() -> int:
+        from penstock.platform.observability.report import write_report
+
+        if not run.is_dir():
+            raise PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise.")
+        typer.echo(write_report(run))
+        return 0
+
+    _exit_with(write)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine and its packages: one line each, what is wrong and what to do."""
+
+    def check() -> int:
+        from penstock.platform.doctor import run_doctor
+
+        return run_doctor()
+
+    _exit_with(check)
+
+
+def main() -> None:
+    """Console entry point."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # `reward.fn=my_module.my_reward` finds a file beside the user
+    app()
+
+
+def _run(
+    command: Command,
+    overrides: list[str] | None,
+    config_dir: Path | None,
+    start: Callable[[RunConfig], int],
+    *,
+    dry_run: bool,
+) -> None:
+    """Load the configuration and start, or print what would be started."""
+
+    def body() -> int:
+        if dry_run:  # before any import of huggingface_hub: a dry run asks no network
+            os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        from rich.console import Console
+
+        from penstock.platform.config.load import load_config
+        from penstock.platform.dry_run import print_dry_run, print_warnings
+
+        loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
+        if dry_run:
+            print_dry_run(loaded, command, Console())
+            return 0
+        print_warnings(loaded.warnings, Console(stderr=True))
+        return start(loaded.config)
+
+    _exit_with(body)
+
+
+def _exit_with(body: Callable[[], int]) -> None:
+    """Run a command's body; turn what it returns or raises into an exit code and at most one readable error."""
+    try:
+        code = body()
+    except ConfigError as error:
+        _print_error(error)
+        code = EXIT_CONFIG
+    except PenstockError as error:
+        _print_error(error)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:
+        code = EXIT_SIGNAL + 2
+    raise typer.Exit(code)
+
+
+def _print_error(error: PenstockError) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print("error:", str(error), style="red", markup=False)
+
+
+def _train(config: RunConfig) -> int:
+    from penstock.platform.launch import train as start
+
+    return start(config)
+
+
+def _sft(config: RunConfig) -> int:
+    from penstock.platform.sft import run_sft
+
+    return run_sft(config)
+
+
+def _evaluate(config: RunConfig) -> int:
+    from penstock.platform.evaluate import run_eval
+
+    return run_eval(config)
+
+
+if __name__ == "__main__":
+    main()

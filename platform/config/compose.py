@@ -1,0 +1,182 @@
+"""From a command line to a validated `RunConfig`: Hydra composes, pydantic validates, every problem comes at once.
+
+Field errors do not hide cross-field ones: a wrong key falls back to the value it has without the override, the checks
+run on what is left, and what they say about a wrong key itself is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.checks import check_config
+from penstock.platform.config.field_errors import describe_errors
+from penstock.platform.config.findings import Command, Finding
+from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups, shadowed_files, sort_overrides
+from penstock.platform.config.schema import RunConfig
+
+Raw = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Composition:
+    """What composing gave.
+
+    Attributes:
+        config: The configuration, with wrong keys replaced where possible; None if too much is wrong.
+        problems: One sentence per wrong override or key.
+        wrong_paths: The keys that `problems` are about, dotted.
+    """
+
+    config: RunConfig | None = None
+    problems: list[str] = field(default_factory=list)
+    wrong_paths: list[str] = field(default_factory=list)
+
+    def relevant(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Findings that do not rest on a replaced key."""
+        return [finding for finding in findings if not finding.touches(self.wrong_paths)]
+
+
+def compose_config(overrides: list[str], *, config_dir: Path | None = None, command: Command = "train") -> RunConfig:
+    """Compose and validate, without looking at the machine (see `load.load_config` for that).
+
+    Args:
+        overrides: Hydra overrides, e.g. `["experiment=arithmetic", "dataflow.max_staleness=0"]`.
+        config_dir: A folder with the user's own YAML, in the same groups.
+        command: What the configuration is for.
+
+    Raises:
+        ConfigError: If anything is wrong, with everything that is.
+    """
+    composition = compose_all(overrides, config_dir)
+    findings = composition.relevant(check_config(composition.config, command)) if composition.config else []
+    problems = composition.problems + [finding.message for finding in findings if finding.severity == "error"]
+    if problems or composition.config is None:
+        raise ConfigError(problems)
+    return composition.config
+
+
+def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composition:
+    """Compose and validate the fields; problems are collected, not raised.
+
+    Raises:
+        ConfigError: If Hydra cannot compose at all.
+    """
+    result = Composition()
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError([f"--config-dir {config_dir}: no such folder. Give the folder that holds your config groups."])
+    if config_dir is not None:
+        result.problems += shadowed_files(config_dir)
+    groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])
+    overrides = sort_overrides(typed, groups)
+    if not any(choice.startswith("experiment=") for choice in overrides.choices) and not overrides.problems:
+        choices = ", ".join(groups["experiment"])
+        overrides.problems.append(f"experiment: none chosen. Add experiment=CHOICE, one of: {choices}.")
+    result.problems += overrides.problems
+    raw = _compose_values(overrides, config_dir, result)
+    _validate(raw, overrides, config_dir, result)
+    return result
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved configuration as YAML, keys in schema order."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _compose_values(overrides: Overrides, config_dir: Path | None, result: Composition) -> Raw:
+    """Compose with all values; those that Hydra refuses are reported and left out."""
+    try:
+        return _compose(overrides.choices, overrides.values, config_dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        first = error
+    base = _compose_base(overrides.choices, config_dir)
+    accepted: list[str] = []
+    raw = base
+    for value in overrides.values:
+        try:
+            raw = _compose(overrides.choices, [*accepted, value], config_dir)
+        except (HydraException, OmegaConfBaseException) as error:
+            result.problems.append(f"{_typed(value, overrides)}: {_one_line(error)}")
+        else:
+            accepted.append(value)
+    assert len(accepted) < len(overrides.values), first
+    return raw
+
+
+def _compose_base(choices: Sequence[str], config_dir: Path | None) -> Raw:
+    """Compose without value overrides.
+
+    Raises:
+        ConfigError: If the YAML itself is broken.
+    """
+    try:
+        return _compose(choices, [], config_dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([_one_line(error)]) from error
+
+
+def _compose(choices: Sequence[str], values: Sequence[str], config_dir: Path | None) -> Raw:
+    search_path = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    GlobalHydra.instance().clear()
+    with initialize_config_module("penstock.conf", version_base=None):
+        composed = compose("config", [*search_path, *choices, *values])
+    raw = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: Composition) -> None:
+    """Fill `result.config`; on field errors describe them and replace the wrong values, a few times at most."""
+    base: Raw | None = None
+    for _ in range(3):
+        try:
+            # JSON mode with strict types: lists become tuples, but "32" is no integer and true is not 1.
+            result.config = RunConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
+            return
+        except ValidationError as error:
+            wrong = describe_errors(error, overrides.typed)
+        fresh = [path for path in wrong if path not in result.wrong_paths]
+        result.problems += [wrong[path] for path in fresh]
+        result.wrong_paths += fresh
+        if base is None:
+            base = _compose_base(overrides.choices, config_dir)
+        for path in wrong:
+            _replace(raw, base, path.split("."))
+
+
+def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:
+    """Put back what `base` has at `keys`; where it has the same or nothing, delete the key."""
+    owner: Any = raw
+    origin: Any = base
+    for key in keys[:-1]:
+        owner = owner.get(key) if isinstance(owner, dict) else None
+        origin = origin.get(key) if isinstance(origin, dict) else None
+    if not isinstance(owner, dict):
+        return
+    last = keys[-1]
+    known = isinstance(origin, dict) and last in origin and origin[last] != owner.get(last)
+    if known:
+        owner[last] = origin[last]
+    else:
+        owner.pop(last, None)
+
+
+def _typed(value: str, overrides: Overrides) -> str:
+    return next((typed for typed in overrides.typed.values() if typed.lstrip("+") == value.lstrip("+")), value)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).partition("full_key")[0].split())

@@ -1,0 +1,90 @@
+"""From pydantic's errors to sentences a user can act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.platform.config.schema_tree import Place, all_paths, expectation, locate, nearest_key, range_words
+
+_RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_CHOICE_ERRORS = {"literal_error", "union_tag_invalid"}
+
+
+def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dict[str, str]:
+    """One sentence per wrong key.
+
+    Args:
+        error: What pydantic found.
+        overrides: Dotted key -> the override that set it, as typed.
+
+    Returns:
+        Dotted key -> sentence, in schema order.
+    """
+    sentences: dict[str, str] = {}
+    for details in error.errors(include_url=False):
+        place = locate(details["loc"])
+        sentences.setdefault(place.path, _sentence(place, details, _origin(place.path, overrides)))
+    return sentences
+
+
+def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
+    kind, value = details["type"], details["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(place, origin)
+    if kind == "union_tag_not_found" or (kind == "missing" and isinstance(value, dict)):
+        what = f": {expectation(place.field)}" if place.field else ""
+        return f"{place.path} is required and not set{what}."
+    where = f"{place.path}={_show(value)}{origin}"
+    if kind in _RANGE_ERRORS and place.field:
+        return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
+    if kind in _CHOICE_ERRORS:
+        return _unknown_choice(where, details)
+    if kind == "string_pattern_mismatch":
+        return f"{where} has a character that is not allowed: {place.path} takes letters, digits and . _ - only."
+    if place.field is None:
+        return f"{where}: {details['msg']}."
+    return f"{where} has the wrong type: {place.path} must be {expectation(place.field)}."
+
+
+def _unknown_key(place: Place, origin: str) -> str:
+    nearest = nearest_key(place.path, place.siblings)
+    hint = f" Did you mean {nearest}?" if nearest else ""
+    if not hint and place.path in set(all_paths()):
+        hint = " Another choice of the group has it."
+    parent = place.path.rpartition(".")[0] or "the root"
+    return f"{place.path}{origin}: unknown key.{hint} Keys of {parent}: {', '.join(place.siblings)}."
+
+
+def _unknown_choice(where: str, details: ErrorDetails) -> str:
+    value, context = details["input"], details.get("ctx", {})
+    if details["type"] == "union_tag_invalid":
+        value = context["tag"]
+        where = f"{where.partition('=')[0]}.type={_show(value)}"
+    listed = str(context.get("expected_tags") or context["expected"]).replace("'", "").replace(" or ", ", ")
+    choices = [choice.strip() for choice in listed.split(",")]
+    return f"{where} is no valid choice. Choices: {', '.join(choices)}.{nearest_choice(str(value), choices)}"
+
+
+def _origin(path: str, overrides: Mapping[str, str]) -> str:
+    """Name the override an error comes from, if it comes from one."""
+    for key, typed in overrides.items():
+        if key == path or path.startswith(f"{key}.") or key.startswith(f"{path}."):
+            return "" if typed.lstrip("+").startswith(f"{path}=") and typed[0] != "+" else f" (override `{typed}`)"
+    return ""
+
+
+def _show(value: Any, limit: int = 60) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def nearest_choice(value: str, choices: Sequence[str]) -> str:
+    """A ` Did you mean …?` if one choice is close, else nothing."""
+    close = get_close_matches(value, choices, n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,38 @@
+"""What a check has to say about a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "absent", "warning"]
+Command = Literal["train", "sft", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about a configuration.
+
+    Attributes:
+        message: Where, what is wrong with both numbers, why it matters, what to do.
+        keys: Configuration keys it was computed from, dotted.
+        severity: `error` refuses to start; `absent` (something this machine lacks: a model, a driver, a dataset,
+            memory) refuses to start but is a warning in a dry run; `warning` never refuses.
+    """
+
+    message: str
+    keys: tuple[str, ...]
+    severity: Severity = "error"
+
+    def refuses(self, *, dry_run: bool) -> bool:
+        """Whether a run (or a dry run) must not go on."""
+        return self.severity == "error" or (self.severity == "absent" and not dry_run)
+
+    def touches(self, paths: Iterable[str]) -> bool:
+        """Whether it was computed from one of `paths`, or from something inside or around one."""
+        return any(_overlap(key, path) for key in self.keys for path in paths)
+
+
+def _overlap(left: str, right: str) -> bool:
+    return left == right or left.startswith(f"{right}.") or right.startswith(f"{left}.")

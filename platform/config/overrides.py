@@ -1,0 +1,115 @@
+"""Command-line overrides: sorted into group choices and values, with the wrong ones named.
+
+Hydra stops at the first wrong override. So a value override `key=value` becomes `++key=value` before Hydra sees it:
+Hydra then accepts every key, and the schema reports all unknown ones at once, however they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from penstock.platform.config.field_errors import nearest_choice
+
+Groups = Mapping[str, Sequence[str]]
+"""Config group -> its choices."""
+
+CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
+
+
+@dataclass(slots=True)
+class Overrides:
+    """What the user typed, sorted.
+
+    Attributes:
+        choices: Overrides that choose group members, ready for Hydra.
+        values: Overrides that set or delete values, ready for Hydra.
+        typed: Dotted key -> the value override as typed.
+        problems: One sentence per override that cannot be used.
+    """
+
+    choices: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    typed: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def find_groups(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """List the config groups under `folders` and their choices, sorted."""
+    groups: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.rglob("*.yaml"):
+            group = path.parent.relative_to(folder).as_posix()
+            if group != ".":
+                groups.setdefault(group, set()).add(path.stem)
+    return {group: sorted(choices) for group, choices in sorted(groups.items())}
+
+
+def shadowed_files(config_dir: Path) -> list[str]:
+    """Files of `config_dir` that Hydra would ignore, because a file of ours has the same group and name."""
+    theirs = (path.relative_to(config_dir) for path in sorted(config_dir.rglob("*.yaml")))
+    return [
+        f"{config_dir / path}: {path} is also a file of penstock, which would win. Give yours another name."
+        for path in theirs
+        if (CONF_DIR / path).exists()
+    ]
+
+
+def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
+    """Parse what was typed and sort it; nothing is composed yet."""
+    result = Overrides()
+    parser = OverridesParser.create()
+    for text in typed:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            result.problems.append(_unreadable(text, error))
+            continue
+        _sort_one(override, text, groups, result)
+    return result
+
+
+def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) -> None:
+    key = override.key_or_group
+    as_group = key.replace(".", "/")
+    if override.is_sweep_override():
+        result.problems.append(f"{text}: one run takes one value of {key}. Start one run per value.")
+    elif key.partition(".")[0] == "hydra":
+        result.problems.append(f"{text}: Hydra only composes here, so its own settings have no effect. Leave it out.")
+    elif key in groups:
+        _sort_choice(override, text, groups, result)
+    elif "/" in key:
+        hint = nearest_choice(key, list(groups))
+        result.problems.append(f"{text}: {key} is no config group.{hint} Groups: {', '.join(groups)}.")
+    elif as_group in groups and not override.is_delete():
+        hint = f"`{as_group}=CHOICE`, CHOICE one of {', '.join(groups[as_group])}"
+        result.problems.append(f"{text}: {key} is a config group. Write {hint}.")
+    else:
+        result.values.append(text if override.is_delete() else f"++{text.lstrip('+')}")
+        result.typed[key] = text
+
+
+def _sort_choice(override: Override, text: str, groups: Groups, result: Overrides) -> None:
+    group, value = override.key_or_group, override.value()
+    chosen = value if isinstance(value, list) else [value]
+    for choice in chosen:
+        name = None if choice is None else str(choice).removesuffix(".yaml")
+        if not override.is_delete() and name is not None and name not in groups[group]:
+            hint = nearest_choice(name, groups[group])
+            result.problems.append(
+                f"{group}={name} is no valid choice. Choices: {', '.join(groups[group])}.{hint}"
+                f" Own files go to DIR/{group}/ with --config-dir DIR."
+            )
+            return
+    result.choices.append(text.lstrip("+"))
+
+
+def _unreadable(text: str, error: HydraException) -> str:
+    """Hydra's own message in one line."""
+    detail = " ".join(str(error).split())
+    return f"{text!r} is no override: {detail}. Write key=value; quote text with spaces or brackets: key='\"a b\"'."

@@ -1,0 +1,86 @@
+"""What `--dry-run` prints: the resolved configuration, where every process would run, and what to know before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.findings import Command
+from penstock.platform.config.load import LoadedConfig
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.memory import Part
+from penstock.platform.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
+
+_LEAST_GIB = 0.005
+
+
+def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> None:
+    """Print configuration, placement and warnings of a run that is not started."""
+    placements = plan_placement(loaded.config, command)
+    console.print(Syntax(to_yaml(loaded.config).rstrip(), "yaml", background_color="default", word_wrap=True))
+    console.print()
+    console.print(placement_table(placements))
+    for line in load_lines(loaded.config, placements):
+        console.print(line)
+    print_warnings(loaded.warnings, console)
+    console.print("dry run: nothing was started.", style="bold")
+
+
+def print_warnings(warnings: Sequence[str], console: Console) -> None:
+    """Print one line per warning."""
+    for warning in warnings:
+        console.print(f"[yellow]warning[/yellow] {_escape(warning)}", soft_wrap=True)
+
+
+def placement_table(placements: Sequence[RolePlacement]) -> Table:
+    """Roles × processes × devices × memory; equal processes share a row."""
+    table = Table(title="placement", title_justify="left")
+    for heading in ("role", "processes", "pool", "devices", "device GiB", "main GiB", "what takes it, GiB each"):
+        table.add_column(heading)
+    for same in _rows(placements):
+        first = same[0]
+        on_gpu = first.device == "gpu"
+        table.add_row(
+            first.role,
+            str(len(same)),
+            first.pool or "-",
+            "gpu " + ",".join(str(slot) for slot in sorted({placement.slot for placement in same})) if on_gpu else "cpu",
+            f"{first.memory.device_gib:.1f}" if on_gpu else "-",
+            f"{first.memory.host_gib:.1f}",
+            _memory_words(first.memory.device if on_gpu else first.memory.host),
+        )
+    return table
+
+
+def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[str]:
+    """Estimated totals: the fullest GPU of every pool, and main memory."""
+    loads: dict[str, float] = {}
+    for (pool, _), load in device_load_gib(config, list(placements)).items():
+        loads[pool] = max(load, loads.get(pool, 0.0))
+    lines = [
+        f"pool {pool}: up to {load:.1f} of {config.cluster.pools[pool].memory_gib:g} GiB on a GPU (estimate)"
+        for pool, load in loads.items()
+    ]
+    return [*lines, f"main memory: {host_load_gib(list(placements)):.1f} GiB in all (estimate)"]
+
+
+def _rows(placements: Sequence[RolePlacement]) -> Iterable[list[RolePlacement]]:
+    rows: dict[tuple[str, str | None], list[RolePlacement]] = {}
+    for placement in placements:
+        rows.setdefault((placement.role, placement.pool), []).append(placement)
+    return rows.values()
+
+
+def _memory_words(parts: dict[Part, float]) -> str:
+    """`weights 1.0, optimizer 3.1`; parts too small to print are left out."""
+    return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib >= _LEAST_GIB)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+

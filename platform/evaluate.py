@@ -1,0 +1,58 @@
+"""`penstock eval`: greedy accuracy of a policy on held-out tasks, on the engines of the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from pathlib import Path
+
+from penstock.actors.cluster import ray_session, start_rewards
+from penstock.envs.loading import load_task_source
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.evaluation import Evaluation, Evaluator
+from penstock.platform.lifecycle import EXIT_OK, run_to_end
+from penstock.platform.roles import model_path, start_engine_group
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import load_codec
+from penstock.weights.checkpoint import checkpoint_tensors
+from penstock.weights.transport.shared_memory import default_directory, write_version
+
+
+def run_eval(config: RunConfig) -> int:
+    """Run `penstock eval`; prints one JSON line with the figures and returns the exit code."""
+
+    async def main() -> int:
+        evaluation = await _evaluate(config)
+        print(
+            json.dumps(
+                {
+                    "model": model_path(config),
+                    "accuracy": evaluation.accuracy,
+                    "reward_mean": evaluation.reward_mean,
+                    "tasks": evaluation.num_tasks,
+                }
+            )
+        )
+        return EXIT_OK
+
+    return run_to_end(main)
+
+
+async def _evaluate(config: RunConfig) -> Evaluation:
+    tasks = load_task_source(config.env, config.seed).held_out(config.evaluation.num_tasks)
+    async with ray_session(config.cluster.address):
+        rewards = start_rewards(config.reward)
+        engines = await start_engine_group(config, "eval")
+        try:
+            with tempfile.TemporaryDirectory(prefix="penstock-eval-", dir=default_directory()) as folder:
+                tensors = checkpoint_tensors(Path(model_path(config)))
+                manifest = write_version(tensors, 0, config.model.dtype, Path(folder))
+                await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
+            pool = EnginePool(engines, config.rollout.engine.max_num_seqs, config.seed)
+            runner = TrajectoryRunner(pool, load_codec(model_path(config)), config.rollout.request_timeout_s)
+            evaluator = Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens)
+            return await evaluator.evaluate(0, tasks)
+        finally:
+            await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))

@@ -1,0 +1,82 @@
+"""Greedy evaluation on held-out tasks, on the same engines, outside the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.ids import TrajectoryId
+from penstock.dataflow.ports import RewardWorker, SamplingParams
+from penstock.dataflow.trajectory import Task
+from penstock.rollout.runner import TrajectoryRunner
+
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        accuracy: Share of tasks whose reward is at least 1.
+        version_min: Oldest policy version that sampled any token of it.
+        version_max: Newest one; equal to `version_min` when no weights were published meanwhile.
+    """
+
+    step: int
+    accuracy: float
+    reward_mean: float
+    version_min: int
+    version_max: int
+    num_tasks: int
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/reward_mean": self.reward_mean,
+            "eval/version_min": self.version_min,
+            "eval/version_max": self.version_max,
+            "eval/tasks": self.num_tasks,
+        }
+
+
+class Evaluator:
+    """Answers held-out tasks greedily and scores them."""
+
+    def __init__(self, runner: TrajectoryRunner, rewards: RewardWorker, max_new_tokens: int) -> None:
+        self._runner = runner
+        self._rewards = rewards
+        self._greedy = SamplingParams(
+            max_new_tokens=max_new_tokens, temperature=0.0, stop_token_ids=runner.codec.stop_token_ids
+        )
+
+    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
+        """Evaluate on `tasks`.
+
+        Raises:
+            PenstockError: If a task could not be answered or scored; an evaluation never counts a failure as 0.
+        """
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
+        results = [run.result() for run in runs]
+        return Evaluation(
+            step=step,
+            accuracy=sum(reward >= 1.0 for reward, _, _ in results) / len(results),
+            reward_mean=sum(reward for reward, _, _ in results) / len(results),
+            version_min=min(oldest for _, oldest, _ in results),
+            version_max=max(newest for _, _, newest in results),
+            num_tasks=len(results),
+        )
+
+    async def _answer(self, index: int, task: Task) -> tuple[float, int, int]:
+        failure: TrajectoryError | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                trajectory = await self._runner.run(task, TrajectoryId(f"eval/{index}"), self._greedy)
+                score = await self._rewards.score(task, trajectory)
+                return score.reward, trajectory.spans[0].version, trajectory.spans[-1].version
+            except TrajectoryError as error:
+                failure = error
+        raise PenstockError(f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}")

@@ -1,0 +1,66 @@
+"""What this machine has: accelerators, memory, disk. Cheap probes, no torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount point, not a temporary file
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def has_nvidia_driver() -> bool:
+    """Whether an NVIDIA driver is installed and answers."""
+    return Path("/proc/driver/nvidia/version").exists() or bool(num_nvidia_gpus())
+
+
+def num_nvidia_gpus() -> int | None:
+    """GPUs that nvidia-smi lists; None if it cannot be asked."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed torch is the CPU build."""
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def available_memory_bytes() -> int:
+    """Memory that new processes can take: the machine's, or what the container has left."""
+    available = psutil.virtual_memory().available
+    limit = _read_cgroup("memory.max")
+    used = _read_cgroup("memory.current")
+    return available if limit is None or used is None else min(available, max(limit - used, 0))
+
+
+def total_memory_bytes() -> int:
+    """Memory of the machine, or of the container."""
+    total = psutil.virtual_memory().total
+    return min(total, _read_cgroup("memory.max") or total)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free space of the file system that `path` is, or will be, on."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _read_cgroup(name: str) -> int | None:
+    """A number of the container's memory controller (cgroup v2); None if unlimited or absent."""
+    try:
+        text = (_CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,165 @@
+"""`penstock train`: wires the parts of a run together, runs the loop, and leaves a summary and a report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from penstock import __version__
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.staleness import FlowLimits
+from penstock.envs.loading import load_task_source
+from penstock.platform import controller
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.evaluation import Evaluator
+from penstock.platform.flow import Flow, FlowPorts
+from penstock.platform.lifecycle import EXIT_OK, Interrupted, prepare_run_dir, run_to_end, write_failure
+from penstock.platform.observability.console import RunConsole
+from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.observability.hub import MetricsHub
+from penstock.platform.observability.memory import MemorySampler
+from penstock.platform.observability.report import write_report
+from penstock.platform.observability.summary import (
+    RunStatus,
+    RunSummary,
+    first_and_last_mean,
+    write_staleness,
+    write_summary,
+)
+from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.roles import start_actors
+from penstock.platform.run import Instruments, Parts, Run
+from penstock.platform.trackers.build import build_trackers
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import load_codec
+
+
+def train(config: RunConfig) -> int:
+    """Run `penstock train` to its end; returns the exit code."""
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _train(config, run_dir))
+
+
+async def _train(config: RunConfig, run_dir: Path) -> int:
+    started = time.monotonic()
+    console = RunConsole(config.total_steps)
+    console.header(config.name, header_facts(config))
+    memory = MemorySampler()
+    memory.start()
+    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")), console)
+    instruments = Instruments(hub, memory, TrajectoryTable(run_dir), run_dir, console.note)
+    status: RunStatus = "failed"
+    run: Run | None = None
+    try:
+        async with assembled(config, instruments) as run:
+            await controller.train(run)
+            await run.trainer.save(str(run_dir / "policy"))
+        status = "completed"
+    except (asyncio.CancelledError, Interrupted):
+        status = "interrupted"
+        raise
+    except BaseException as error:
+        write_failure(run_dir, error)
+        raise
+    finally:
+        peak_gib = memory.stop()
+        if run is not None and run.current_flow is not None:
+            summary = summarise(run, hub, status, time.monotonic() - started, peak_gib)
+            write_summary(run_dir, summary)
+            write_staleness(run_dir, run.stats.total.tokens_by_lag)
+            hub.close(summary)
+            write_report(run_dir)
+            console.final(summary, run_dir)
+        hub.close(None)
+    return EXIT_OK
+
+
+def header_facts(config: RunConfig) -> dict[str, str]:
+    """What a person wants to know of a run before it starts."""
+    flow, rollout, trainer = config.dataflow, config.rollout, config.trainer
+    backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
+    return {
+        "policy": f"{config.model.path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)",
+        "batch": f"{flow.batch_groups} groups × {flow.group_size} trajectories, max_staleness {flow.max_staleness}",
+        "rollout": f"{rollout.num_engines} × {rollout.engine.type}",
+        "trainer": f"{trainer.num_ranks} × {backend}, {config.algorithm.advantage} with {config.algorithm.loss}",
+        "run": config.run_dir,
+    }
+
+
+@asynccontextmanager
+async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterator[Run]:
+    """Everything a run needs, started; ended in reverse order, whatever happens."""
+    async with AsyncExitStack() as stack:
+        tasks = load_task_source(config.env, config.seed)
+        instruments.note("starting Ray, the engines, the trainer and the reward workers …")
+        actors = await stack.enter_async_context(start_actors(config))
+        pool = EnginePool(actors.engines, config.rollout.engine.max_num_seqs, config.seed)
+        codec = load_codec(actors.model_path)
+        runner = TrajectoryRunner(pool, codec, config.rollout.request_timeout_s)
+        monitor = await stack.enter_async_context(EngineMonitor(pool).running())
+        sampling = SamplingParams(
+            max_new_tokens=config.rollout.sampling.max_new_tokens,
+            temperature=config.rollout.sampling.temperature,
+            stop_token_ids=codec.stop_token_ids,
+        )
+
+        def make_flow(stats: FlowStats) -> Flow:
+            ports = FlowPorts(runner, actors.rewards, actors.store, sampling)
+            return Flow(make_core(config), tasks.train(), ports, stats, config.dataflow.batch_timeout_s)
+
+        parts = Parts(
+            trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,
+            publisher=actors.publisher(pool, config.weights),
+            evaluator=Evaluator(runner, actors.rewards, config.rollout.sampling.max_new_tokens),
+            held_out=tasks.held_out(config.evaluation.num_tasks),
+            make_flow=make_flow,
+            monitor=monitor,
+        )
+        run = Run(config, parts, instruments)
+        stack.push_async_callback(run.close)
+        yield run
+
+
+def make_core(config: RunConfig) -> Dataflow:
+    """The sans-I/O core under this configuration's bounds."""
+    flow = config.dataflow
+    return Dataflow(
+        FlowLimits(flow.batch_groups, flow.max_staleness, config.total_steps),
+        GroupRules(flow.group_size, flow.min_group_size, flow.max_retries),
+    )
+
+
+def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
+    """The figures that the run is judged by."""
+    assert run.current_flow is not None
+    counts = run.current_flow.counts()
+    first, last = first_and_last_mean([value for _, value in hub.series("reward/mean")])
+    evaluations = run.evaluations
+    return RunSummary(
+        name=run.config.name,
+        seed=run.config.seed,
+        status=status,
+        version=__version__,
+        eval_before=evaluations[0].accuracy if evaluations else None,
+        eval_after=evaluations[-1].accuracy if len(evaluations) > 1 and status == "completed" else None,
+        reward_first=first,
+        reward_last=last,
+        steps=run.version,
+        wall_s=round(wall_s, 2),
+        trained_groups=counts.trained,
+        max_staleness_configured=run.config.dataflow.max_staleness,
+        max_staleness_seen=run.stats.total.max_versions,
+        share_tokens_stale=run.stats.total.stale_share,
+        multi_version_trajectories=run.stats.total.multi_version_trajectories,
+        tokens_generated=run.stats.tokens_generated,
+        tokens_trained=run.stats.total.num_tokens,
+        peak_memory_gib=round(peak_gib, 3),
+        ledger=counts,
+    )

@@ -1,0 +1,119 @@
+"""How much memory each process needs: estimates from the shapes in the YAML, nothing is loaded.
+
+P parameters, b bytes of `model.dtype`, R trainer ranks, Z ZeRO stage, T tokens of a micro-batch, L layers, H hidden,
+Q and K query and key/value width, I intermediate, V vocabulary.
+
+    trainer weights      P·b          / R if Z = 3
+    gradients            P·b          / R if Z ≥ 2
+    master weights       4·P          / R if Z ≥ 1; none for float32 at Z = 0
+    Adam moments         8·P          / R if Z ≥ 1
+    gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
+    activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
+    logits               3·4·V·min(T, 1024): chunked, forward and backward
+    engine               P·b + KV cache
+    base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
+
+Good to about 20 %, on the high side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.rollout.config import VllmEngineConfig
+from penstock.weights.model_config import DTYPE_BYTES
+
+GIB = 1 << 30
+LOGITS_CHUNK_TOKENS = 1024
+LIVE_PARAMETERS = 1_000_000_000
+
+BASE_HOST_GIB = {"driver": 1.2, "trainer": 0.7, "vllm": 1.6, "torch": 0.7, "reward": 0.3}
+"""Resident memory of a process that has imported what it needs, GiB. `driver` includes Ray's own processes."""
+BASE_GPU_HOST_GIB = 3.0
+"""Host memory of a process that drives a GPU, GiB."""
+CUDA_CONTEXT_GIB = 1.0
+
+Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one process, GiB, split by what takes it.
+
+    Attributes:
+        device: On its accelerator; empty on a CPU pool.
+        host: In main memory.
+    """
+
+    device: dict[Part, float]
+    host: dict[Part, float]
+
+    @property
+    def device_gib(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_gib(self) -> float:
+        return sum(self.host.values())
+
+
+def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
+    """Memory of one trainer rank."""
+    parameters, width = config.model.shape.num_parameters, DTYPE_BYTES[config.model.dtype]
+    stage, ranks = config.trainer.zero_stage, config.trainer.num_ranks
+    has_masters = config.model.dtype != "float32" or stage > 0
+    gathered = min(parameters, LIVE_PARAMETERS) * width if stage == 3 and ranks > 1 else 0
+    optimizer = (8 + 4 * has_masters) * parameters / (ranks if stage >= 1 else 1) / GIB
+    parts: dict[Part, float] = {
+        "weights": (parameters * width / (ranks if stage == 3 else 1) + gathered) / GIB,
+        "gradients": parameters * width / (ranks if stage >= 2 else 1) / GIB,
+        "activations": _activation_bytes(config) / GIB,
+    }
+    if pool.device == "cpu":
+        return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer})
+    if config.trainer.offload_optimizer:
+        return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB, "optimizer": optimizer})
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, {"base": BASE_GPU_HOST_GIB})
+
+
+def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
+    """Memory of one rollout engine."""
+    parts: dict[Part, float] = {"weights": published_gib(config), "kv_cache": kv_cache_gib(config, pool)}
+    if pool.device == "cpu":
+        return Memory({}, {"base": BASE_HOST_GIB[config.rollout.engine.type], **parts})
+    asleep: dict[Part, float] = {"weights": published_gib(config)} if config.cluster.colocated else {}
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB, **asleep})
+
+
+def published_gib(config: RunConfig) -> float:
+    """One published version of the policy, GiB."""
+    return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
+
+
+def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
+    """KV cache of one engine, GiB. The torch engine's grows with use: this is its upper limit."""
+    engine = config.rollout.engine
+    if isinstance(engine, VllmEngineConfig):
+        if engine.kv_cache_gib is not None:
+            return engine.kv_cache_gib
+        return max(pool.memory_gib * engine.gpu_memory_utilization - published_gib(config) - CUDA_CONTEXT_GIB, 0.0)
+    return engine.max_num_seqs * sequence_kv_gib(config)
+
+
+def sequence_kv_gib(config: RunConfig) -> float:
+    """KV cache of one trajectory of full length, GiB."""
+    model = config.model
+    return model.max_context_tokens * model.shape.kv_bytes_per_token(DTYPE_BYTES[model.dtype]) / GIB
+
+
+def _activation_bytes(config: RunConfig) -> float:
+    shape, tokens = config.model.shape, config.trainer.max_tokens_per_micro_batch
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer = 6 * shape.hidden_size + 2 * query + 2 * key + 4 * shape.intermediate_size
+    layers = shape.num_layers * layer
+    if config.trainer.gradient_checkpointing:
+        layers = shape.num_layers * shape.hidden_size + layer
+    logits = 3 * 4 * shape.vocab_size * min(tokens, LOGITS_CHUNK_TOKENS)
+    return tokens * layers * DTYPE_BYTES[config.model.dtype] + logits

@@ -1,0 +1,120 @@
+"""How much memory the run really takes: the sum of PSS over the driver and all its descendants.
+
+PSS (proportional set size) divides shared pages among their users, so shared memory and forked pages
+count once. Ray's raylet and workers descend from a driver that started Ray locally.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+
+_GIB = float(1 << 30)
+_MAX_DUTY = 0.01
+"""At most this share of one core is spent on sampling; the interval stretches accordingly."""
+
+_ProcessKey = tuple[int, float]
+
+
+class MemorySampler:
+    """Sample the total in a background thread and keep its peak.
+
+    A process once seen stays counted while it lives, even if its parent is gone.
+    """
+
+    def __init__(
+        self, *, root_pid: int | None = None, interval_s: float = 2.0, read_total: Callable[[], int] | None = None
+    ) -> None:
+        """Prepare; `start` starts the thread.
+
+        Args:
+            root_pid: Root of the process tree; this process by default.
+            interval_s: Shortest time between two samples, seconds.
+            read_total: Returns the total in bytes; replaced in tests.
+        """
+        self._root_pid = os.getpid() if root_pid is None else root_pid
+        self._interval_s = interval_s
+        self._read_total = read_total or self._sum_pss
+        self._known: dict[_ProcessKey, psutil.Process] = {}
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._latest_bytes = 0
+        self._peak_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
+
+    @property
+    def latest_gib(self) -> float:
+        """The last sample, GiB (`memory/pss_gib`)."""
+        with self._lock:
+            return self._latest_bytes / _GIB
+
+    @property
+    def peak_gib(self) -> float:
+        """The largest sample so far, GiB."""
+        with self._lock:
+            return self._peak_bytes / _GIB
+
+    def start(self) -> None:
+        """Start sampling."""
+        self._thread.start()
+
+    def stop(self) -> float:
+        """Stop sampling and return the peak, GiB."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+        return self.peak_gib
+
+    def sample(self) -> float:
+        """Take one sample now and return it, GiB."""
+        total = self._read_total()
+        with self._lock:
+            self._latest_bytes = total
+            self._peak_bytes = max(self._peak_bytes, total)
+        return total / _GIB
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._stop.wait(pause_s):
+            cpu_before_s = time.thread_time()
+            self.sample()
+            pause_s = max(self._interval_s, (time.thread_time() - cpu_before_s) / _MAX_DUTY)
+
+    def _sum_pss(self) -> int:
+        self._find_descendants()
+        total = 0
+        for key, process in list(self._known.items()):
+            try:
+                if process.is_running():
+                    total += pss_bytes(process)
+                    continue
+            except psutil.Error:
+                pass
+            del self._known[key]
+        return total
+
+    def _find_descendants(self) -> None:
+        try:
+            root = psutil.Process(self._root_pid)
+            for process in [root, *root.children(recursive=True)]:
+                self._known.setdefault((process.pid, process.create_time()), process)
+        except psutil.Error:
+            return  # the tree changed while it was read: the next sample sees the rest
+
+
+def pss_bytes(process: psutil.Process) -> int:
+    """PSS of one process, bytes; 0 if it is gone or another user's. Without /proc: its unique set size."""
+    try:
+        with open(f"/proc/{process.pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - hot path
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) * 1024
+        return 0
+    except FileNotFoundError:
+        return 0 if os.path.isdir("/proc/self") else int(process.memory_full_info().uss)  # noqa: PTH112
+    except (PermissionError, ProcessLookupError):
+        return 0

@@ -1,0 +1,212 @@
+"""`penstock report RUN`: one self-contained HTML page about a run, complete or not.
+
+Whatever a model, an environment or a user wrote is escaped by the template; the page's own policy
+(`Content-Security-Policy`) forbids every network access.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from penstock.platform.observability.atomic_file import write_text_atomically
+from penstock.platform.observability.console import format_duration
+from penstock.platform.observability.report_charts import (
+    STALENESS_COLORS,
+    flow_charts,
+    health_charts,
+    learning_charts,
+    staleness_charts,
+    staleness_color,
+)
+from penstock.platform.observability.run_record import RunRecord, read_run
+
+REPORT_FILE = "report.html"
+
+_FACTS = (
+    ("Model", "model.path"),
+    ("Engine", "rollout.engine.type"),
+    ("Engines", "rollout.num_engines"),
+    ("Trainer", "trainer.backend"),
+    ("Ranks", "trainer.num_ranks"),
+    ("ZeRO stage", "trainer.zero_stage"),
+    ("Advantage", "algorithm.advantage"),
+    ("Loss", "algorithm.loss"),
+    ("Correction", "algorithm.correction"),
+    ("Groups per batch", "dataflow.batch_groups"),
+    ("Group size", "dataflow.group_size"),
+    ("Max staleness", "dataflow.max_staleness"),
+    ("Reward", "reward.fn"),
+    ("Environment", "env.factory"),
+    ("Seed", "seed"),
+)
+_LEDGER_ENDS = ("trained", "dropped", "filtered", "failed", "live")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One headline number."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitBar:
+    """How one side of the run spent its time; shares of the run, 0..1."""
+
+    side: str
+    busy_share: float
+    idle_share: float
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpanBar:
+    """One version span of a sampled trajectory, as a colored piece of a bar."""
+
+    version: int
+    num_tokens: int
+    staleness: int
+    width_percent: float
+    color: str
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into the run directory and return its path.
+
+    Raises:
+        PenstockError: The directory is not that of a run.
+    """
+    record = read_run(run_dir)
+    path = run_dir / REPORT_FILE
+    write_text_atomically(path, render(record))
+    return path
+
+
+def render(record: RunRecord) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("report.html.j2")
+    sections = {
+        "Learning": learning_charts(record),
+        "Staleness": staleness_charts(record),
+        "Throughput": flow_charts(record),
+    }
+    return template.render(
+        plotly_js=Markup(get_plotlyjs()),  # noqa: S704 - the library itself
+        name=record.summary.get("name") or record.config.get("name") or record.run_dir.resolve().name,
+        status=record.summary.get("status", "incomplete"),
+        version=record.summary.get("version"),
+        missing=record.missing,
+        figures=_headline(record),
+        facts=[(label, record.lookup(path)) for label, path in _FACTS if record.lookup(path) is not None],
+        sections={title: _marked(charts) for title, charts in sections.items() if charts},
+        health=_marked(health_charts(record)),
+        waits=_wait_bars(record),
+        ledger=_ledger(record),
+        legend=[(f"{lag}" if lag < len(STALENESS_COLORS) - 1 else f"≥ {lag}", staleness_color(lag))
+                for lag in range(len(STALENESS_COLORS))],
+        trajectories=[_row_view(row, record) for row in record.trajectories],
+        trajectory_steps=sorted({row["step"] for row in record.trajectories}),
+        config_text=record.config_text,
+    )  # fmt: skip
+
+
+def _marked(charts: list[Any]) -> list[dict[str, Any]]:
+    """Charts for the template. Their HTML is Plotly's, made from numbers only, so it is not escaped."""
+    return [
+        {"title": chart.title, "caption": chart.caption, "html": Markup(chart.html)}  # noqa: S704
+        for chart in charts
+    ]
+
+
+def _headline(record: RunRecord) -> list[Figure]:
+    summary = record.summary
+    steps = summary.get("steps", max((max(series.steps) for series in record.series.values()), default=0))
+    total = record.lookup("total_steps")
+    figures = [Figure("Steps", f"{steps:,}", f"of {total:,}" if isinstance(total, int) else "")]
+    before, after = summary.get("eval_before"), summary.get("eval_after")
+    if after is not None:
+        figures.insert(
+            0, Figure("Held-out accuracy", f"{after:.1%}", f"from {before:.1%}" if before is not None else "")
+        )
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if last is not None:
+        figures.insert(1, Figure("Reward, last steps", f"{last:.3f}", f"from {first:.3f}" if first is not None else ""))
+    if not summary:
+        return figures
+    seen, bound = summary.get("max_staleness_seen"), summary.get("max_staleness_configured")
+    return [
+        *figures,
+        Figure("Wall time", format_duration(summary.get("wall_s", 0.0)), f"{summary.get('wall_s', 0.0):,.0f} s"),
+        Figure("Staleness seen", f"{seen}", f"of {bound} allowed"),
+        Figure("Stale tokens", f"{summary.get('share_tokens_stale', 0.0):.1%}", "of those trained"),
+        Figure("Mixed versions", f"{summary.get('multi_version_trajectories', 0):,}", "trajectories"),
+        Figure("Tokens trained", _compact(summary.get("tokens_trained", 0)),
+               f"of {_compact(summary.get('tokens_generated', 0))} sampled"),
+        Figure("Peak memory", f"{summary.get('peak_memory_gib', 0.0):.1f} GiB", "PSS, all processes"),
+    ]  # fmt: skip
+
+
+def _compact(count: int) -> str:
+    for limit, suffix in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
+        if count >= limit:
+            scale = 1000 if suffix == "k" else limit
+            return f"{count / scale:.1f} {suffix}"
+    return f"{count:,}"
+
+
+def _wait_bars(record: RunRecord) -> list[WaitBar]:
+    sides = (
+        ("Trainer", "idle/trainer_share", "waits for a batch, a publish or an evaluation"),
+        ("Engines", "idle/engine_share", "wait for credits or new weights"),
+    )
+    bars = []
+    for side, metric, waits_for in sides:
+        values = [min(1.0, max(0.0, value)) for value in record.values(metric) if math.isfinite(value)]
+        if values:
+            idle = sum(values) / len(values)
+            bars.append(WaitBar(side, 1.0 - idle, idle, waits_for))
+    return bars
+
+
+def _ledger(record: RunRecord) -> dict[str, Any] | None:
+    """Counts from the summary, else the last logged ones."""
+    counts = record.summary.get("ledger")
+    if not isinstance(counts, dict):
+        latest = {end: record.values(f"flow/{end}") for end in ("admitted", *_LEDGER_ENDS)}
+        if not all(latest.values()):
+            return None
+        counts = {end: int(values[-1]) for end, values in latest.items()}
+    ends = [(end, int(counts.get(end, 0))) for end in _LEDGER_ENDS]
+    admitted = int(counts.get("admitted", 0))
+    return {"admitted": admitted, "ends": ends, "is_balanced": admitted == sum(count for _, count in ends)}
+
+
+def _row_view(row: dict[str, Any], record: RunRecord) -> dict[str, Any]:
+    """One trajectory for the template: its row, its span bar and the height of its reward in the run."""
+    spans = row["spans"]
+    total = sum(tokens for _, tokens in spans) or 1
+    trained_at = spans[0][0] + row["staleness"] if spans else 0
+    rewards = [other["reward"] for other in record.trajectories if other["reward"] is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    is_high = row["reward"] is not None and high > low and row["reward"] >= (low + high) / 2
+    bars = [
+        SpanBar(version, tokens, trained_at - version, 100 * tokens / total, staleness_color(trained_at - version))
+        for version, tokens in spans
+    ]
+    return {**row, "bars": bars, "is_high": is_high}

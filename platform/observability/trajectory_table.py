@@ -1,0 +1,110 @@
+"""A bounded sample of what was trained, as parquet: `trajectories/step_<n>.parquet`, one file per step."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.dataflow.ids import TrajectoryId
+from penstock.dataflow.trajectory import Trajectory
+from penstock.platform.observability.atomic_file import write_atomically
+
+TRAJECTORIES_DIR = "trajectories"
+
+_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group_id", pa.int64()),
+        ("trajectory_id", pa.string()),
+        ("task_id", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.string()),
+        ("finish_reason", pa.string()),
+        ("spans", pa.string()),
+        ("staleness", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("advantage", pa.float64()),
+    ]
+)
+
+
+class TrajectoryTable:
+    """Write at most `max_per_step` of a step's trained trajectories, chosen by the seed.
+
+    Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
+    finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
+    num_tokens (sampled tokens), advantage (null if not given).
+    """
+
+    def __init__(self, run_dir: Path, *, max_per_step: int = 16, seed: int = 0) -> None:
+        self._directory = run_dir / TRAJECTORIES_DIR
+        self._max_per_step = max_per_step
+        self._seed = seed
+
+    def write_step(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        *,
+        version: int,
+        advantages: Mapping[TrajectoryId, float] | None = None,
+    ) -> Path:
+        """Write the sample of one step atomically and return its path.
+
+        Args:
+            step: Training step.
+            trajectories: All that were trained in the step.
+            version: The trainer's policy version when it used them.
+            advantages: Per trajectory, where known.
+        """
+        chosen = list(trajectories)
+        if len(chosen) > self._max_per_step:
+            rng = random.Random(f"{self._seed}/{step}")
+            indices = sorted(rng.sample(range(len(chosen)), self._max_per_step))
+            chosen = [chosen[index] for index in indices]
+        rows = [_row(step, trajectory, version, advantages or {}) for trajectory in chosen]
+        path = self._directory / f"step_{step:06d}.parquet"
+        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        return path
+
+
+def read_trajectories(path: Path) -> list[dict[str, Any]]:
+    """The rows of one step's file, JSON columns decoded."""
+    rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
+    for row in rows:
+        row["reward_parts"] = json.loads(row["reward_parts"])
+        row["spans"] = json.loads(row["spans"])
+    return rows
+
+
+def _row(step: int, trajectory: Trajectory, version: int, advantages: Mapping[TrajectoryId, float]) -> dict[str, Any]:
+    spans = trajectory.spans
+    return {
+        "step": step,
+        "group_id": int(trajectory.trajectory_id.partition("/")[0]),
+        "trajectory_id": trajectory.trajectory_id,
+        "task_id": _encodable(trajectory.task_id),
+        "prompt": _encodable(trajectory.prompt),
+        "response": _encodable(trajectory.response),
+        "reward": trajectory.reward,
+        "reward_parts": json.dumps({name: float(value) for name, value in trajectory.reward_parts.items()}),
+        "finish_reason": trajectory.finish_reason,
+        "spans": json.dumps([[span.version, span.num_tokens] for span in spans]),
+        "staleness": version - trajectory.oldest_version if spans else 0,
+        "num_tokens": trajectory.num_sampled_tokens,
+        "advantage": advantages.get(trajectory.trajectory_id),
+    }
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a model can emit and UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,117 @@
+"""Which process runs where: a pure function of the configuration. Actors and `--dry-run` read the same plan."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from math import floor
+from typing import Literal
+
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.platform.memory import BASE_HOST_GIB, Memory, engine_memory, trainer_memory
+
+Role = Literal["trainer", "engine", "reward", "driver"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlacement:
+    """One process of a run.
+
+    Attributes:
+        index: Rank of a trainer, number of an engine or reward worker.
+        pool: Name of its pool; None for processes that need no accelerator slot (driver, reward workers).
+        slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
+        num_gpus: GPUs Ray reserves for it; 0.5 each when colocated.
+        num_cpus: CPUs Ray reserves for it. On a CPU pool all processes together reserve at most the pool.
+    """
+
+    role: Role
+    index: int
+    pool: str | None
+    device: Literal["cpu", "gpu"]
+    slot: int
+    num_gpus: float
+    num_cpus: float
+    memory: Memory
+
+    @property
+    def name(self) -> str:
+        return self.role if self.role == "driver" else f"{self.role}-{self.index}"
+
+
+def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:
+    """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
+
+    GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
+    pool of their own.
+    """
+    cluster = config.cluster
+    num_ranks = 0 if command == "eval" else config.trainer.num_ranks
+    num_engines = 0 if command == "sft" else config.rollout.num_engines
+    turns = cluster.colocated and command == "train"
+    same_pool = cluster.trainer_pool == cluster.rollout_pool
+    first_engine_slot = num_ranks if same_pool and not turns else 0
+    in_pool = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines})
+
+    def place(role: Role, index: int, first_slot: int) -> RolePlacement:
+        name = cluster.trainer_pool if role == "trainer" else cluster.rollout_pool
+        pool = cluster.pools[name]
+        memory = (trainer_memory if role == "trainer" else engine_memory)(config, pool)
+        num_gpus, num_cpus = _share(pool, in_pool[name], is_colocated=turns)
+        return RolePlacement(
+            role, index, name, pool.device, (first_slot + index) % pool.count, num_gpus, num_cpus, memory
+        )
+
+    return [
+        _driver(),
+        *(place("trainer", rank, 0) for rank in range(num_ranks)),
+        *(place("engine", index, first_engine_slot) for index in range(num_engines)),
+        *(_reward_worker(index) for index in range(config.reward.num_workers if num_engines else 0)),
+    ]
+
+
+def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[tuple[str, int], float]:
+    """Peak memory of every GPU slot, GiB.
+
+    Colocated roles take turns, but the trainer's weights and optimizer stay while the engine generates:
+    max(whole trainer, trainer without gradients and activations + engine).
+    """
+    by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
+    for placement in placements:
+        if placement.pool is not None and placement.device == "gpu":
+            by_slot[placement.pool, placement.slot].append(placement)
+    return {slot: _slot_load(here, is_colocated=config.cluster.colocated) for slot, here in sorted(by_slot.items())}
+
+
+def host_load_gib(placements: list[RolePlacement]) -> float:
+    """Main memory of all processes together, GiB."""
+    return sum(placement.memory.host_gib for placement in placements)
+
+
+def _slot_load(here: list[RolePlacement], *, is_colocated: bool) -> float:
+    if not is_colocated:
+        return sum(placement.memory.device_gib for placement in here)
+    training = sum(placement.memory.device_gib for placement in here if placement.role == "trainer")
+    passing = sum(
+        placement.memory.device.get("gradients", 0.0) + placement.memory.device.get("activations", 0.0)
+        for placement in here
+        if placement.role == "trainer"
+    )
+    generating = sum(placement.memory.device_gib for placement in here if placement.role == "engine")
+    return max(training, training - passing + generating)
+
+
+def _share(pool: PoolConfig, num_processes: int, *, is_colocated: bool) -> tuple[float, float]:
+    """GPUs and CPUs that Ray reserves for one process of a pool."""
+    if pool.device == "gpu":
+        return (0.5 if is_colocated else 1.0), 1.0
+    return 0.0, min(1.0, floor(1e4 * pool.count / max(num_processes, 1)) / 1e4)
+
+
+def _driver() -> RolePlacement:
+    return RolePlacement("driver", 0, None, "cpu", 0, 0.0, 0.0, Memory({}, {"base": BASE_HOST_GIB["driver"]}))
+
+
+def _reward_worker(index: int) -> RolePlacement:
+    return RolePlacement("reward", index, None, "cpu", 0, 0.0, 0.0, Memory({}, {"base": BASE_HOST_GIB["reward"]}))

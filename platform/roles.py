@@ -1,0 +1,118 @@
+"""From the placement plan to running actors, and back to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.actors.cluster import ObjectStore, Resources, ray_session, start_engines, start_rewards, start_trainer
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.reward import RewardClient
+from penstock.actors.trainer import TrainerClient
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import EngineId
+from penstock.platform.colocation import TakesTurns
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.placement import Role, plan_placement
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.pool import EnginePool
+from penstock.trainer.spec import TrainerSpec
+from penstock.weights.config import WeightsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RunActors:
+    """Every process of a run, behind its port."""
+
+    model_path: str
+    engines: list[RemoteEngine]
+    trainer: TrainerClient
+    rewards: RewardClient
+    store: ObjectStore
+
+    def publisher(self, pool: EnginePool, config: WeightsConfig) -> ActorWeightPublisher:
+        return ActorWeightPublisher(self.trainer, pool, config)
+
+    def take_turns(self, pool: EnginePool) -> TakesTurns:
+        return TakesTurns(self.trainer, self.engines, pool)
+
+
+@asynccontextmanager
+async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
+    """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
+    async with ray_session(config.cluster.address):
+        rewards = start_rewards(config.reward)
+        async with asyncio.TaskGroup() as starting:
+            trainer_start = starting.create_task(start_trainer_group(config))
+            engines_start = starting.create_task(start_engine_group(config))
+        trainer, engines = trainer_start.result(), engines_start.result()
+        try:
+            yield RunActors(model_path(config), engines, trainer, rewards, ObjectStore())
+        finally:
+            await asyncio.gather(rewards.close(), trainer.close(), *(engine.close() for engine in engines))
+
+
+async def start_trainer_group(config: RunConfig, path: str | None = None) -> TrainerClient:
+    """The trainer ranks of `config`, from the policy at `path` (default: `model.path`)."""
+    cluster = config.cluster
+    spec = TrainerSpec(
+        model_path=path or model_path(config),
+        model=config.model,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        device=pool_device(config, cluster.trainer_pool),
+        threads=cluster.threads_per_process,
+        seed=config.seed,
+        temperature=config.rollout.sampling.temperature,
+        max_new_tokens=config.rollout.sampling.max_new_tokens,
+    )
+    environment = {"OMP_NUM_THREADS": str(cluster.threads_per_process), "TOKENIZERS_PARALLELISM": "false"}
+    if spec.device == "cpu":
+        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return await start_trainer(spec, resources(config, "trainer", "train"), environment)
+
+
+async def start_engine_group(config: RunConfig, command: Command = "train") -> list[RemoteEngine]:
+    """The rollout engines of `config`."""
+    cluster = config.cluster
+    specs = [
+        EngineSpec(
+            engine_id=EngineId(f"engine-{index}"),
+            model_path=model_path(config),
+            model=config.model,
+            engine=config.rollout.engine,
+            device=pool_device(config, cluster.rollout_pool),
+            update_mode=config.weights.update_mode,
+            seed=config.seed + index,
+            threads=cluster.threads_per_process,
+        )
+        for index in range(config.rollout.num_engines)
+    ]
+    return await start_engines(specs, resources(config, "engine", command), config.rollout.start_timeout_s)
+
+
+def resources(config: RunConfig, role: Role, command: Command) -> list[Resources]:
+    """What each process of a role asks Ray for."""
+    placements = [placement for placement in plan_placement(config, command) if placement.role == role]
+    return [
+        Resources(
+            num_gpus=placement.num_gpus,
+            accelerator_type=config.cluster.pools[placement.pool].accelerator_type if placement.pool else None,
+        )
+        for placement in placements
+    ]
+
+
+def pool_device(config: RunConfig, pool: str) -> Literal["cpu", "cuda"]:
+    return "cuda" if config.cluster.pools[pool].device == "gpu" else "cpu"
+
+
+def model_path(config: RunConfig) -> str:
+    if config.model.path is None:
+        raise ConfigError(["model.path is not set: `penstock train` and `penstock eval` start from a policy on disk."])
+    return config.model.path

@@ -1,0 +1,198 @@
+"""One run as the controller sees it: its parts, its version, and what is observed of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.trajectory import Task
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.evaluation import Evaluation, Evaluator
+from penstock.platform.flow import Flow
+from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.observability.hub import MetricsHub
+from penstock.platform.observability.memory import MemorySampler
+from penstock.platform.observability.trajectory_table import TrajectoryTable
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of. The wiring is in platform/launch.py."""
+
+    trainer: TrainerGroup
+    publisher: WeightPublisher
+    evaluator: Evaluator
+    held_out: list[Task]
+    make_flow: Callable[[FlowStats], Flow]
+    monitor: EngineMonitor
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """Where what is observed goes."""
+
+    hub: MetricsHub
+    memory: MemorySampler
+    trajectories: TrajectoryTable
+    run_dir: Path
+    note: Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands."""
+
+    last_step_at: float = field(default_factory=time.monotonic)
+    trainer_wait_s: float = 0.0
+    bad_steps_in_a_row: int = 0
+    skipped_steps: int = 0
+
+
+class Run:
+    """State of one run. The controller's loop reads like the algorithm because the rest is here."""
+
+    def __init__(self, config: RunConfig, parts: Parts, instruments: Instruments) -> None:
+        self.config = config
+        self.version = 0
+        self.total_steps = config.total_steps
+        self.trainer = parts.trainer
+        self.publisher = parts.publisher
+        self.stats = FlowStats()
+        self.evaluations: list[Evaluation] = []
+        self.current_flow: Flow | None = None
+        self._parts = parts
+        self._instruments = instruments
+        self._progress = Progress()
+        self._last_publish: PublishReport | None = None
+        self._beside: asyncio.Task[None] | None = None
+
+    def flow(self) -> Flow:
+        """The streaming dataflow of this run; `async with` starts and ends it."""
+        self.current_flow = self._parts.make_flow(self.stats)
+        self._progress.last_step_at = time.monotonic()
+        return self.current_flow
+
+    async def publish(self, version: int) -> None:
+        """Make `version` what the engines sample from, while they generate."""
+        self._last_publish = await self.publisher.publish(version)
+        self.version = version
+
+    def observe(self, report: StepReport) -> None:
+        """Send everything that is known of a step to the sinks.
+
+        Raises:
+            TrainingError: After `trainer.max_bad_steps` skipped steps in a row.
+        """
+        assert self.current_flow is not None
+        now = time.monotonic()
+        wall_s = now - self._progress.last_step_at
+        self._progress.last_step_at = now
+        self._count_skips(report)
+        metrics = {
+            **report.metrics,
+            **self._flow_metrics(self.current_flow, report, wall_s),
+            **self._publish_metrics(),
+            "trainer/version": float(self.version),
+            "trainer/skipped_steps": float(self._progress.skipped_steps),
+            "memory/pss_gib": self._instruments.memory.latest_gib,
+        }
+        self._instruments.hub.log(self.version, metrics)
+        self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
+        if self._progress.bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
+            raise TrainingError(
+                f"trainer: {self._progress.bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
+                f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch is "
+                f"in {self._instruments.run_dir / 'trajectories'}. Lower trainer.optimizer.lr, or look at the rewards."
+            )
+
+    async def evaluate_first(self) -> None:
+        """Evaluate before training, on all held-out tasks."""
+        await self._evaluate(self._parts.held_out)
+
+    async def evaluate_last(self) -> None:
+        """Evaluate after training, on all held-out tasks; nothing else is published meanwhile."""
+        if self._beside is not None:
+            await self._beside
+        await self._evaluate(self._parts.held_out)
+
+    def evaluate_beside(self) -> None:
+        """Every so many steps, start an evaluation that shares the engines and stops nothing."""
+        every = self.config.evaluation.every_steps
+        if not every or self.version % every or self.version in (0, self.total_steps):
+            return
+        if self._beside is not None:
+            if not self._beside.done():
+                self._instruments.note(f"evaluation at v{self.version} skipped: the one before still runs")
+                return
+            self._beside.result()
+        tasks = self._parts.held_out[: self.config.evaluation.num_tasks_beside]
+        self._beside = asyncio.create_task(self._evaluate(tasks), name="evaluation")
+
+    async def maybe_checkpoint(self) -> None:
+        """Write the policy every so many steps."""
+        every = self.config.checkpoint.every_steps
+        if every and self.version % every == 0:
+            await self.trainer.save(str(self._instruments.run_dir / "checkpoints" / f"step_{self.version}" / "policy"))
+
+    async def close(self) -> None:
+        """End what was spawned."""
+        if self._beside is not None and not self._beside.done():
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def _evaluate(self, tasks: list[Task]) -> None:
+        evaluation = await self._parts.evaluator.evaluate(self.version, tasks)
+        self.evaluations.append(evaluation)
+        self._instruments.hub.log(self.version, evaluation.metrics())
+        self._instruments.note(
+            f"eval at v{evaluation.version_min}"
+            + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
+            + f": accuracy {evaluation.accuracy:.3f} on {evaluation.num_tasks} held-out tasks"
+        )
+
+    def _count_skips(self, report: StepReport) -> None:
+        self._progress.bad_steps_in_a_row = self._progress.bad_steps_in_a_row + 1 if report.skipped else 0
+        self._progress.skipped_steps += report.skipped
+
+    def _flow_metrics(self, flow: Flow, report: StepReport, wall_s: float) -> dict[str, float]:
+        last, counts, monitor = self.stats.last, flow.counts(), self._parts.monitor
+        waited_s = self.stats.trainer_wait_s - self._progress.trainer_wait_s
+        self._progress.trainer_wait_s = self.stats.trainer_wait_s
+        return {
+            "staleness/mean_versions": last.mean_versions,
+            "staleness/max_versions": last.max_versions,
+            "staleness/stale_token_share": last.stale_share,
+            "staleness/multi_version_trajectories": last.multi_version_trajectories,
+            "flow/admitted": counts.admitted,
+            "flow/trained": counts.trained,
+            "flow/dropped": counts.dropped,
+            "flow/filtered": counts.filtered,
+            "flow/failed": counts.failed,
+            "flow/live": counts.live,
+            "flow/ready": flow.core.num_ready,
+            "flow/credits_free": flow.core.free_credits,
+            "flow/retries": flow.core.retries.total(),
+            "throughput/generated_tokens_per_s": monitor.tokens_per_s,
+            "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
+            "throughput/step_s": wall_s,
+            "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
+            "idle/trainer_wait_s": waited_s,
+            "idle/engine_share": monitor.idle_share,
+        }
+
+    def _publish_metrics(self) -> dict[str, float]:
+        if self._last_publish is None:
+            return {}
+        return {
+            "weights/bytes": self._last_publish.num_bytes,
+            "weights/publish_s": self._last_publish.total_s,
+            "weights/export_s": self._last_publish.export_s,
+            "weights/stage_s": max(ack.stage_s for ack in self._last_publish.acks),
+            "weights/stall_s": self._last_publish.max_stall_s,
+        }

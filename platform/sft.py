@@ -1,0 +1,120 @@
+"""`penstock sft`: supervised warm start on the task source's own worked answers, with the same trainer as RL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from penstock.actors.cluster import ray_session
+from penstock.actors.trainer import TrainerClient
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.contract import GoldSource
+from penstock.envs.loading import load_task_source
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.lifecycle import EXIT_OK, prepare_run_dir, run_to_end, write_failure
+from penstock.platform.observability.console import RunConsole, format_duration
+from penstock.platform.observability.hub import MetricsHub
+from penstock.platform.roles import model_path, start_trainer_group
+from penstock.platform.trackers.build import build_trackers
+from penstock.rollout.tokenizers import TokenCodec, character_tokenizer, load_codec
+from penstock.trainer.batches.sequences import Example
+from penstock.trainer.config import SftConfig
+
+
+def run_sft(config: RunConfig) -> int:
+    """Run `penstock sft` to its end; returns the exit code."""
+    source = load_task_source(config.env, config.seed)
+    if config.sft is None:
+        raise ConfigError(
+            ["sft is not set: `penstock sft` needs the section (see conf/experiment/arithmetic_sft.yaml)."]
+        )
+    if not hasattr(source, "gold_response"):
+        raise ConfigError(
+            [f"env.factory={config.env.factory}: has no gold_response(task), so there is nothing to learn from in sft."]
+        )
+    sft = config.sft
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _sft(config, sft, source, run_dir))  # type: ignore[arg-type]
+
+
+async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
+    console = RunConsole(sft.max_steps)
+    path = initial_policy(config, run_dir)
+    console.header(
+        config.name,
+        {
+            "policy": f"{path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)",
+            "batch": f"{sft.batch_size} worked examples",
+            "stop": "never early" if sft.stop_at_accuracy is None else f"at held-out accuracy {sft.stop_at_accuracy}",
+            "run": str(run_dir),
+        },
+    )
+    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
+    try:
+        async with ray_session(config.cluster.address):
+            trainer = await start_trainer_group(config, path)
+            try:
+                await _learn(trainer, sft, Examples(source, load_codec(path)), hub, console)
+                await trainer.save(str(run_dir / "policy"))
+            finally:
+                await trainer.close()
+        console.note(f"policy written to {run_dir / 'policy'}")
+    except BaseException as error:
+        write_failure(run_dir, error)
+        raise
+    finally:
+        hub.close(None)
+    return EXIT_OK
+
+
+async def _learn(
+    trainer: TrainerClient, sft: SftConfig, examples: Examples, hub: MetricsHub, console: RunConsole
+) -> None:
+    """Optimizer steps until the accuracy is reached or the steps are used up."""
+    held_out = examples.held_out(sft.eval_tasks)
+    stream = examples.train()
+    started = time.monotonic()
+    for step in range(1, sft.max_steps + 1):
+        metrics = await trainer.supervised_step(list(islice(stream, sft.batch_size)))
+        if step % sft.eval_every_steps and step != sft.max_steps:
+            hub.log(step, metrics)
+            continue
+        accuracy = await trainer.teacher_forced_accuracy(held_out)
+        hub.log(step, metrics | {"sft/accuracy": accuracy})
+        elapsed = format_duration(time.monotonic() - started)
+        console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  held-out accuracy {accuracy:.3f}  {elapsed}")
+        if sft.stop_at_accuracy is not None and accuracy >= sft.stop_at_accuracy:
+            return
+
+
+class Examples:
+    """Worked answers as token ids; the end token is part of the answer."""
+
+    def __init__(self, source: GoldSource, codec: TokenCodec) -> None:
+        self._source = source
+        self._codec = codec
+
+    def train(self) -> Iterator[Example]:
+        for task in self._source.train():
+            yield self._encode(task)
+
+    def held_out(self, count: int) -> list[Example]:
+        return [self._encode(task) for task in self._source.held_out(count)]
+
+    def _encode(self, task: Task) -> Example:
+        response = self._codec.encode_prompt(self._source.gold_response(task))
+        return self._codec.encode_prompt(task.prompt), (*response, self._codec.stop_token_ids[0])
+
+
+def initial_policy(config: RunConfig, run_dir: Path) -> str:
+    """Where the warm start begins: `model.path`, or a new random policy of `model.shape` in the run directory."""
+    if not config.model.from_scratch:
+        return model_path(config)
+    from penstock.trainer.tiny_policy import create_policy
+
+    path = str(run_dir / "initial")
+    create_policy(config.model, character_tokenizer(), path, config.seed)
+    return path

@@ -1,0 +1,186 @@
+"""What a metric sink is, and how a slow or broken one is kept away from training.
+
+`BackgroundTracker` puts a bounded queue and one thread in front of a sink.
+It consumes: the records of `log` and `log_summary`, in order. It waits for: the sink. It is unblocked
+by: the sink, by its own back-off after a failure, or by `close`. The caller never waits, except up to
+`close_timeout_s` in `close`. What does not fit the queue, or is undelivered at the end, is counted and
+the count is warned about: `metrics.jsonl` still has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from penstock.dataflow.errors import PenstockError, boundary
+
+logger = logging.getLogger(__name__)
+
+_MAX_BACKOFF_S = 60.0
+
+
+class TrackerError(PenstockError):
+    """A metric sink could not be opened or written."""
+
+
+class Tracker(Protocol):
+    """A metric sink. One writer; steps arrive in order, a step may arrive more than once with other names."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record `family/name -> value` of one training step."""
+        ...
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Record the end-of-run figures, JSON-like."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release everything. Nothing may be logged afterwards."""
+        ...
+
+
+_Delivery = Callable[[Tracker], None]
+
+
+class BackgroundTracker:
+    """A sink behind a bounded queue and a thread; its failures are warned about once and retried.
+
+    Invariant: every record is delivered, queued or counted in `num_lost`, because nobody else holds it.
+    A record is delivered at least once: a sink that fails half-way gets it again.
+
+    Attributes:
+        name: What warnings call the sink.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], Tracker],
+        *,
+        capacity: int = 1024,
+        first_backoff_s: float = 1.0,
+        close_timeout_s: float = 8.0,
+    ) -> None:
+        """Start the thread. `open_sink` is called on it, as slow imports and logins belong there.
+
+        Args:
+            name: What warnings call the sink.
+            open_sink: Opens the sink; called again after a failure to open.
+            capacity: Most records that wait for the sink.
+            first_backoff_s: Seconds before the first retry; doubles up to one minute.
+            close_timeout_s: Longest wait in `close`, seconds.
+        """
+        self.name = name
+        self._open_sink = open_sink
+        self._records: queue.Queue[_Delivery | None] = queue.Queue(maxsize=capacity)
+        self._first_backoff_s = first_backoff_s
+        self._close_timeout_s = close_timeout_s
+        self._closing = threading.Event()
+        self._sink: Tracker | None = None
+        self._has_warned = False
+        self._num_lost = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_lost(self) -> int:
+        """Records that never reached the sink."""
+        with self._lock:
+            return self._num_lost
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue one record; returns at once."""
+        copy = dict(metrics)
+        self._enqueue(lambda sink: sink.log(step, copy))
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Queue the end-of-run figures; returns at once."""
+        copy = dict(summary)
+        self._enqueue(lambda sink: sink.log_summary(copy))
+
+    def close(self) -> None:
+        """Deliver what is queued, waiting at most `close_timeout_s`; then count and warn about the rest."""
+        if self._closing.is_set():
+            return
+        deadline = time.monotonic() + self._close_timeout_s
+        self._closing.set()
+        try:
+            self._records.put(None, timeout=self._close_timeout_s)
+        except queue.Full:
+            logger.debug("tracker %s: its queue stayed full while closing", self.name)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            logger.warning(
+                "tracker %s: did not finish within %.0f s of closing; about %d records are undelivered. "
+                "The run is complete and metrics.jsonl has everything.",
+                self.name,
+                self._close_timeout_s,
+                self._records.qsize(),
+            )
+        if self.num_lost:
+            logger.warning(
+                "tracker %s: %d records never reached it (metrics.jsonl has them all)", self.name, self.num_lost
+            )
+
+    def _enqueue(self, delivery: _Delivery) -> None:
+        try:
+            self._records.put_nowait(delivery)
+        except queue.Full:
+            if self._count_lost() == 1:
+                logger.warning(
+                    "tracker %s: its queue of %d records is full, so records are lost to it from now on and counted. "
+                    "Training goes on; metrics.jsonl has them all.",
+                    self.name,
+                    self._records.maxsize,
+                )
+
+    def _run(self) -> None:
+        while (delivery := self._records.get()) is not None:
+            self._deliver(delivery)
+        self._close_sink()
+
+    def _deliver(self, delivery: _Delivery) -> None:
+        """Deliver one record, retrying until it arrives or, once closing, the retry fails too."""
+        backoff_s = self._first_backoff_s
+        while True:
+            is_last_try = self._closing.is_set()
+            try:
+                with boundary(TrackerError, f"tracker {self.name}"):
+                    if self._sink is None:
+                        self._sink = self._open_sink()
+                    delivery(self._sink)
+                return
+            except PenstockError as error:
+                self._warn_once(error)
+            if is_last_try:
+                self._count_lost()
+                return
+            self._closing.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    def _close_sink(self) -> None:
+        if self._sink is None:
+            return
+        try:
+            with boundary(TrackerError, f"tracker {self.name}: close"):
+                self._sink.close()
+        except PenstockError as error:
+            self._warn_once(error)
+
+    def _count_lost(self) -> int:
+        with self._lock:
+            self._num_lost += 1
+            return self._num_lost
+
+    def _warn_once(self, error: PenstockError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s. Training goes on and metrics.jsonl is complete; the sink is retried without further warnings.",
+                error,
+            )

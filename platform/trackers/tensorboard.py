@@ -1,0 +1,49 @@
+"""TensorBoard event files. Uses tensorboard's own writer, so the driver need not import torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TENSORBOARD_DIR = "tensorboard"
+
+
+class TensorboardTracker:
+    """Scalars below `run_dir/tensorboard`, one tag per metric name."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary import Writer
+
+        directory = run_dir / TENSORBOARD_DIR
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer: Any = Writer(str(directory))
+        self._last_step = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric."""
+        self._last_step = step
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the numeric figures as `summary/<key>`, at the last step; `summary.json` has them all."""
+        for name, value in _flatten(json.loads(json.dumps(summary))).items():
+            self._writer.add_scalar(f"summary/{name}", value, self._last_step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}/"))
+        elif isinstance(value, int | float):
+            flat[prefix + key] = float(value)
+    return flat

@@ -1,0 +1,99 @@
+"""Weights & Biases. The only file that imports wandb, and only when a run uses it."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from penstock.dataflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.platform.config.schema import WandbTrackerConfig
+
+WandbMode = Literal["online", "offline"]
+
+_DEFAULT_BASE_URL = "https://api.wandb.ai"
+_STEP = "step"
+
+
+def resolve_mode(config: WandbTrackerConfig, environ: Mapping[str, str] = os.environ) -> WandbMode:
+    """Turn `mode: auto` into `online` with an API key and `offline` without one.
+
+    Raises:
+        ConfigError: `online` was asked for and there is no key: wandb would stop and ask for it.
+    """
+    if config.mode == "offline" or environ.get("WANDB_MODE") in {"offline", "dryrun"}:
+        return "offline"
+    has_key = has_api_key(environ)
+    if config.mode == "online" and not has_key:
+        raise ConfigError(
+            [
+                "tracker.wandb.mode='online' but there is no API key: wandb could not log in. "
+                "Run `wandb login`, set WANDB_API_KEY, or use mode 'auto' or 'offline'."
+            ]
+        )
+    return "online" if has_key else "offline"
+
+
+def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if WANDB_API_KEY is set or the netrc file has an entry for the W&B server."""
+    if environ.get("WANDB_API_KEY"):
+        return True
+    home = Path(environ.get("HOME", str(Path.home())))
+    path = Path(environ["NETRC"]) if environ.get("NETRC") else home / ".netrc"
+    host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_BASE_URL).hostname or ""
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+class WandbTracker:
+    """One W&B run, written by this object only.
+
+    Every name is plotted over `step` (`define_metric`), and wandb's own step counter is left alone: it
+    silently discards what arrives out of order.
+    """
+
+    def __init__(
+        self, config: WandbTrackerConfig, mode: WandbMode, run_dir: Path, run_name: str, resolved_config: dict[str, Any]
+    ) -> None:
+        """Open the run.
+
+        Args:
+            config: Project and entity.
+            mode: `offline` writes below `run_dir/wandb`, for `wandb sync`.
+            run_dir: The run's directory.
+            run_name: Shown in the W&B table.
+            resolved_config: Composed configuration, nested dict.
+        """
+        import wandb
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=run_name,
+            dir=str(run_dir),
+            mode=mode,
+            config=resolved_config,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=60),
+        )
+        self._run.define_metric(_STEP, hidden=True)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand one record to wandb."""
+        self._run.log({_STEP: step, **metrics})
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Set the run's summary figures."""
+        self._run.summary.update(dict(summary))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

@@ -1,0 +1,122 @@
+"""The one thread that touches the torch engine's model, and how others ask it to act between decode steps.
+
+Consumes: actions from its inbox. Waits for: the inbox, only when there is nothing to decode. Unblocked by: any action.
+Invariant: model, cache and batch are changed in this thread only, so an action sees no half-done decode step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import RequestId
+from penstock.rollout.torch_decoding import DecodeBatch, Deltas
+
+Result = TypeVar("Result")
+Action = Callable[[DecodeBatch], Any]
+
+
+class DecodeListener(Protocol):
+    """Who hears from the thread. Called in the thread itself: hand over and return at once."""
+
+    def on_deltas(self, deltas: Deltas) -> None:
+        """Deltas that became due in one decode step or by one abort; never empty."""
+        ...
+
+    def on_lost(self, reason: str) -> None:
+        """The thread has failed and serves nothing any more."""
+        ...
+
+
+class DecodeThread:
+    """Steps a `DecodeBatch` while it has work, and runs actions between the steps."""
+
+    def __init__(self, batch: DecodeBatch, listener: DecodeListener, threads: int) -> None:
+        self.batch = batch
+        self._listener = listener
+        self._threads = threads
+        self._inbox: queue.SimpleQueue[tuple[Action, Future[Any]]] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # between `call` and the end of the thread: no action is left without an answer
+        self._is_open = True
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-decode", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def call(self, action: Callable[[DecodeBatch], Result]) -> Future[Result]:
+        """Run `action` on the batch after the present decode step; its result or exception is the future's.
+
+        Raises:
+            EngineLostError: If the thread has ended.
+        """
+        future: Future[Result] = Future()
+        with self._gate:
+            if not self._is_open:
+                raise EngineLostError("the decode thread has ended")
+            self._inbox.put((action, future))
+        return future
+
+    def abort(self, request_id: RequestId) -> Future[None]:
+        """Abort one request; its last delta is on its way when the future is done."""
+        return self.call(lambda batch: self._report(batch.abort(request_id)))
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the present step. Blocks at most `timeout_s` seconds.
+
+        Raises:
+            EngineLostError: If it has not ended by then.
+        """
+        self._is_stopping.set()
+        with suppress(EngineLostError):
+            self.call(lambda _batch: None)  # wakes it if it is idle
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise EngineLostError(f"the decode thread has not ended within {timeout_s} s; it is inside a decode step")
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP counts threads per calling thread
+        try:
+            while self._act():
+                self._report(self.batch.step())
+        except Exception:  # noqa: BLE001 - the thread's supervisor: whatever it was, callers must hear of it
+            self._listener.on_lost(f"the decode thread failed:\n{traceback.format_exc()}")
+        finally:
+            self._close()
+
+    def _act(self) -> bool:
+        """Run all waiting actions, blocking for one if there is nothing to decode; False when told to stop."""
+        if not self.batch.can_step:
+            self._execute(*self._inbox.get())
+        while not self._inbox.empty():
+            self._execute(*self._inbox.get())
+        return not self._is_stopping.is_set()
+
+    def _execute(self, action: Action, future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(action(self.batch))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it from the future
+            future.set_exception(error)
+
+    def _report(self, deltas: Deltas) -> None:
+        if deltas:
+            self._listener.on_deltas(deltas)
+
+    def _close(self) -> None:
+        with self._gate:
+            self._is_open = False
+        while not self._inbox.empty():
+            _, future = self._inbox.get()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineLostError("the decode thread has ended"))

@@ -1,0 +1,109 @@
+"""Text in, tokens out, and back: the only place where text becomes token ids.
+
+Prompts are rendered once; sampled tokens are never re-tokenised. `character_tokenizer` is the tokenizer of the
+tiny policies: one character, one token, so that lengths in tokens are lengths in characters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+
+PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
+EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
+CHARACTERS = "0123456789+-*=() ;" + ",.:/?<>#|!&\n"
+"""What arithmetic needs, then spares: with `<pad>` and `<eos>` exactly 32 ids, so every id has a text."""
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer of the tiny policies: `<pad>` = 0, `<eos>` = 1, then `CHARACTERS` in order.
+
+    No chat template. A character outside the vocabulary is an error when encoding, never dropped.
+    """
+    vocabulary = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unknown>"))  # noqa: S106 - absent on purpose
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+class TokenCodec:
+    """Encodes prompts and decodes answers of one policy.
+
+    Attributes:
+        stop_token_ids: Ids after which an answer ends: eos of tokenizer and generation config, ascending.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, generation_eos_ids: Iterable[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        tokenizer_eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokenizer_eos, *generation_eos_ids}))
+
+    def encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> tuple[int, ...]:
+        """Tokenise plain text as it is, or render chat messages with the generation prompt and tokenise that.
+
+        No special token is added to plain text: what the environment wrote is what the model sees.
+
+        Raises:
+            ConfigError: If the task gives messages and the tokenizer has no chat template.
+            TrajectoryError: kind `env`, if the prompt is empty or holds a character that no token stands for.
+        """
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt)
+        if not ids:
+            raise TrajectoryError("env", f"the prompt {prompt!r} has no tokens, so there is nothing to continue")
+        return ids
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception as cause:  # `tokenizers` raises bare Exception
+            raise TrajectoryError("env", f"the tokenizer cannot encode the prompt {text!r}: {cause}") from cause
+
+    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                ["env.prompt: the task gives chat messages but the tokenizer has no chat template. Give plain text."]
+            )
+        return tuple(
+            self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of token ids without special tokens; spaces stay as sampled."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def load_codec(model_path: str | Path) -> TokenCodec:
+    """Load the codec of a Hugging Face model directory (or hub name, which needs a network).
+
+    Raises:
+        ConfigError: If there is no tokenizer at `model_path`.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
+    except (OSError, ValueError) as cause:
+        raise ConfigError([f"model.path={model_path}: no tokenizer can be loaded from it: {cause}"]) from cause
+    return TokenCodec(tokenizer, _generation_eos_ids(Path(model_path) / "generation_config.json"))
+
+
+def _generation_eos_ids(path: Path) -> list[int]:
+    """`eos_token_id` of a generation config: an int, a list or absent."""
+    if not path.exists():
+        return []
+    eos = json.loads(path.read_text()).get("eos_token_id")
+    if eos is None:
+        return []
+    return [int(eos)] if isinstance(eos, int) else [int(token) for token in eos]

@@ -1,0 +1,260 @@
+"""A rollout engine of plain torch over a Hugging Face model: for machines without vLLM, and for fast tests.
+
+Consumes generate requests and weight manifests. One dedicated thread decodes; it waits for its inbox when nothing
+runs, and empties it between decode steps otherwise: submissions, aborts and weight swaps happen there and nowhere
+else, so version stamps are exact and a request in flight is never restarted. The event loop is unblocked once per
+decode step, with all deltas that became due.
+
+There is no prefix cache, so there is nothing to salt by version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, TrajectoryError, WeightSyncError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.rollout.busy_clock import BusyClock
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.decode_thread import DecodeThread
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.torch_cache import SlotCache
+from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
+from penstock.rollout.torch_weights import StagedTensors, stage, swap
+from penstock.weights.transport.shared_memory import TORCH_DTYPES
+
+UNPUBLISHED = -1
+SHUTDOWN_TIMEOUT_S = 5.0
+Result = TypeVar("Result")
+
+
+class TorchEngine:
+    """`LocalEngine` over a Hugging Face causal language model."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert isinstance(spec.engine, TorchEngineConfig)
+        self.engine_id: EngineId = spec.engine_id
+        self._spec = spec
+        self._config = spec.engine
+        self._version = UNPUBLISHED
+        self._busy = BusyClock()
+        self._streams: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
+        self._updating = asyncio.Lock()
+        self._lost: str | None = "not started"
+        self._is_asleep = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._decoder: DecodeThread | None = None
+
+    @property
+    def version(self) -> int:
+        """The policy version this engine has acknowledged; -1 before the first publish."""
+        return self._version
+
+    async def start(self) -> None:
+        """Load the model and start the decode thread.
+
+        Raises:
+            ConfigError: If the model needs attention that the slot cache does not offer.
+        """
+        batch = await asyncio.to_thread(load_batch, self._spec, self._config)
+        self._loop = asyncio.get_running_loop()
+        self._decoder = DecodeThread(batch, listener=self, threads=self._spec.threads)
+        self._decoder.start()
+        self._lost = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """Stream the continuation of `request` as deltas of at most `journal_interval_tokens` tokens.
+
+        Leaving the iterator early aborts the request.
+
+        Raises:
+            EngineLostError: Before the first acknowledged version (I8), or when the decode thread has failed or ended.
+            TrajectoryError: kind `engine`, if the prompt is empty, fills the context or holds unknown ids.
+        """
+        decoder = self._open()
+        self._check_request(request)
+        running = RunningRequest.of(request, decoder.batch.limits)
+        stream: asyncio.Queue[TokenDelta | EngineLostError] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._busy.enter()
+        is_over = False
+        try:
+            decoder.call(lambda batch: batch.submit(running))
+            while not is_over:
+                item = await stream.get()
+                if isinstance(item, EngineLostError):
+                    raise item
+                is_over = item.finish_reason is not None
+                yield item
+        finally:
+            self._busy.leave()
+            del self._streams[request.request_id]
+            if not is_over:
+                with suppress(EngineLostError):
+                    decoder.abort(request.request_id)
+
+    async def abort(self, request_id: RequestId) -> None:
+        """Stop one request: its iterator ends with finish reason `abort` and the tokens so far. Unknown: a no-op."""
+        if request_id in self._streams:
+            await asyncio.wrap_future(self._open().abort(request_id))
+
+    async def load(self) -> EngineLoad:
+        """A snapshot; never waits for the decode thread."""
+        batch = self._decoder.batch if self._decoder else None
+        num_running = len(batch.running) if batch else 0
+        return EngineLoad(
+            version=self._version,
+            num_running=num_running,
+            num_waiting=max(len(self._streams) - num_running, 0),
+            kv_cache_usage=batch.kv_cache_usage if batch else 0.0,
+            tokens_generated=batch.tokens_generated if batch else 0,
+            busy_s=self._busy.seconds,
+        )
+
+    async def update_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Swap to `manifest` between two decode steps; requests in flight go on. See `LocalEngine`."""
+        async with self._updating:
+            started = time.monotonic()
+            model = self._open().batch.model
+            staged = await asyncio.to_thread(stage, model, manifest, self.engine_id)
+            stage_s = time.monotonic() - started
+            checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, manifest))
+            return WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
+
+    async def sleep(self) -> None:
+        """Give the KV cache back and, on an accelerator, move the weights to host memory.
+
+        Raises:
+            PlacementError: If requests are open.
+        """
+        if self._streams:
+            raise PlacementError(
+                f"{self.engine_id}: asked to sleep with {len(self._streams)} open requests; they would be lost. "
+                "Wait for them or abort them first."
+            )
+        self._is_asleep = True
+        await self._between_steps(lambda batch: _move(batch, "cpu"))
+
+    async def wake(self) -> None:
+        """Undo `sleep`. The version is unchanged; an update while asleep has reached the same parameters."""
+        await self._between_steps(lambda batch: _move(batch, self._spec.device))
+        self._is_asleep = False
+
+    async def shutdown(self) -> None:
+        """End the decode thread within 5 s and fail what is pending. Idempotent."""
+        self._lose("shut down")
+        if self._decoder is not None:
+            decoder, self._decoder = self._decoder, None
+            await asyncio.to_thread(decoder.stop, SHUTDOWN_TIMEOUT_S)
+
+    def _open(self) -> DecodeThread:
+        if self._lost is not None or self._decoder is None:
+            raise EngineLostError(f"{self.engine_id}: {self._lost}")
+        return self._decoder
+
+    async def _between_steps(self, action: Callable[[DecodeBatch], Result]) -> Result:
+        return await asyncio.wrap_future(self._open().call(action))
+
+    def _check_request(self, request: GenerateRequest) -> None:
+        if self._version == UNPUBLISHED:
+            raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
+        if self._is_asleep:
+            raise PlacementError(f"{self.engine_id}: asked to generate while asleep. Wake it first.")
+        assert request.request_id not in self._streams, f"request id {request.request_id} is already open"
+        prompt, limit = request.prompt_token_ids, self._spec.model.max_context_tokens
+        if not 0 < len(prompt) < limit:
+            raise TrajectoryError(
+                "engine", f"prompt of {len(prompt)} tokens; model.max_context_tokens={limit} allows 1 to {limit - 1}"
+            )
+        vocab_size = self._spec.model.shape.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise TrajectoryError("engine", f"prompt holds token id {max(prompt)}; the vocabulary has {vocab_size}")
+
+    def _swap(self, batch: DecodeBatch, staged: StagedTensors, manifest: WeightManifest) -> tuple[int, float]:
+        """Runs in the decode thread. Weights that fail the read-back freeze decoding until a good update (I8)."""
+        started = time.monotonic()
+        if manifest.version < batch.version and batch.has_requests:
+            raise WeightSyncError(
+                f"publish v{manifest.version} on {self.engine_id}: it serves v{batch.version} and has requests in "
+                "flight, whose versions would decrease (I4). Abort them first."
+            )
+        batch.is_frozen = True
+        try:
+            checksum = swap(batch.model, staged, manifest, self.engine_id)
+            batch.version = manifest.version
+            if self._spec.update_mode == "recompute_kv":
+                batch.recompute()
+            batch.is_frozen = False
+        finally:
+            # Told from here and not from update_weights, which may be cancelled meanwhile.
+            version = UNPUBLISHED if batch.is_frozen else batch.version
+            self._tell(lambda: self._serve(version))
+        return checksum, time.monotonic() - started
+
+    def _serve(self, version: int) -> None:
+        self._version = version
+
+    def on_deltas(self, deltas: Deltas) -> None:
+        """From the decode thread: one wake-up of the event loop for all deltas of a step."""
+        self._tell(lambda: self._deliver(deltas))
+
+    def on_lost(self, reason: str) -> None:
+        """From the decode thread: it has failed."""
+        self._tell(lambda: self._lose(reason))
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None, "the decode thread starts after the loop is known"
+        with suppress(RuntimeError):  # the loop was closed under us: nobody is left to hear it
+            self._loop.call_soon_threadsafe(callback)
+
+    def _deliver(self, deltas: Deltas) -> None:
+        for request_id, delta in deltas:
+            if request_id in self._streams:
+                self._streams[request_id].put_nowait(delta)
+
+    def _lose(self, reason: str) -> None:
+        """Fail everything pending, in the event loop. The first reason stays."""
+        if self._lost is None:
+            self._lost = reason
+        for stream in self._streams.values():
+            stream.put_nowait(EngineLostError(f"{self.engine_id}: {self._lost}"))
+
+
+def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
+    """Load the model of `spec` and build an empty batch over it.
+
+    Raises:
+        ConfigError: If some layers attend to less than the whole context, which the slot cache does not do.
+    """
+    dtype, shape = TORCH_DTYPES[spec.model.dtype], spec.model.shape
+    model_config = AutoConfig.from_pretrained(spec.model_path)
+    if any(layer != "full_attention" for layer in model_config.to_dict().get("layer_types") or ()):
+        raise ConfigError(
+            [f"rollout.engine.type=torch: {spec.model_path} has layers without full attention. Use type=vllm."]
+        )
+    model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation="sdpa")
+    model = model.to(spec.device).eval().requires_grad_(requires_grad=False)
+    cache = SlotCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, spec.device)
+    limits = BatchLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_context_tokens=spec.model.max_context_tokens,
+        journal_interval_tokens=config.journal_interval_tokens,
+        device=spec.device,
+    )
+    return DecodeBatch(model, cache, spec.seed, limits)
+
+
+def _move(batch: DecodeBatch, device: str) -> None:
+    """Drop the KV cache and move the weights; the parameters stay the same objects."""
+    batch.cache.clear()
+    batch.model.to(device)
+    if batch.limits.device == "cuda":
+        torch.cuda.empty_cache()

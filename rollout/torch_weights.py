@@ -1,0 +1,85 @@
+"""Swapping a published version into a live torch model, and proof that it arrived.
+
+Two checks, at different times: `stage` compares the bytes that arrived with the manifest while the old weights still
+serve, so a damaged version harms nothing; `swap` reads the live parameters back after copying, so an update that went
+elsewhere (a copy, an untied head) cannot pass for one that worked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import WeightManifest
+from penstock.weights.checksum import combine_checksums, tensor_checksum
+from penstock.weights.transport.shared_memory import TORCH_DTYPES, read_version
+
+StagedTensors = dict[str, torch.Tensor]
+
+
+def stage(model: nn.Module, manifest: WeightManifest, engine_id: EngineId) -> StagedTensors:
+    """Read a version and check names, shapes and bytes. The model is not touched.
+
+    Returns:
+        HF name -> tensor on the CPU, in the wire dtype.
+
+    Raises:
+        WeightSyncError: If a tensor is unknown, absent, of another shape, or not the bytes of the manifest.
+    """
+    where = f"publish v{manifest.version} on {engine_id}"
+    live = _parameters(model)
+    staged = dict(read_version(manifest))
+    unknown = sorted(staged.keys() - live.keys())
+    if unknown:
+        raise WeightSyncError(f"{where}: the policy has no parameter {unknown[0]} ({len(unknown)} such). Other model?")
+    covered = {id(live[name]) for name in staged}
+    absent = [name for name, parameter in live.items() if id(parameter) not in covered]
+    if absent:
+        raise WeightSyncError(
+            f"{where}: {len(absent)} of {len(live)} parameters are not in the manifest, first {absent[0]}. "
+            "They would keep old weights. Publish whole versions."
+        )
+    for name, tensor in staged.items():
+        if tensor.shape != live[name].shape:
+            raise WeightSyncError(f"{where}: {name} has shape {tuple(tensor.shape)}, not {tuple(live[name].shape)}.")
+    _compare(staged, manifest, f"{where}: what arrived of")
+    return staged
+
+
+@torch.no_grad()
+def swap(model: nn.Module, staged: StagedTensors, manifest: WeightManifest, engine_id: EngineId) -> int:
+    """Copy staged tensors into the live parameters and read them back.
+
+    Returns:
+        The combined checksum of the live parameters.
+
+    Raises:
+        WeightSyncError: If a live parameter differs from the manifest. The model then holds weights of no version.
+    """
+    live = _parameters(model)
+    for name, tensor in staged.items():
+        live[name].copy_(tensor)
+    return _compare(live, manifest, f"publish v{manifest.version} on {engine_id}: live")
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name of every parameter: a tied `lm_head.weight` is there beside the embedding it shares."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _compare(tensors: StagedTensors | dict[str, nn.Parameter], manifest: WeightManifest, what: str) -> int:
+    """Compare each tensor's bytes, in the wire dtype, with the manifest; return the combined checksum."""
+    found: list[tuple[str, int]] = []
+    for entry in manifest.entries:
+        checksum = tensor_checksum(tensors[entry.name].detach().to(TORCH_DTYPES[entry.dtype]))
+        if checksum != entry.checksum:
+            raise WeightSyncError(
+                f"{what} {entry.name} checksum differs ({checksum:x} != {entry.checksum:x} in the manifest)."
+            )
+        found.append((entry.name, checksum))
+    combined = combine_checksums(found)
+    if combined != manifest.checksum:
+        raise WeightSyncError(f"{what} all tensors: combined checksum differs ({combined:x} != {manifest.checksum:x}).")
+    return combined

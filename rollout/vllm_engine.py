@@ -1,0 +1,251 @@
+"""vLLM as a rollout engine: token-in token-out, versions stamped by the engine, weights swapped in flight.
+
+Consumes generate requests and weight manifests. A weight update pauses the scheduler with its
+requests kept, swaps, reads the weights back, and resumes: a request in flight goes on with its tokens.
+Nothing is served before the first acknowledged version (I8).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.trajectory import FinishReason
+from penstock.dataflow.versions import Span, Spans, join_spans
+from penstock.rollout.busy_clock import BusyClock
+from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.vllm_worker import BACKEND, encode
+from penstock.weights.checksum import combine_checksums
+
+UNPUBLISHED = -1
+
+
+class CacheUsage(StatLoggerBase):
+    """Keeps the newest scheduler figures instead of logging them."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ARG002 - vLLM's signature
+        self.kv_cache_usage = 0.0
+        self.num_waiting = 0
+
+    def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
+        if scheduler_stats is not None:
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+            self.num_waiting = scheduler_stats.num_waiting_reqs
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
+    """vLLM's arguments for one engine."""
+    return AsyncEngineArgs(
+        model=spec.model_path,
+        dtype=spec.model.dtype,
+        max_model_len=spec.model.max_context_tokens,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
+        enable_sleep_mode=spec.device == "cuda",
+        logprobs_mode="processed_logprobs",  # after temperature: what the importance ratio needs
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="penstock.rollout.vllm_worker.WorkerExtension",
+        distributed_executor_backend="uni",
+        seed=spec.seed,
+        enable_log_requests=False,
+        disable_log_stats=False,
+    )
+
+
+class VllmEngine:
+    """`LocalEngine` over vLLM's AsyncLLM; the class of every request path and of every update."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert isinstance(spec.engine, VllmEngineConfig)
+        self.engine_id: EngineId = spec.engine_id
+        self._spec = spec
+        self._config = spec.engine
+        self._version = UNPUBLISHED
+        self._ack: WeightAck | None = None
+        self._tokens_generated = 0
+        self._busy = BusyClock()
+        self._usage: CacheUsage | None = None
+        self._llm: AsyncLLM | None = None
+
+    @property
+    def version(self) -> int:
+        """The policy version this engine has acknowledged; -1 before the first publish."""
+        return self._version
+
+    async def start(self) -> None:
+        """Load the model. vLLM starts its output loop in the running event loop."""
+
+        def usage_logger(vllm_config: Any, engine_index: int) -> CacheUsage:
+            self._usage = CacheUsage(vllm_config, engine_index)
+            return self._usage
+
+        self._llm = AsyncLLM.from_engine_args(engine_args(self._spec, self._config), stat_loggers=[usage_logger])
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """Stream the continuation of `request` as deltas of at most `journal_interval_tokens` tokens.
+
+        Raises:
+            EngineLostError: Before the first acknowledged version (I8), or when the engine core died.
+        """
+        if self._version == UNPUBLISHED:
+            raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
+        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": f"v{self._version}"}
+        progress = 0
+        self._busy.enter()
+        try:
+            async for output in self._open().generate(prompt, self._sampling(request.sampling), request.request_id):
+                delta = self._delta(request.request_id, output, progress)
+                progress += len(delta.token_ids)
+                self._tokens_generated += len(delta.token_ids)
+                for piece in split(delta, self._config.journal_interval_tokens):
+                    yield piece
+        except EngineDeadError as error:
+            raise EngineLostError(f"{self.engine_id}: the vLLM engine core died; see its log") from error
+        finally:
+            self._busy.leave()
+
+    async def abort(self, request_id: RequestId) -> None:
+        """Stop one request; its generator ends with finish reason `abort` and the tokens so far."""
+        await self._open().abort(request_id)
+
+    async def load(self) -> EngineLoad:
+        waiting = self._usage.num_waiting if self._usage else 0
+        return EngineLoad(
+            version=self._version,
+            num_running=max(self._busy.active - waiting, 0),
+            num_waiting=waiting,
+            kv_cache_usage=self._usage.kv_cache_usage if self._usage else 0.0,
+            tokens_generated=self._tokens_generated,
+            busy_s=self._busy.seconds,
+        )
+
+    async def update_weights(self, manifest: WeightManifest) -> WeightAck:
+        """Swap to `manifest` under pause, verify by reading back, resume. See `LocalEngine`."""
+        if self._ack is not None and manifest.version == self._version:
+            return self._ack
+        llm = self._open()
+        rows = encode(manifest.entries)
+        started = time.monotonic()
+        await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
+        update = {"version": manifest.version, "location": manifest.location, "entries": rows}
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+        live = dict((await llm.collective_rpc("penstock_live_checksums", args=(rows,)))[0])
+        self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
+        await llm.finish_weight_update(weight_version=str(manifest.version))
+        self._version = manifest.version
+        await llm.resume_generation()
+        checksum = combine_checksums((name, int(value, 16)) for name, value in live.items())
+        self._ack = WeightAck(self.engine_id, manifest.version, checksum, 0.0, time.monotonic() - started)
+        return self._ack
+
+    async def sleep(self) -> None:
+        """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""
+        await self._open().sleep(level=1, mode="wait")
+
+    async def wake(self) -> None:
+        await self._open().wake_up()
+
+    async def shutdown(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown(timeout=5.0)
+            self._llm = None
+
+    def _open(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineLostError(f"{self.engine_id}: not started, or shut down")
+        return self._llm
+
+    def _sampling(self, sampling: SamplingParams) -> VllmSamplingParams:
+        return VllmSamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=sampling.seed,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            stream_interval=self._config.journal_interval_tokens,
+        )
+
+    def _delta(self, request_id: RequestId, output: RequestOutput, progress: int) -> TokenDelta:
+        completion = output.outputs[0]
+        ids = tuple(completion.token_ids)
+        logprobs = tuple(step[token].logprob for step, token in zip(completion.logprobs or (), ids, strict=True))
+        return TokenDelta(
+            token_ids=ids,
+            logprobs=logprobs,
+            spans=self._stamps(request_id, output, progress, progress + len(ids)),
+            finish_reason=_finish_reason(completion.finish_reason),
+        )
+
+    def _stamps(self, request_id: RequestId, output: RequestOutput, start: int, end: int) -> Spans:
+        """Versions of output tokens start..end, from vLLM's own label of each engine step.
+
+        vLLM hands the labels out with the final output only; for deltas before it we read the same
+        record where its output processor keeps it (private API of the pinned version).
+        """
+        final = output.outputs[0].weight_versions
+        if final is not None:
+            starts = [(int(span.version), span.start) for span in final]
+        else:
+            processor = self._open().output_processor
+            state = processor.request_states[processor.external_req_ids[request_id][0]]
+            starts = [(int(version), first) for version, first in state.weight_version_starts]
+        ends = [first for _, first in starts[1:]] + [end]
+        return join_spans(
+            Span(version, max(min(last, end) - max(first, start), 0))
+            for (version, first), last in zip(starts, ends, strict=True)
+        )
+
+    def _verify(self, manifest: WeightManifest, live: dict[str, str]) -> None:
+        for entry in manifest.entries:
+            if int(live[entry.name], 16) != entry.checksum:
+                raise WeightSyncError(
+                    f"publish v{manifest.version}: {entry.name} checksum differs on {self.engine_id} "
+                    f"({live[entry.name]} != {entry.checksum:x}). The engine stays paused and serves nothing."
+                )
+
+
+def split(delta: TokenDelta, most: int) -> list[TokenDelta]:
+    """Cut a delta into pieces of at most `most` tokens (vLLM merges deltas that wait for a slow consumer)."""
+    if len(delta.token_ids) <= most:
+        return [delta]
+    versions = [span.version for span in delta.spans for _ in range(span.num_tokens)]
+    starts = range(0, len(delta.token_ids), most)
+    return [
+        TokenDelta(
+            token_ids=delta.token_ids[start : start + most],
+            logprobs=delta.logprobs[start : start + most],
+            spans=join_spans(Span(version, 1) for version in versions[start : start + most]),
+            finish_reason=delta.finish_reason if start == starts[-1] else None,
+        )
+        for start in starts
+    ]
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    if reason is None:
+        return None
+    return {"stop": "stop", "length": "length"}.get(reason, "abort")  # type: ignore[return-value]

@@ -1,0 +1,28 @@
+"""Environment variables an engine process needs before it imports vLLM. Pure data: no vLLM here.
+
+The CPU profile is what makes vLLM's CPU build start in 14 s instead of 36 and leave the other core
+alone; none of it applies on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+
+def vllm_environment(device: Literal["cpu", "cuda"], threads: int) -> dict[str, str]:
+    """Variables for one engine process with `threads` CPU threads."""
+    common = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    if device == "cuda":
+        return common
+    return common | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core in this process: no second interpreter, no IPC
+        "TORCHDYNAMO_DISABLE": "1",  # else a rank counter is compiled at the first logprobs request, 16 s
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default binds every engine to core 0
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }

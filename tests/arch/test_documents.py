@@ -1,0 +1,89 @@
+"""What the documents tell a user to type exists, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BASH_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Every command of every ```bash block as words, without prompts, comments and leading assignments."""
+    for block in BASH_BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|\|\||[|;]", line.removeprefix("$ ")):
+                words = shlex.split(part, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                if words:
+                    yield words
+
+
+@cache
+def make_targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@cache
+def is_penstock_command(name: str) -> bool:
+    program = [sys.executable, "-c", "from penstock.platform.cli import main; main()", name, "--help"]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(program, capture_output=True, check=False, timeout=60, env=environment).returncode == 0
+
+
+def problems(words: list[str]) -> list[str]:
+    """What is wrong with one command; commands of other programs are not ours to judge."""
+    program, arguments = Path(words[0]).name, words[1:]
+    if program == "make":
+        targets = [word for word in arguments if "=" not in word and not word.startswith("-")]
+        return [f"make {target}: no such target" for target in targets if target not in make_targets()]
+    if program != "penstock":
+        return []
+    found = [] if arguments and is_penstock_command(arguments[0]) else [f"{' '.join(words)}: no such command"]
+    experiments = [word.partition("=")[2] for word in arguments if word.startswith("experiment=")]
+    missing = [name for name in experiments if not (ROOT / "conf" / "experiment" / f"{name}.yaml").exists()]
+    return [*found, *(f"experiment={name}: no such file in conf/experiment" for name in missing)]
+
+
+def test_the_readme_exists_shows_the_two_commands_and_is_at_most_150_lines() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    shown = [words for words in commands(text) if words[0] == "make"]
+    assert {"demo", "test"} <= {word for words in shown for word in words}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_command_in_a_document_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [problem for words in commands(text) for problem in problems(words)] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_relative_link_in_a_document_leads_to_a_file(path: Path) -> None:
+    targets = [target for target in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in target]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_planted_commands_that_do_not_exist_are_found() -> None:
+    text = (
+        "```bash\n$ SEED=1 make dmo A=1  # comment\nmake demo && .venv/bin/penstock trian experiment=arithmetik\n"
+        "git status\n```\n```yaml\nmake: nothing\n```\n"
+    )
+    assert [problem for words in commands(text) for problem in problems(words)] == [
+        "make dmo: no such target",
+        ".venv/bin/penstock trian experiment=arithmetik: no such command",
+        "experiment=arithmetik: no such file in conf/experiment",
+    ]

@@ -1,0 +1,56 @@
+"""How files are named, where they lie and how long they are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HOUSE = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
+MAX_LINES = 350
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def names_like_the_standard_library(paths: list[Path]) -> list[Path]:
+    """Those of `paths`, relative to the root, whose file or subfolder is named like a standard module."""
+    return [
+        path
+        for path in paths
+        if any(Path(part).stem in sys.stdlib_module_names - {"__init__"} for part in path.parts[1:])
+    ]
+
+
+def test_no_file_is_longer_than_350_lines() -> None:
+    files = python_files(*HOUSE, "tests", "benchmarks", "examples")
+    assert len(files) >= 80
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_the_folder_platform_has_no_init_file_and_of_all_folders_only_conf_has_one() -> None:
+    inits = [path.relative_to(ROOT).as_posix() for path in python_files(*HOUSE) if path.name == "__init__.py"]
+    assert inits == ["conf/__init__.py"]
+    assert not (ROOT / "platform" / "__init__.py").exists()
+
+
+def test_no_module_is_named_like_one_of_the_standard_library() -> None:
+    files = [path.relative_to(ROOT) for path in python_files(*HOUSE, "benchmarks", "examples")]
+    assert names_like_the_standard_library(files) == []
+    planted = [Path("dataflow/queue.py"), Path("envs/json/schema.py"), Path("platform/run.py")]
+    assert names_like_the_standard_library(planted) == planted[:2]
+
+
+def test_the_package_holds_one_relative_link_per_folder_and_nothing_else() -> None:
+    package = ROOT / "src" / "penstock"
+    entries = {path.name for path in package.iterdir()} - {"__pycache__"}
+    assert entries == {"__init__.py", "py.typed", *HOUSE}
+    assert {name: (package / name).readlink().as_posix() for name in HOUSE} == {name: f"../../{name}" for name in HOUSE}
+
+
+def test_decision_records_are_numbered_and_at_most_60_lines() -> None:
+    records = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    assert [int(path.name[:4]) for path in records] == list(range(1, len(records) + 1))
+    assert [path.name for path in records if len(path.read_text(encoding="utf-8").splitlines()) > 60] == []

@@ -1,0 +1,158 @@
+"""Layers and doors (DESIGN §2), over the syntax trees: every import counts, also inside functions and TYPE_CHECKING."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BELOW = {
+    "dataflow": set(),
+    "kernels": {"dataflow"},
+    "weights": {"dataflow", "kernels"},
+    "envs": {"dataflow", "kernels"},
+    "rollout": {"dataflow", "kernels", "weights", "envs"},
+    "trainer": {"dataflow", "kernels", "weights", "envs"},
+    "actors": {"dataflow", "kernels", "weights", "envs", "rollout", "trainer"},
+    "platform": {"dataflow", "kernels", "weights", "envs", "rollout", "trainer", "actors", "conf"},
+    "conf": set(),
+}
+"""Folder -> the folders it may import from, besides itself."""
+
+DOORS: dict[str, Callable[[str], bool]] = {
+    "ray": lambda path: path.startswith(("actors/", "platform/")),
+    "torch": lambda path: not path.startswith(("dataflow/", "envs/")),
+    "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_worker.py"},
+    "deepspeed": lambda path: path == "trainer/deepspeed_backend.py",
+    "wandb": lambda path: path.startswith("platform/trackers/"),
+    "triton": lambda path: path.startswith("kernels/"),
+    "hydra": lambda path: path.startswith("platform/"),
+    "omegaconf": lambda path: path.startswith("platform/"),
+}
+"""Foreign library -> may the file at this path import it?"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one pass over the house saw."""
+
+    num_files: int
+    violations: list[str]
+
+
+def read_house(root: Path) -> Reading:
+    """Parse every Python file of the house under `root` and collect its forbidden imports."""
+    violations = []
+    num_files = 0
+    for folder in BELOW:
+        for path in sorted((root / folder).rglob("*.py")):
+            num_files += 1
+            relative = path.relative_to(root).as_posix()
+            for line, name in imported_names(ast.parse(path.read_text(encoding="utf-8")), relative):
+                if wrong := what_is_wrong(relative, name):
+                    violations.append(f"{relative}:{line}: {wrong}")
+    return Reading(num_files, violations)
+
+
+def imported_names(tree: ast.AST, relative: str) -> Iterator[tuple[int, str]]:
+    """`(line, absolute dotted name)` of everything imported anywhere in `tree`, also by `import_module("...")`."""
+    package = ["penstock", *Path(relative).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield node.lineno, first.value
+
+
+def what_is_wrong(relative: str, name: str) -> str | None:
+    """Why the file may not import `name`; None if it may."""
+    folder = relative.partition("/")[0]
+    top, _, rest = name.partition(".")
+    if top == "penstock":
+        target = rest.partition(".")[0]
+        if target in BELOW and target != folder and target not in BELOW[folder]:
+            return f"{folder}/ may not import from {target}/ ({name})"
+    elif top in BELOW and top != "platform":
+        return f"{name} is imported by its folder; write penstock.{name}"
+    elif top in DOORS and not DOORS[top](relative):
+        return f"{top} has its own room; this file may not import it ({name})"
+    return None
+
+
+def test_every_file_imports_only_from_floors_below_and_foreign_libraries_only_through_their_door() -> None:
+    assert read_house(ROOT).violations == []
+
+
+def test_every_file_that_penstock_ships_was_read() -> None:
+    shipped = sum(
+        name.endswith(".py")
+        for folder, _, names in os.walk(ROOT / "src" / "penstock", followlinks=True)
+        for name in names
+        if folder != str(ROOT / "src" / "penstock")
+    )
+    assert read_house(ROOT).num_files == shipped
+    assert shipped >= 60
+
+
+PLANTED = {
+    "dataflow/core.py": ("from penstock.envs.config import EnvConfig", "dataflow/ may not import from envs/"),
+    "dataflow/torchy.py": ("def late():\n    import torch.nn", "torch has its own room"),
+    "envs/rayish.py": ("import ray", "ray has its own room"),
+    "envs/scoring.py": ("from torch import nn", "torch has its own room"),
+    "kernels/loss.py": ("from penstock import trainer", "kernels/ may not import from trainer/"),
+    "weights/typed.py": (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.rollout import pool",
+        "weights/ may not import from rollout/",
+    ),
+    "rollout/pool.py": ("from penstock.trainer.config import TrainerConfig", "rollout/ may not import from trainer/"),
+    "rollout/vllm_helper.py": ("from vllm import LLM", "vllm has its own room"),
+    "rollout/deep/relative.py": ("from ...trainer import config", "rollout/ may not import from trainer/"),
+    "trainer/step.py": ("import penstock.rollout.pool", "trainer/ may not import from rollout/"),
+    "trainer/other_backend.py": ("import deepspeed", "deepspeed has its own room"),
+    "trainer/loss.py": ("import triton.language as tl", "triton has its own room"),
+    "actors/engine.py": ("import_module('penstock.platform.run')", "actors/ may not import from platform/"),
+    "actors/config.py": ("from omegaconf import DictConfig", "omegaconf has its own room"),
+    "platform/run.py": ("import wandb", "wandb has its own room"),
+    "platform/short.py": ("from dataflow.core import Dataflow", "write penstock.dataflow.core.Dataflow"),
+}
+
+
+@pytest.mark.parametrize("path", PLANTED)
+def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
+    source, message = PLANTED[path]
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(source)
+    reading = read_house(tmp_path)
+    assert reading.num_files == 1
+    assert len(reading.violations) == 1
+    assert reading.violations[0].startswith(path)
+    assert message in reading.violations[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("rollout/vllm_engine.py", "import vllm"),
+        ("trainer/deepspeed_backend.py", "import deepspeed"),
+        ("platform/trackers/wandb.py", "import wandb"),
+        ("platform/hardware.py", "import platform\nimport ray"),
+        ("kernels/logprob.py", "import triton, torch"),
+        ("actors/engine.py", "from penstock.rollout.pool import Pool\nfrom penstock.trainer import config"),
+    ],
+)
+def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, source: str) -> None:
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(source)
+    assert read_house(tmp_path) == Reading(1, [])

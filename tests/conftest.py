@@ -1,0 +1,111 @@
+"""Fixtures that every suite shares: a tiny policy on disk and ways to publish new versions of its weights."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.dataflow.ports import WeightManifest
+from penstock.weights.model_config import ModelConfig, ModelShape
+from penstock.weights.transport.shared_memory import write_version
+
+pytest.register_assert_rewrite("tests.contract.engine_contract")
+
+TINY_SHAPE = ModelShape(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,  # the smallest that vLLM's CPU attention supports
+    tie_word_embeddings=True,
+)
+TINY_MAX_CONTEXT = 512
+
+Tensors = dict[str, torch.Tensor]
+"""HF name -> tensor, each once (a tied lm_head is left out)."""
+
+
+def build_tiny_policy(directory: Path, seed: int = 0) -> Path:
+    """Save a random Qwen3 policy and the character tokenizer in HF form.
+
+    The initialiser is wide (0.15), so that distributions are peaked and stale weights cannot look like fresh ones.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from penstock.rollout.tokenizers import character_tokenizer
+
+    torch.manual_seed(seed)
+    shape = TINY_SHAPE
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=TINY_MAX_CONTEXT,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        initializer_range=0.15,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    character_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: Qwen3, hidden 64, 2 layers, vocabulary 32, float32, and its tokenizer."""
+    return build_tiny_policy(tmp_path_factory.mktemp("tiny-policy"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model_config(tiny_policy_dir: Path) -> ModelConfig:
+    """The `model` config of `tiny_policy_dir`, 512 tokens of context."""
+    return ModelConfig(path=str(tiny_policy_dir), max_context_tokens=TINY_MAX_CONTEXT, shape=TINY_SHAPE)
+
+
+@pytest.fixture(scope="session")
+def tiny_tensors(tiny_policy_dir: Path) -> Callable[[int], Tensors]:
+    """`tiny_tensors(seed)`: weights of the tiny policy; 0 gives those on disk, others give other random weights."""
+    from safetensors.torch import load_file
+
+    def tensors(seed: int) -> Tensors:
+        loaded = load_file(tiny_policy_dir / "model.safetensors")
+        if seed == 0:
+            return loaded
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: tensor
+            + torch.randn(tensor.shape, generator=generator) * 0.3 * tensor.std(correction=0).clamp(min=0.1)
+            for name, tensor in loaded.items()
+        }
+
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def publish_tiny(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tensors: Callable[[int], Tensors]
+) -> Callable[..., WeightManifest]:
+    """`publish_tiny(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`; return its manifest."""
+    directory = tmp_path_factory.mktemp("versions")
+
+    def publish(version: int, seed: int | None = None) -> WeightManifest:
+        return write_version(tiny_tensors(version if seed is None else seed).items(), version, "float32", directory)
+
+    return publish

@@ -1,0 +1,402 @@
+"""What every rollout engine must do, run unchanged on each: subclass `EngineContract`, provide the `harness` fixture.
+
+The oracle is a Hugging Face forward pass in float32, computed here and not by any engine. Engines are slow to start,
+so one serves a whole module; each test publishes its own versions, which only ever grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.trajectory import FinishReason
+from penstock.dataflow.versions import Spans, join_spans, num_tokens, versions_per_token
+from penstock.rollout.config import EngineConfig
+from penstock.rollout.local_engine import EngineSpec, LocalEngine
+from penstock.weights.model_config import ModelConfig
+
+WAIT_S = 60.0
+"""Longest wait for anything here; far above what any of it takes."""
+JOURNAL_INTERVAL = 16
+MAX_NUM_SEQS = 32
+UPDATE_MODES = ("keep_kv", "recompute_kv")
+
+Result = TypeVar("Result")
+Publish = Callable[..., WeightManifest]
+TensorsOfSeed = Callable[[int], dict[str, torch.Tensor]]
+
+
+async def within(awaitable: Awaitable[Result]) -> Result:
+    return await asyncio.wait_for(awaitable, WAIT_S)
+
+
+def make_spec(model: ModelConfig, engine: EngineConfig, update_mode: str) -> EngineSpec:
+    return EngineSpec(
+        engine_id=EngineId("engine-0"),
+        model_path=str(model.path),
+        model=model,
+        engine=engine,
+        device="cpu",
+        update_mode=update_mode,  # type: ignore[arg-type]
+        seed=7,
+        threads=1,
+    )
+
+
+class Reference:
+    """Logprobs by the Hugging Face model itself. Weights are named by the seed of `tiny_tensors`."""
+
+    def __init__(self, model_path: Path, tensors: TensorsOfSeed) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        self._tensors = tensors
+
+    def logits(self, seed: int, ids: Sequence[int]) -> torch.Tensor:
+        """`[len(ids), V] float32` under one version's weights."""
+        self._use(seed)
+        with torch.no_grad():
+            return self._model(torch.tensor([list(ids)])).logits[0]
+
+    def logprobs(self, seed: int, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        """Of each sampled token, all under one version's weights; `[len(tokens)]`."""
+        logits = self.logits(seed, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        return _chosen(logits, tokens, temperature)
+
+    def logprobs_with_old_kv(self, seeds: Sequence[int], prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Of each sampled token, by its own version's weights over the KV cache that its predecessors left behind."""
+        from transformers import DynamicCache
+
+        inputs = [*prompt, *tokens[:-1]]
+        writers = [seeds[0]] * (len(prompt) - 1) + list(seeds)
+        cache, logits, start = DynamicCache(), [], 0
+        for seed, run in itertools.groupby(writers):
+            end = start + len(list(run))
+            self._use(seed)
+            with torch.no_grad():
+                logits.append(self._model(torch.tensor([inputs[start:end]]), past_key_values=cache).logits[0])
+            start = end
+        return _chosen(torch.cat(logits)[len(prompt) - 1 :], tokens, 1.0)
+
+    def _use(self, seed: int) -> None:
+        missing, unexpected = self._model.load_state_dict(self._tensors(seed), strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}  # tied
+
+
+def _chosen(logits: torch.Tensor, tokens: Sequence[int], temperature: float) -> np.ndarray:
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs[torch.arange(len(tokens)), torch.tensor(list(tokens))].numpy()
+
+
+@dataclass
+class Output:
+    """A whole answer, and the deltas it came in."""
+
+    deltas: list[TokenDelta] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [logprob for delta in self.deltas for logprob in delta.logprobs]
+
+    @property
+    def spans(self) -> Spans:
+        return join_spans(span for delta in self.deltas for span in delta.spans)  # raises if a version decreases
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.deltas[-1].finish_reason
+
+    def check_form(self) -> None:
+        """What holds for every answer."""
+        for delta in self.deltas:
+            assert len(delta.token_ids) <= JOURNAL_INTERVAL
+            assert len(delta.token_ids) == len(delta.logprobs) == num_tokens(delta.spans)
+        assert [delta.finish_reason for delta in self.deltas[:-1]] == [None] * (len(self.deltas) - 1)
+        assert self.finish_reason is not None
+        assert num_tokens(self.spans) == len(self.token_ids)
+
+
+@dataclass
+class Harness:
+    """One engine under test."""
+
+    engine: LocalEngine
+    spec: EngineSpec
+    reference: Reference
+    publish_tiny: Publish
+    refusal_before_publish: object = None
+    seed_of_version: dict[int, int] = field(default_factory=dict)
+    _request_numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    async def begin(cls, engine: LocalEngine, spec: EngineSpec, reference: Reference, publish: Publish) -> Harness:
+        """Start the engine, ask it to generate too early, then publish version 0."""
+        harness = cls(engine, spec, reference, publish)
+        await asyncio.wait_for(engine.start(), 240)
+        assert engine.version == -1
+        (harness.refusal_before_publish,) = await asyncio.gather(
+            harness.sample([2, 3], max_new_tokens=1), return_exceptions=True
+        )
+        await harness.publish(seed=0)
+        return harness
+
+    @property
+    def next_version(self) -> int:
+        return max(self.seed_of_version, default=-1) + 1
+
+    def manifest(self, seed: int | None = None) -> WeightManifest:
+        """Write the next version; by default with weights that no version before it had."""
+        version = self.next_version
+        self.seed_of_version[version] = version if seed is None else seed
+        return self.publish_tiny(version, self.seed_of_version[version])
+
+    async def publish(self, seed: int | None = None) -> WeightAck:
+        return await within(self.engine.update_weights(self.manifest(seed)))
+
+    def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
+        request_id = RequestId(f"request-{next(self._request_numbers)}")
+        return GenerateRequest(request_id, tuple(prompt), SamplingParams(**sampling))  # type: ignore[arg-type]
+
+    async def collect(self, request: GenerateRequest, output: Output | None = None) -> Output:
+        output = output or Output()
+        async for delta in self.engine.generate(request):
+            output.deltas.append(delta)
+        output.check_form()
+        return output
+
+    async def sample(self, prompt: Sequence[int], **sampling: object) -> Output:
+        return await within(self.collect(self.request(prompt, **sampling)))
+
+    def expected(self, prompt: Sequence[int], output: Output, temperature: float = 1.0) -> np.ndarray:
+        """Reference logprobs of an answer that one version wrote."""
+        (span,) = output.spans
+        return self.reference.logprobs(self.seed_of_version[span.version], prompt, output.token_ids, temperature)
+
+
+def prompt_of(length: int, shift: int = 0) -> list[int]:
+    return [2 + (7 * i + 3 * i * i + shift) % 30 for i in range(length)]
+
+
+class StreamingRequests:
+    """Many long requests at once, with a way to wait until every one of them has moved on."""
+
+    def __init__(self, harness: Harness, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        self.outputs = [Output() for _ in prompts]
+        self.requests = [harness.request(prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+        self._moved = asyncio.Condition()
+        self._tasks = [
+            asyncio.create_task(self._follow(harness, request, output))
+            for request, output in zip(self.requests, self.outputs, strict=True)
+        ]
+
+    async def _follow(self, harness: Harness, request: GenerateRequest, output: Output) -> None:
+        async for delta in harness.engine.generate(request):
+            output.deltas.append(delta)
+            async with self._moved:
+                self._moved.notify_all()
+        output.check_form()
+
+    async def all_moved(self) -> None:
+        """Return when every request has sent one more delta than now."""
+        targets = [len(output.deltas) + 1 for output in self.outputs]
+        async with self._moved:
+            await within(
+                self._moved.wait_for(
+                    lambda: all(len(out.deltas) >= least for out, least in zip(self.outputs, targets, strict=True))
+                )
+            )
+
+    async def all_finished(self) -> None:
+        await within(asyncio.gather(*self._tasks))
+
+
+class EngineContract:
+    """Subclasses name the loop scope of their `harness` fixture with a module-level `pytestmark`."""
+
+    async def test_nothing_is_served_before_the_first_publish(self, harness: Harness) -> None:
+        assert isinstance(harness.refusal_before_publish, EngineLostError)
+        assert "before any weights were published" in str(harness.refusal_before_publish)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    async def test_behavior_logprobs_are_those_after_the_temperature(
+        self, harness: Harness, temperature: float
+    ) -> None:
+        prompt = prompt_of(12)
+        output = await harness.sample(prompt, max_new_tokens=120, temperature=temperature)
+        assert len(output.token_ids) == 120
+        expected = harness.expected(prompt, output, temperature)
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-4)
+        raw = harness.expected(prompt, output, temperature=1.7)
+        assert np.abs(raw - expected).max() > 0.1, "the oracle must tell temperatures apart"
+
+    async def test_sampling_at_temperature_1_follows_the_distribution(self, harness: Harness) -> None:
+        prompt = prompt_of(5)
+        count = 256
+        outputs = await within(asyncio.gather(*[harness.sample(prompt, max_new_tokens=1) for _ in range(count)]))
+        drawn = np.bincount([output.token_ids[0] for output in outputs], minlength=32) / count
+        seed = harness.seed_of_version[harness.engine.version]
+        expected = torch.softmax(harness.reference.logits(seed, prompt)[-1], dim=-1).numpy()
+        assert np.abs(drawn - expected).max() < 0.16  # 5 sigma at p = 0.5
+
+    async def test_temperature_zero_is_greedy(self, harness: Harness) -> None:
+        prompt = prompt_of(9)
+        output = await harness.sample(prompt, max_new_tokens=60, temperature=0.0)
+        seed = harness.seed_of_version[output.spans[0].version]
+        logits = harness.reference.logits(seed, [*prompt, *output.token_ids])[len(prompt) - 1 : -1]
+        assert logits.argmax(dim=-1).tolist() == output.token_ids
+
+    async def test_a_seed_makes_a_draw_repeatable(self, harness: Harness) -> None:
+        first, again, other = [
+            (await harness.sample(prompt_of(6), max_new_tokens=40, seed=seed)).token_ids for seed in (3, 3, 4)
+        ]
+        assert first == again
+        assert first != other
+
+    async def test_the_stop_token_is_included_and_named_as_the_reason(self, harness: Harness) -> None:
+        free = (await harness.sample(prompt_of(9), max_new_tokens=30, temperature=0.0)).token_ids
+        stop = free[4]
+        output = await harness.sample(prompt_of(9), max_new_tokens=30, temperature=0.0, stop_token_ids=(31, stop))
+        assert output.finish_reason == "stop"
+        assert output.token_ids == free[: free.index(stop) + 1]
+
+    async def test_only_named_tokens_stop_and_the_limit_is_a_length_finish(self, harness: Harness) -> None:
+        outputs = await asyncio.gather(*[harness.sample(prompt_of(4, shift), max_new_tokens=200) for shift in range(4)])
+        assert any(1 in output.token_ids for output in outputs), "eos was never drawn: this proves nothing"
+        assert {(len(output.token_ids), output.finish_reason) for output in outputs} == {(200, "length")}
+
+    async def test_the_context_limit_is_a_length_finish(self, harness: Harness) -> None:
+        limit = harness.spec.model.max_context_tokens
+        output = await harness.sample(prompt_of(limit - 10), max_new_tokens=100)
+        assert (len(output.token_ids), output.finish_reason) == (10, "length")
+
+    async def test_more_requests_than_slots_all_finish_with_the_right_logprobs(self, harness: Harness) -> None:
+        count = 2 * MAX_NUM_SEQS + 5
+        prompts = [prompt_of(3 + i % 17, shift=i) for i in range(count)]
+        outputs = await within(
+            asyncio.gather(*[harness.sample(prompt, max_new_tokens=5 + i * 7 % 41) for i, prompt in enumerate(prompts)])
+        )
+        assert [len(output.token_ids) for output in outputs] == [5 + i * 7 % 41 for i in range(count)]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
+
+    async def test_abort_ends_a_request_with_its_tokens_and_frees_its_place(self, harness: Harness) -> None:
+        doomed = StreamingRequests(harness, [prompt_of(8)], max_new_tokens=500)
+        bystander = asyncio.create_task(harness.sample(prompt_of(5), max_new_tokens=100))
+        await doomed.all_moved()
+        (request,), (output,) = doomed.requests, doomed.outputs
+        await within(harness.engine.abort(request.request_id))
+        await asyncio.wait_for(doomed.all_finished(), 5)
+        assert output.finish_reason == "abort"
+        assert 0 < len(output.token_ids) < 500
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(8), output), atol=1e-4)
+        assert len((await within(bystander)).token_ids) == 100
+        assert (await harness.engine.load()).num_running == 0
+        await within(harness.engine.abort(request.request_id))  # again: a no-op
+
+    async def test_a_waiting_request_can_be_aborted(self, harness: Harness) -> None:
+        crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(MAX_NUM_SEQS)], max_new_tokens=300)
+        await crowd.all_moved()
+        request = harness.request(prompt_of(8), max_new_tokens=500)
+        following = asyncio.create_task(harness.collect(request))
+        await asyncio.sleep(0.01)
+        await within(harness.engine.abort(request.request_id))
+        assert (await asyncio.wait_for(following, 5)).finish_reason == "abort"
+        await crowd.all_finished()
+
+    async def test_load_reports_what_runs_and_the_version(self, harness: Harness) -> None:
+        before = await harness.engine.load()
+        crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(8)], max_new_tokens=300)
+        await crowd.all_moved()
+        during = await harness.engine.load()
+        await crowd.all_finished()
+        after = await harness.engine.load()
+        assert during.version == after.version == harness.engine.version == harness.next_version - 1
+        assert 0 < during.num_running <= 8
+        assert 0 <= during.kv_cache_usage <= 1
+        assert (after.num_running, after.num_waiting) == (0, 0)
+        assert after.tokens_generated - before.tokens_generated == 8 * 300
+        assert after.busy_s > during.busy_s > before.busy_s
+
+    async def test_the_acknowledged_checksum_is_the_manifests(self, harness: Harness) -> None:
+        manifest = harness.manifest()
+        ack = await within(harness.engine.update_weights(manifest))
+        assert (ack.engine_id, ack.version, ack.checksum) == ("engine-0", manifest.version, manifest.checksum)
+        assert harness.engine.version == manifest.version
+        assert ack.stage_s >= 0
+        assert 0 < ack.stall_s < WAIT_S
+
+    async def test_the_same_version_published_twice_is_acknowledged_twice(self, harness: Harness) -> None:
+        manifest = harness.manifest()
+        acks = [await within(harness.engine.update_weights(manifest)) for _ in range(2)]
+        assert [(ack.version, ack.checksum) for ack in acks] == [(manifest.version, manifest.checksum)] * 2
+
+    async def test_a_wrong_checksum_is_refused_and_the_next_publish_heals(self, harness: Harness) -> None:
+        manifest = harness.manifest()
+        good = manifest.entries[3]
+        bad = dataclasses.replace(good, checksum=good.checksum ^ 0x10)
+        entries = tuple(bad if entry is good else entry for entry in manifest.entries)
+        corrupted = dataclasses.replace(manifest, entries=entries)
+        with pytest.raises(WeightSyncError) as refusal:
+            await within(harness.engine.update_weights(corrupted))
+        for part in (good.name, f"{good.checksum:x}", f"{bad.checksum:x}"):
+            assert part in str(refusal.value)
+        assert harness.engine.version != manifest.version, "I8: what was not acknowledged is not served"
+        await harness.publish()
+        output = await harness.sample(prompt_of(7), max_new_tokens=20)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
+
+    async def test_new_requests_after_an_update_see_no_stale_prefix_cache(self, harness: Harness) -> None:
+        prompt = prompt_of(310)  # longer than any engine's cache block
+        for _ in range(2):
+            await harness.sample(prompt, max_new_tokens=5)  # fills a prefix cache, if there is one
+            await harness.publish()
+            output = await harness.sample(prompt, max_new_tokens=20)
+            assert output.spans[0].version == harness.engine.version
+            np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
+
+    async def test_32_requests_survive_three_updates_in_flight(self, harness: Harness) -> None:
+        first = harness.engine.version
+        prompts = [prompt_of(4 + i % 9, shift=i) for i in range(32)]
+        requests = StreamingRequests(harness, prompts, max_new_tokens=400)
+        for _ in range(3):
+            await requests.all_moved()
+            await harness.publish()
+        await requests.all_finished()
+        versions = list(range(first, first + 4))
+        for prompt, output in zip(prompts, requests.outputs, strict=True):
+            assert (len(output.token_ids), output.finish_reason) == (400, "length")  # none lost
+            assert [span.version for span in output.spans] == versions  # none missed, none restarted
+            self._check_against_each_writer(harness, prompt, output)
+
+    @staticmethod
+    def _check_against_each_writer(harness: Harness, prompt: Sequence[int], output: Output) -> None:
+        """Each token's logprob is its own version's. A restarted or mislabelled request could not pass."""
+        written_by = versions_per_token(output.spans)
+        seeds = [harness.seed_of_version[int(version)] for version in written_by]
+        if harness.spec.update_mode == "keep_kv":
+            expected = harness.reference.logprobs_with_old_kv(seeds, prompt, output.token_ids)
+        else:
+            expected = np.empty(len(seeds), dtype=np.float32)
+            for seed in set(seeds):
+                mine = np.array(seeds) == seed
+                expected[mine] = harness.reference.logprobs(seed, prompt, output.token_ids)[mine]
+        np.testing.assert_allclose(output.logprobs, expected, atol=1e-3)
+        pretended = harness.reference.logprobs(seeds[0], prompt, output.token_ids)
+        assert np.abs(pretended - expected).max() > 0.1, "the oracle must tell versions apart"

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from penstock.dataflow.ports import WeightManifest
+from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.vllm_environment import vllm_environment
+from penstock.weights.model_config import ModelConfig
+
+from .engine_contract import (
+    JOURNAL_INTERVAL,
+    MAX_NUM_SEQS,
+    UPDATE_MODES,
+    EngineContract,
+    Harness,
+    Reference,
+    make_spec,
+    within,
+)
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"),
+]
+CONFIG = VllmEngineConfig(
+    type="vllm",
+    max_num_seqs=MAX_NUM_SEQS,
+    kv_cache_gib=0.25,
+    enforce_eager=True,
+    journal_interval_tokens=JOURNAL_INTERVAL,
+)
+
+
+@pytest.fixture(scope="module")
+def cpu_profile() -> AsyncIterator[None]:
+    """The environment of an engine actor, set before vLLM is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_environment("cpu", threads=1).items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=UPDATE_MODES)
+async def harness(
+    request: pytest.FixtureRequest,
+    cpu_profile: None,
+    tiny_model_config: ModelConfig,
+    reference: Reference,
+    publish_tiny: Callable[..., WeightManifest],
+) -> AsyncIterator[Harness]:
+    from penstock.rollout.vllm_engine import VllmEngine
+
+    spec = make_spec(tiny_model_config, CONFIG, request.param)
+    engine = VllmEngine(spec)
+    yield await Harness.begin(engine, spec, reference, publish_tiny)
+    await within(engine.shutdown())
+
+
+class TestVllmEngine(EngineContract):
+    """The contract on vLLM's CPU build, in both update modes."""

@@ -1,0 +1,77 @@
+"""Packing: whatever the lengths, every sequence is computed exactly once, within the budget, on ranks in step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.dataflow.errors import ShapeError
+from penstock.trainer.batches.packing import balance_ranks, plan_batch, sequence_cost
+
+BUDGET = 64
+LENGTHS = st.lists(st.integers(0, BUDGET), max_size=60)
+LAYOUTS = st.sampled_from(["rows", "single_row"])
+
+
+@given(LENGTHS, st.integers(1, 5), LAYOUTS, st.floats(0.0, 0.1))
+@settings(max_examples=200, deadline=None)
+def test_every_sequence_is_placed_exactly_once_within_the_budget(lengths, num_ranks, layout, attention_share) -> None:
+    plan = plan_batch(lengths, num_ranks, BUDGET, attention_share=attention_share, layout=layout)
+    placed = [index for micro_batches in plan.ranks for one in micro_batches for row in one.rows for index in row]
+    assert sorted(placed) == [index for index, length in enumerate(lengths) if length]
+    for micro_batches in plan.ranks:
+        for one in micro_batches:
+            assert one.num_padded_tokens <= BUDGET
+            fills = [sum(lengths[index] for index in row) for row in one.rows]
+            assert all(0 < fill <= one.row_length for fill in fills)
+            assert max(fills, default=1) == one.row_length
+            assert layout == "rows" or len(one.rows) <= 1
+
+
+@given(LENGTHS, st.integers(1, 5), LAYOUTS)
+@settings(max_examples=100, deadline=None)
+def test_every_rank_gets_equally_many_micro_batches_and_at_least_one(lengths, num_ranks, layout) -> None:
+    plan = plan_batch(lengths, num_ranks, BUDGET, layout=layout)
+    assert len(plan.ranks) == num_ranks
+    counts = {len(micro_batches) for micro_batches in plan.ranks}
+    assert len(counts) == 1
+    assert counts.pop() >= 1
+    assert 0.0 < plan.efficiency <= 1.0
+
+
+@given(LENGTHS, st.integers(1, 5), LAYOUTS)
+@settings(max_examples=50, deadline=None)
+def test_the_plan_is_a_function_of_the_lengths(lengths, num_ranks, layout) -> None:
+    assert plan_batch(lengths, num_ranks, BUDGET, layout=layout) == plan_batch(
+        list(lengths), num_ranks, BUDGET, layout=layout
+    )
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=80), st.integers(1, 6), st.floats(0.0, 0.01))
+@settings(max_examples=100, deadline=None)
+def test_no_rank_has_more_than_the_mean_cost_plus_one_sequence(lengths, num_ranks, attention_share) -> None:
+    shares = balance_ranks(lengths, num_ranks, attention_share)
+    costs = [sum(sequence_cost(lengths[index], attention_share) for index in share) for share in shares]
+    largest = max(sequence_cost(length, attention_share) for length in lengths)
+    assert max(costs) <= sum(costs) / num_ranks + largest + 1e-6
+
+
+def test_a_sequence_over_the_budget_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ShapeError, match=r"max_tokens_per_micro_batch=64 is below .* 65 tokens \(sequence 1\)"):
+        plan_batch([3, 65, 4], 2, BUDGET)
+
+
+def test_long_tailed_lengths_waste_little() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, 512), 1, 1024).astype(int).tolist()
+    assert plan_batch(lengths, 2, 8192, attention_share=1e-4).efficiency > 0.9
+    assert plan_batch(lengths, 2, 8192, layout="single_row").efficiency == 1.0
+
+
+def test_costly_attention_prefers_short_rows() -> None:
+    lengths = [30, 20, 10] * 20
+    cheap = plan_batch(lengths, 1, 1024, attention_share=0.0)
+    costly = plan_batch(lengths, 1, 1024, attention_share=1.0)
+    assert max(one.row_length for one in costly.ranks[0]) == 30
+    assert cheap.efficiency >= costly.efficiency

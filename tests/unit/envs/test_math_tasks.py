@@ -1,0 +1,81 @@
+"""Dataset tasks without the network: a local folder stands in for the hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.math_tasks import MathTasks, math_verify_reward
+
+RESPONSE = Trajectory(
+    trajectory_id=TrajectoryId("0/0"),
+    task_id=TaskId("t/0"),
+    token_ids=np.array([1], dtype=np.int32),
+    loss_mask=np.array([True]),
+    behavior_logprobs=np.zeros(1, dtype=np.float32),
+    spans=(Span(0, 1),),
+    prompt="",
+    response="",
+    finish_reason="stop",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = {
+        "train": [(f"What is {n}+{n}?", f"Twice {n}.\n#### {2 * n:,}") for n in (1, 2, 600)],
+        "test": [("What is 2+2?", "#### 4"), ("What is 3+3?", "#### 6")],
+    }
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, pairs in rows.items():
+        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in pairs]
+        (data / f"{split}.jsonl").write_text("\n".join(lines))
+    return data
+
+
+def test_rows_become_chat_tasks_and_held_out_questions_leave_the_training_split(folder: Path) -> None:
+    source = MathTasks(0, str(folder), None)
+    tasks = list(islice(source.train(), 4))
+    assert {task.fields["answer"] for task in tasks} == {"2", "1200"}
+    assert tasks[0].prompt[0]["role"] == "user"  # type: ignore[index]
+    assert "\\boxed{}" in tasks[0].prompt[0]["content"]  # type: ignore[index]
+    assert {task.fields["answer"] for task in source.held_out(2)} == {"4", "6"}
+    with pytest.raises(ValueError, match="has 2 tasks, 3 were asked for"):
+        source.held_out(3)
+
+
+def test_a_dataset_out_of_reach_or_without_the_column_is_a_config_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="neither in the local cache nor within reach"):
+        MathTasks(0, str(folder / "absent"), None).held_out(1)
+    with pytest.raises(ConfigError, match="has no column \\['problem'\\]"):
+        MathTasks(0, str(folder), None, question_field="problem").held_out(1)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("So it is \\boxed{18}.", "18", 1.0),
+        ("So it is \\boxed{18.0}", "18", 1.0),
+        ("\\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("So it is \\boxed{17}.", "18", 0.0),
+        ("I do not know.", "18", 0.0),
+    ],
+)
+def test_math_verify_judges_the_boxed_answer(response: str, answer: str, reward: float) -> None:
+    assert math_verify_reward(replace(RESPONSE, response=response), answer=answer) == reward
+
+
+def test_a_truncated_response_has_no_final_answer() -> None:
+    cut = replace(RESPONSE, response="\\boxed{18}", finish_reason="length")
+    assert math_verify_reward(cut, answer="18") == 0.0

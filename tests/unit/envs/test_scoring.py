@@ -1,0 +1,265 @@
+"""A reward runner turns every failure into data, and every other call into its score."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ports import Score
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.scoring import RewardRunner
+
+REWARDS = """
+import asyncio, os, signal, subprocess, sys, time
+import numpy as np
+
+def length(trajectory, bonus=0.0, **_):
+    print("noise " * 1000)
+    return len(trajectory.response) + bonus
+
+def obey(trajectory, **_):
+    text = trajectory.response
+    if text == "hang":
+        time.sleep(60)
+    if text == "hang with a child":
+        subprocess.Popen(["sleep", "61.5"]); time.sleep(60)
+    if text == "raise":
+        raise RuntimeError("the unit test broke")
+    if text == "exit":
+        sys.exit(3)
+    if text == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "die once" and not os.path.exists(os.environ["PENSTOCK_TEST_MARK"]):
+        open(os.environ["PENSTOCK_TEST_MARK"], "w").close(); os.kill(os.getpid(), signal.SIGKILL)
+    returned = {"nan": float("nan"), "inf": float("inf"), "none": None, "word": "good", "list": [1.0],
+                "dict": {"format": 0.25, "answer": 1}, "total": {"reward": 0.5, "answer": 1.0},
+                "bad dict": {"answer": None}, "empty dict": {}, "numpy": np.float32(0.5), "true": True}
+    return returned.get(text, 1.0)
+
+async def obey_async(trajectory, **_):
+    text = trajectory.response
+    if text == "hang":
+        await asyncio.sleep(60)
+    if text == "block":
+        time.sleep(60)
+    if text == "raise":
+        raise RuntimeError("the judge broke")
+    await asyncio.sleep(0.2)
+    return 1.0
+"""
+
+
+def pair(response: str, **fields: object) -> tuple[Task, Trajectory]:
+    trajectory = Trajectory(
+        trajectory_id=TrajectoryId("0/0"),
+        task_id=TaskId("t/0"),
+        token_ids=np.array([1, 2], dtype=np.int32),
+        loss_mask=np.array([False, True]),
+        behavior_logprobs=np.zeros(2, dtype=np.float32),
+        spans=(Span(0, 1),),
+        prompt="?",
+        response=response,
+        finish_reason="stop",
+    )
+    return Task(TaskId("t/0"), "?", fields), trajectory
+
+
+Factory = Callable[..., RewardRunner]
+
+
+@pytest.fixture
+async def runner_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Factory]:
+    (tmp_path / "penstock_test_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_TEST_MARK", str(tmp_path / "mark"))
+    runners: list[RewardRunner] = []
+
+    def make(name: str, timeout_s: float = 20.0) -> RewardRunner:
+        runners.append(RewardRunner(f"penstock_test_rewards:{name}", timeout_s))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        await runner.shutdown()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_task_fields_reach_the_function_and_its_output_is_ignored(runner_of: Factory) -> None:
+    runner = runner_of("length")
+    assert await runner.score(*pair("abc", bonus=0.5)) == Score(3.5, {})
+    many = await runner.score_many([pair("x" * n) for n in range(300)])
+    assert [score.reward for score in many if isinstance(score, Score)] == list(range(300))
+
+
+async def test_every_way_to_fail_says_what_happened_and_is_no_zero(runner_of: Factory) -> None:
+    runner = runner_of("obey")
+    wanted = {
+        "raise": "RuntimeError: the unit test broke",
+        "exit": "SystemExit: 3",
+        "nan": "returned nan",
+        "inf": "returned inf",
+        "none": "returned None of type NoneType",
+        "word": "returned 'good' of type str",
+        "list": "of type list",
+        "bad dict": "a dict with answer=None",
+        "empty dict": "an empty dict",
+        "die": "was killed by SIGKILL, 2 times in a row",
+    }
+    results = await runner.score_many([pair(word) for word in [*wanted, "fine"]])
+    for (word, text), result in zip(wanted.items(), results, strict=False):
+        assert isinstance(result, TrajectoryError), word
+        assert result.kind == "reward"
+        assert text in result.detail
+    assert results[-1] == Score(1.0, {})
+
+
+async def test_dicts_and_number_types_become_scores(runner_of: Factory) -> None:
+    results = await runner_of("obey").score_many([pair(word) for word in ("dict", "total", "numpy", "true")])
+    assert results == [
+        Score(1.25, {"format": 0.25, "answer": 1.0}),
+        Score(0.5, {"answer": 1.0}),
+        Score(0.5, {}),
+        Score(1.0, {}),
+    ]
+
+
+async def test_a_hang_costs_one_trajectory_one_time_out_and_the_others_nothing(runner_of: Factory) -> None:
+    runner = runner_of("obey", timeout_s=0.3)
+    await runner.start()
+    first_pid = runner.pid
+    words = ["fine", "hang", "fine", "hang with a child", "fine"]
+    results = await runner.score_many([pair(word) for word in words])
+    for word, result in zip(words, results, strict=True):
+        if word == "fine":
+            assert result == Score(1.0, {})
+        else:
+            assert isinstance(result, TrajectoryError)
+            assert "timed out after 0.3 s" in result.detail
+    assert first_pid is not None
+    assert not is_alive(first_pid)
+    assert not any(b"61.5" in command for command in command_lines())
+
+
+async def test_score_raises_the_failure(runner_of: Factory) -> None:
+    with pytest.raises(TrajectoryError, match="the unit test broke"):
+        await runner_of("obey").score(*pair("raise"))
+
+
+async def test_a_process_killed_from_outside_is_replaced(runner_of: Factory) -> None:
+    runner = runner_of("obey")
+    await runner.start()
+    first_pid = runner.pid
+    assert first_pid is not None
+    os.kill(first_pid, signal.SIGKILL)
+    assert await runner.score(*pair("fine")) == Score(1.0, {})
+    assert runner.pid != first_pid
+    assert await runner.score_many([pair("die once"), pair("fine")]) == [Score(1.0, {}), Score(1.0, {})]
+
+
+async def test_async_functions_run_concurrently_and_are_cancelled_one_by_one(runner_of: Factory) -> None:
+    runner = runner_of("obey_async", timeout_s=0.6)
+    await runner.start()
+    first_pid = runner.pid
+    results = await runner.score_many([pair("hang"), pair("raise"), *[pair("fine")] * 50])
+    assert isinstance(results[0], TrajectoryError)
+    assert "timed out after 0.6 s" in results[0].detail
+    assert isinstance(results[1], TrajectoryError)
+    assert "the judge broke" in results[1].detail
+    assert results[2:] == [Score(1.0, {})] * 50
+    assert runner.pid == first_pid
+
+
+async def test_an_async_function_that_blocks_its_loop_is_found_and_killed(runner_of: Factory) -> None:
+    runner = runner_of("obey_async", timeout_s=0.5)
+    results = await runner.score_many([pair("fine"), pair("block"), pair("fine")])
+    assert isinstance(results[1], TrajectoryError)
+    assert "timed out after 0.5 s" in results[1].detail
+    assert results[0] == results[2] == Score(1.0, {})
+
+
+async def test_a_function_that_does_not_load_is_a_config_error_for_every_caller(runner_of: Factory) -> None:
+    runner = runner_of("lenght")
+    with pytest.raises(ConfigError, match="Did you mean 'length'"):
+        await runner.start()
+    with pytest.raises(ConfigError, match="Did you mean 'length'"):
+        await runner.score_many([pair("a"), pair("b")])
+
+
+async def test_shutdown_ends_the_child_and_fails_what_is_unfinished(runner_of: Factory) -> None:
+    runner = runner_of("obey")
+    await runner.start()
+    pid = runner.pid
+    assert pid is not None
+    pending = asyncio.create_task(runner.score_many([pair("hang")]))
+    await asyncio.sleep(0.1)
+    await runner.shutdown()
+    assert not is_alive(pid)
+    (result,) = await pending
+    assert isinstance(result, TrajectoryError)
+    with pytest.raises(TrajectoryError, match="shut down"):
+        await runner.score(*pair("fine"))
+
+
+def test_the_child_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "penstock_test_rewards.py").write_text(REWARDS)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert parent.stdout is not None
+    child_pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(child_pid) and not is_zombie(child_pid):
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.02)
+
+
+def command_lines() -> list[bytes]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes())
+    return [line for line in lines if line.startswith(b"sleep\0")]
+
+
+def is_zombie(pid: int) -> bool:
+    """A dead process whose new parent has not reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+PARENT = """
+import asyncio
+from penstock.envs.scoring import RewardRunner
+
+async def main():
+    runner = RewardRunner("penstock_test_rewards:obey", 60)
+    await runner.start()
+    print(runner.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""

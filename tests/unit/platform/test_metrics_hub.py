@@ -1,0 +1,160 @@
+"""The catalog of metric names, the hub that enforces it, and the console."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.platform.observability.catalog import catalog, find_metric, render_markdown, undeclared
+from penstock.platform.observability.console import RunConsole, format_duration
+from penstock.platform.observability.hub import MetricsHub
+from penstock.platform.observability.summary import LedgerCounts, RunSummary
+
+ROOT = Path(__file__).resolve().parents[3]
+
+STEP = {
+    "reward/mean": 0.5,
+    "trainer/version": 7.0,
+    "staleness/mean_versions": 0.8,
+    "staleness/max_versions": 2.0,
+    "throughput/generated_tokens_per_s": 12_345.0,
+    "throughput/trained_tokens_per_s": 987.0,
+    "idle/trainer_share": 0.12,
+    "idle/engine_share": 0.34,
+}
+
+
+class ListTracker:
+    def __init__(self) -> None:
+        self.records = []
+        self.summaries = []
+        self.num_closed = 0
+
+    def log(self, step, metrics):
+        self.records.append((step, dict(metrics)))
+
+    def log_summary(self, summary):
+        self.summaries.append(summary)
+
+    def close(self):
+        self.num_closed += 1
+
+
+def a_summary(**changes) -> RunSummary:
+    values = {
+        "name": "demo", "seed": 0, "status": "completed", "version": "0.1.0", "eval_before": 0.5, "eval_after": 0.94,
+        "reward_first": 0.4, "reward_last": 0.8, "steps": 100, "wall_s": 125.0, "trained_groups": 10,
+        "max_staleness_configured": 2, "max_staleness_seen": 2, "share_tokens_stale": 0.6,
+        "multi_version_trajectories": 42, "tokens_generated": 2000, "tokens_trained": 1500, "peak_memory_gib": 4.2,
+        "ledger": LedgerCounts(admitted=12, trained=10, dropped=2, filtered=0, failed=0, live=0),
+    }  # fmt: skip
+    return RunSummary(**{**values, **changes})
+
+
+def test_docs_metrics_md_is_the_rendered_catalog() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert text == render_markdown(), (
+        "docs/metrics.md is old: python -m penstock.platform.observability.catalog > docs/metrics.md"
+    )
+
+
+def test_every_declared_metric_is_on_the_page_and_fully_described() -> None:
+    page = render_markdown()
+    for metric in catalog().values():
+        assert re.fullmatch(r"[a-z]+/[a-z0-9_]+(/\*)?", metric.name)
+        assert f"| `{metric.name}` |" in page, f"family of {metric.name} has no section"
+        assert all(
+            isinstance(text, str) and text for text in (metric.unit, metric.meaning, metric.healthy, metric.where)
+        )
+
+
+def test_a_starred_name_declares_its_prefix_only() -> None:
+    assert find_metric("reward/part/exact").name == "reward/part/*"
+    assert undeclared(["reward/part/", "reward/part/*", "reward/other", "reward/mean"]) == [
+        "reward/other",
+        "reward/part/",
+        "reward/part/*",
+    ]
+
+
+def test_an_undeclared_name_is_refused_by_name_and_nothing_is_logged() -> None:
+    tracker = ListTracker()
+    hub = MetricsHub([tracker])
+    with pytest.raises(AssertionError, match="bogus/name"):
+        hub.log(1, {"reward/mean": 0.1, "bogus/name": 1.0})
+    assert tracker.records == []
+
+
+def test_steps_may_repeat_but_not_go_back() -> None:
+    hub = MetricsHub([])
+    hub.log(2, {"reward/mean": 0.1})
+    hub.log(2, {"eval/accuracy": 0.5})
+    with pytest.raises(AssertionError, match="step 1"):
+        hub.log(1, {"reward/mean": 0.1})
+
+
+def test_the_hub_feeds_every_sink_keeps_history_and_closes_once() -> None:
+    trackers = [ListTracker(), ListTracker()]
+    hub = MetricsHub(trackers)
+    hub.log(0, {"eval/accuracy": 0.5})
+    hub.log(1, {"reward/mean": 0.1})
+    hub.log(2, {"reward/mean": 0.2, "memory/pss_gib": 3.0})
+    hub.close(a_summary())
+    hub.close(a_summary())
+    assert hub.series("reward/mean") == [(1, 0.1), (2, 0.2)]
+    assert hub.series("eval/accuracy") == [(0, 0.5)]
+    assert hub.latest("memory/pss_gib") == 3.0
+    assert hub.latest("loss/policy") is None
+    for tracker in trackers:
+        assert [step for step, _ in tracker.records] == [0, 1, 2]
+        assert tracker.summaries[0]["ledger"]["admitted"] == 12
+        assert tracker.num_closed == 1
+
+
+def test_the_console_prints_one_plain_line_per_step_where_it_is_no_terminal() -> None:
+    stream, seconds = io.StringIO(), iter(range(0, 100, 3))
+    console = RunConsole(100, stream=stream, clock=lambda: next(seconds))
+    console.header("demo", {"model": "tiny [not markup]"})
+    lines_before = len(stream.getvalue().splitlines())
+    hub = MetricsHub([], console)
+    hub.log(0, {"eval/accuracy": 0.51})
+    hub.log(1, STEP)
+    hub.log(1, {"reward/mean": 0.9})
+    hub.log(2, {"loss/policy": 0.1})
+    hub.log(2, STEP)
+    lines = stream.getvalue().splitlines()[lines_before:]
+    assert len(lines) == 4, "two lines of heading, two steps"
+    assert lines[2].split() == ["1/100", "7", "0.500", "0.510", "0.80/2", "12.3k", "987", "12%/34%", "4m", "57s"]
+    assert lines[3].split()[0] == "2/100"
+    assert "tiny [not markup]" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_the_closing_block_shows_the_gain_the_ledger_and_the_files(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    (tmp_path / "report.html").write_text("")
+    RunConsole(100, stream=stream).final(a_summary(eval_before=None), tmp_path)
+    text = stream.getvalue()
+    assert "not measured → 94.0%" in text
+    assert "admitted 12 = trained 10 + dropped 2 + filtered 0 + failed 0 + live 0" in text
+    assert str(tmp_path / "summary.json") in text
+    assert str(tmp_path / "report.html") in text
+    assert "does not balance" not in text
+
+
+def test_a_ledger_that_does_not_balance_is_said_aloud(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    summary = a_summary(ledger=LedgerCounts(admitted=13, trained=10, dropped=2, filtered=0, failed=0, live=0))
+    RunConsole(100, stream=stream).final(summary, tmp_path)
+    assert "does not balance" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1, "0s"), (59.4, "59s"), (60, "1m 00s"), (185, "3m 05s"), (7800, "2h 10m")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

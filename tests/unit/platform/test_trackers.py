@@ -1,0 +1,180 @@
+"""Metric sinks: what is written, and that a slow or broken one never blocks or goes unnoticed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.schema import TensorboardTrackerConfig, TrackerConfig, WandbTrackerConfig
+from penstock.platform.trackers.base import BackgroundTracker, TrackerError
+from penstock.platform.trackers.build import build_trackers
+from penstock.platform.trackers.jsonl import JsonlTracker, read_metrics
+from penstock.platform.trackers.wandb import resolve_mode
+
+
+class ListTracker:
+    """Keeps what it is given; optionally blocks on a gate or fails a number of times."""
+
+    def __init__(self, gate: threading.Event | None = None, num_failures: int = 0) -> None:
+        self.records: list[tuple[int, dict[str, float]]] = []
+        self.summaries: list[dict[str, object]] = []
+        self.is_closed = False
+        self._gate = gate
+        self._num_failures = num_failures
+
+    def log(self, step, metrics):
+        if self._gate is not None:
+            self._gate.wait(10)
+        if self._num_failures:
+            self._num_failures -= 1
+            raise ConnectionError("no route")
+        self.records.append((step, dict(metrics)))
+
+    def log_summary(self, summary):
+        self.summaries.append(dict(summary))
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_each_jsonl_record_is_readable_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.5, "loss/policy": math.nan, "ratio/behavior_max": math.inf})
+    (record,) = read_metrics(tmp_path)
+    tracker.close()
+    assert record.step == 1
+    assert abs(record.time_s - time.time()) < 60
+    assert record.metrics["reward/mean"] == 0.5
+    assert math.isnan(record.metrics["loss/policy"])
+    assert record.metrics["ratio/behavior_max"] == math.inf
+
+
+def test_a_torn_last_line_is_skipped_and_a_broken_one_before_it_is_an_error(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 2, "tim')
+    assert [record.step for record in read_metrics(tmp_path)] == [1]
+    path.write_text("garbage\n" + path.read_text())
+    with pytest.raises(TrackerError, match=r"metrics\.jsonl:1"):
+        list(read_metrics(tmp_path))
+
+
+def test_an_unwritable_run_directory_is_a_named_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrackerError, match=r"metrics\.jsonl"):
+        JsonlTracker(tmp_path / "file")
+
+
+def test_background_records_arrive_in_order_and_the_sink_is_closed() -> None:
+    sink = ListTracker()
+    tracker = BackgroundTracker("fake", lambda: sink)
+    for step in range(50):
+        tracker.log(step, {"reward/mean": float(step)})
+    tracker.log_summary({"steps": 50})
+    tracker.close()
+    assert [step for step, _ in sink.records] == list(range(50))
+    assert sink.summaries == [{"steps": 50}]
+    assert sink.is_closed
+    assert tracker.num_lost == 0
+
+
+def test_a_hanging_sink_does_not_block_and_its_overflow_is_counted_and_warned_about_once(caplog) -> None:
+    gate = threading.Event()
+    sink = ListTracker(gate=gate)
+    tracker = BackgroundTracker("fake", lambda: sink, capacity=4)
+    with caplog.at_level(logging.WARNING):
+        for step in range(20):
+            tracker.log(step, {"reward/mean": 0.0})
+        assert sum("queue of 4 records is full" in message for message in caplog.messages) == 1
+        gate.set()
+        tracker.close()
+    assert tracker.num_lost + len(sink.records) == 20
+    assert tracker.num_lost >= 15
+    assert any(f"{tracker.num_lost} records never reached it" in message for message in caplog.messages)
+
+
+def test_a_sink_that_hangs_for_ever_does_not_hold_up_closing(caplog) -> None:
+    tracker = BackgroundTracker("fake", lambda: ListTracker(gate=threading.Event()), close_timeout_s=0.1)
+    tracker.log(1, {"reward/mean": 0.0})
+    tracker.close()
+    assert any("did not finish" in message for message in caplog.messages)
+
+
+def test_a_failing_sink_is_warned_about_once_and_retried_until_it_takes_the_record(caplog) -> None:
+    sink = ListTracker(num_failures=3)
+    tracker = BackgroundTracker("fake", lambda: sink, first_backoff_s=0.001)
+    tracker.log(1, {"reward/mean": 0.0})
+    tracker.log(2, {"reward/mean": 0.0})
+    deadline = time.monotonic() + 10
+    while len(sink.records) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    tracker.close()
+    assert [step for step, _ in sink.records] == [1, 2]
+    assert tracker.num_lost == 0
+    assert [message for message in caplog.messages if "no route" in message] == caplog.messages
+
+
+def test_a_sink_that_never_opens_loses_everything_and_says_how_much(caplog) -> None:
+    def refuse():
+        raise ConnectionError("no network")
+
+    tracker = BackgroundTracker("fake", refuse, first_backoff_s=0.001)
+    tracker.log(1, {"reward/mean": 0.0})
+    tracker.log(2, {"reward/mean": 0.0})
+    tracker.close()
+    assert tracker.num_lost == 2
+    assert sum("no network" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "expected"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ("offline", {"WANDB_API_KEY": "k"}, "offline"),
+        ("online", {"WANDB_API_KEY": "k"}, "online"),
+    ],
+)
+def test_wandb_is_online_with_a_key_and_offline_without(mode, environ, expected, tmp_path: Path) -> None:
+    assert resolve_mode(WandbTrackerConfig(mode=mode), {"HOME": str(tmp_path), **environ}) == expected
+
+
+def test_wandb_finds_a_key_in_netrc(tmp_path: Path) -> None:
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert resolve_mode(WandbTrackerConfig(), {"HOME": str(tmp_path)}) == "online"
+    elsewhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "https://wandb.example.org"}
+    assert resolve_mode(WandbTrackerConfig(), elsewhere) == "offline"
+
+
+def test_wandb_online_without_a_key_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tracker\.wandb\.mode"):
+        resolve_mode(WandbTrackerConfig(mode="online"), {"HOME": str(tmp_path)})
+
+
+def test_all_three_sinks_really_write(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    config = TrackerConfig(wandb=WandbTrackerConfig(), tensorboard=TensorboardTrackerConfig())
+    run_dir = tmp_path / "run"
+    trackers = build_trackers(config, run_dir, "test", {"seed": 0, "model": {"path": None}})
+    for tracker in trackers:
+        tracker.log(1, {"reward/mean": 0.25})
+        tracker.log_summary({"steps": 1, "eval_after": None, "ledger": {"admitted": 1}})
+    for tracker in trackers:
+        tracker.close()
+    assert [record.metrics for record in read_metrics(run_dir)] == [{"reward/mean": 0.25}]
+    (events,) = (run_dir / "tensorboard").glob("events.out.tfevents.*")
+    assert b"reward/mean" in events.read_bytes()
+    (transaction_log,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"reward/mean" in transaction_log.read_bytes()
+    assert caplog.messages == []

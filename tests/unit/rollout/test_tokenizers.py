@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.rollout.tokenizers import CHARACTERS, TokenCodec, character_tokenizer, load_codec
+
+
+def test_the_vocabulary_is_exactly_the_32_ids_of_the_tiny_policies() -> None:
+    tokenizer = character_tokenizer()
+    assert len(tokenizer) == 32
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.convert_tokens_to_ids("0") == 2
+
+
+def test_every_character_is_one_token_and_decodes_to_itself() -> None:
+    codec = TokenCodec(character_tokenizer())
+    ids = codec.encode_prompt(CHARACTERS)
+    assert ids == tuple(range(2, 32))
+    assert codec.decode(ids) == CHARACTERS
+
+
+@pytest.mark.parametrize("text", ["47+85=", "7+5+0=12;4+8+1=13;132", " 1 , 2 ", "(3*4) - 5\n", "  "])
+def test_decode_loses_nothing(text: str) -> None:
+    codec = TokenCodec(character_tokenizer())
+    ids = codec.encode_prompt(text)
+    assert len(ids) == len(text)
+    assert codec.decode(ids) == text
+
+
+def test_special_tokens_are_skipped_when_decoding() -> None:
+    assert TokenCodec(character_tokenizer()).decode([0, 3, 4, 1, 0]) == "12"
+
+
+def test_a_character_without_a_token_is_an_error_and_not_dropped() -> None:
+    with pytest.raises(TrajectoryError, match="cannot encode the prompt 'x=1'"):
+        TokenCodec(character_tokenizer()).encode_prompt("x=1")
+
+
+def test_an_empty_prompt_is_an_error() -> None:
+    with pytest.raises(TrajectoryError, match="no tokens"):
+        TokenCodec(character_tokenizer()).encode_prompt("")
+
+
+def test_messages_without_a_chat_template_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="no chat template"):
+        TokenCodec(character_tokenizer()).encode_prompt([{"role": "user", "content": "1+1="}])
+
+
+def test_messages_are_rendered_once_with_the_generation_prompt() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    codec = TokenCodec(tokenizer)
+    ids = codec.encode_prompt([{"role": "user", "content": "1+1"}])
+    assert ids == codec.encode_prompt("<1+1>=")
+
+
+def test_stop_tokens_join_the_tokenizer_and_the_generation_config(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "policy"
+    shutil.copytree(tiny_policy_dir, directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 14]}))
+    assert load_codec(directory).stop_token_ids == (1, 14)
+
+
+def test_the_saved_tokenizer_loads_as_it_was(tiny_policy_dir: Path) -> None:
+    codec = load_codec(tiny_policy_dir)
+    assert codec.stop_token_ids == (1,)
+    assert codec.encode_prompt(CHARACTERS) == tuple(range(2, 32))
+    assert codec.decode(range(32)) == CHARACTERS
+
+
+def test_a_directory_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer can be loaded"):
+        load_codec(tmp_path)

@@ -1,0 +1,88 @@
+"""The port between the training step and whatever holds parameters, gradients and optimizer state.
+
+One process per rank. Every method marked *collective* must be called by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.trainer.batches.collate import ModelInputs
+
+
+class OptimizerResult(NamedTuple):
+    """What one optimizer step did, equal on all ranks.
+
+    Attributes:
+        grad_norm: Global 2-norm of the gradient before clipping; inf when it was not finite.
+        is_skipped: Nothing was changed, because loss or gradient was not finite.
+    """
+
+    grad_norm: float
+    is_skipped: bool
+
+
+class Backend(Protocol):
+    """One rank of the trainer.
+
+    A step is: `forward` and `backward` once per micro-batch, then `optimizer_step`. The gradient is that of the *sum*
+    of all losses over micro-batches and ranks: normalisers are global and inside the loss, so no backend divides.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
+        """`PolicyModel.forward`. Collective under ZeRO-3."""
+        ...
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a scalar float32 loss; `is_last` closes the accumulation of this step. Collective."""
+        ...
+
+    def optimizer_step(self) -> OptimizerResult:
+        """Clip, update, clear gradients; skip if loss or gradient is not finite on any rank. Collective."""
+        ...
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next step."""
+        ...
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Within it, `forward` keeps no graph and returns `is_argmax` instead of entropies."""
+        ...
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """HF name and full tensor of each parameter, tied ones once. Rank 0 yields; all ranks exhaust it. Collective.
+
+        A yielded tensor may alias live weights: use it before the next step.
+        """
+        ...
+
+    def save_hf(self, path: str) -> None:
+        """Write config and weights in Hugging Face form (rank 0 writes). Collective."""
+        ...
+
+    def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
+        """Reduce float64 values over ranks. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group."""
+        ...
+
+
+def poison_if_not_finite(loss: Tensor) -> Tensor:
+    """Make a non-finite loss give non-finite gradients everywhere: `loss · (1 + 0 · sg(loss))`.
+
+    So the gradient norm alone decides whether a step is skipped; it is global, and all ranks agree without asking.
+    """
+    return loss * (1.0 + 0.0 * loss.detach())

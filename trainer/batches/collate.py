@@ -1,0 +1,170 @@
+"""From sequences and a plan to the tensors of one micro-batch.
+
+Shape legend: T tokens of one sequence, R rows, L row length, K loss tokens of one micro-batch (flat).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.dataflow.errors import ShapeError
+from penstock.trainer.batches.packing import MicroBatchPlan
+
+_PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One sequence as the optimizer step sees it.
+
+    Attributes:
+        token_ids: `[T] int`, prompt first.
+        targets: Positions of the loss tokens in `token_ids`, ascending, each ≥ 1.
+        behavior_logprobs: `[len(targets)] float32`.
+        advantage: Shared by all its loss tokens.
+        token_weight: Aggregation weight of each loss token.
+    """
+
+    token_ids: NDArray[np.integer]
+    targets: NDArray[np.integer]
+    behavior_logprobs: NDArray[np.float32]
+    advantage: float = 0.0
+    token_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.targets) and self.targets[0] < 1:
+            raise ShapeError(
+                "training sequence: its first token carries loss, but nothing precedes it to predict it from. "
+                "Use a prompt of at least 1 token."
+            )
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens the forward needs: everything before the last loss token; 0 if there is none."""
+        return int(self.targets[-1]) if len(self.targets) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """Arguments of `PolicyModel.forward`.
+
+    Attributes:
+        input_ids: `[R, L] int64`.
+        position_ids: `[R, L] int64`, restarting at 0 with every sequence.
+        attention_mask: `[R, 1, L, L] bool`, True where attended; None if plain causal attention (or position ids) do.
+        target_index: `[K] int64` into the flattened `[R·L]` hidden states.
+        target_ids: `[K] int64`, the token to predict there.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    target_index: Tensor
+    target_ids: Tensor
+
+    def call(self, model: Callable[..., tuple[Tensor, Tensor]], temperature: float) -> tuple[Tensor, Tensor]:
+        """Call a (wrapped) `PolicyModel` with these."""
+        return model(
+            input_ids=self.input_ids,
+            position_ids=self.position_ids,
+            attention_mask=self.attention_mask,
+            target_index=self.target_index,
+            target_ids=self.target_ids,
+            temperature=temperature,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Model inputs and what the loss needs, each `[K]`. An empty micro-batch has one dummy token of weight 0.
+
+    Attributes:
+        num_tokens: Loss tokens that count: K, or 0 if empty.
+        sequence_index: `[K] int64`, which sequence of the batch each loss token belongs to.
+    """
+
+    inputs: ModelInputs
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    token_weights: Tensor
+    sequence_index: NDArray[np.int64]
+    num_tokens: int
+
+
+def collate(
+    plan: MicroBatchPlan, sequences: Sequence[TrainingSequence], *, device: torch.device, needs_mask: bool
+) -> MicroBatch:
+    """Lay the planned sequences out in rows.
+
+    Args:
+        plan: Rows of indices into `sequences`.
+        sequences: All sequences of the batch.
+        device: Where the tensors go.
+        needs_mask: Whether the attention wants a mask for rows of several sequences (sdpa), or reads the restarting
+            position ids itself (flash attention).
+    """
+    if not plan.rows:
+        return _empty(device)
+    shape = (len(plan.rows), plan.row_length)
+    input_ids = np.zeros(shape, dtype=np.int64)
+    # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
+    position_ids = np.tile(np.arange(plan.row_length, dtype=np.int64), (shape[0], 1))
+    segment_ids = np.full(shape, _PADDING_SEGMENT, dtype=np.int32)
+    target_index = []
+    order = [index for row in plan.rows for index in row]
+    for row, indices in enumerate(plan.rows):
+        start = 0
+        for index in indices:
+            sequence = sequences[index]
+            stop = start + sequence.num_inputs
+            input_ids[row, start:stop] = sequence.token_ids[: sequence.num_inputs]
+            position_ids[row, start:] -= position_ids[row, start]
+            segment_ids[row, start:stop] = index
+            target_index.append(sequence.targets + (row * plan.row_length + start - 1))
+            start = stop
+    counts = [len(sequences[index].targets) for index in order]
+    has_packed_row = any(len(row) > 1 for row in plan.rows)
+
+    def tensor(array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return MicroBatch(
+        inputs=ModelInputs(
+            input_ids=tensor(input_ids),
+            position_ids=tensor(position_ids),
+            attention_mask=block_diagonal_mask(tensor(segment_ids)) if needs_mask and has_packed_row else None,
+            target_index=tensor(np.concatenate(target_index).astype(np.int64)),
+            target_ids=tensor(
+                np.concatenate([sequences[i].token_ids[sequences[i].targets] for i in order]).astype(np.int64)
+            ),
+        ),
+        behavior_logprobs=tensor(np.concatenate([sequences[i].behavior_logprobs for i in order]).astype(np.float32)),
+        advantages=tensor(np.repeat(np.array([sequences[i].advantage for i in order], np.float32), counts)),
+        token_weights=tensor(np.repeat(np.array([sequences[i].token_weight for i in order], np.float32), counts)),
+        sequence_index=np.repeat(np.array(order, np.int64), counts),
+        num_tokens=sum(counts),
+    )
+
+
+def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
+    """Causal attention within each sequence only: `[R, L] int` segment ids -> `[R, 1, L, L] bool`, True = attend.
+
+    Padding is a segment of its own, so every query attends to something and softmax stays finite.
+    """
+    length = segment_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
+    return ((segment_ids[:, :, None] == segment_ids[:, None, :]) & causal)[:, None]
+
+
+def _empty(device: torch.device) -> MicroBatch:
+    """One dummy token of weight 0: attached to the graph, so collective hooks fire on every rank."""
+    index = torch.zeros(1, dtype=torch.int64, device=device)
+    zeros = torch.zeros(1, dtype=torch.float32, device=device)
+    grid = index[None]
+    return MicroBatch(ModelInputs(grid, grid, None, index, index), zeros, zeros, zeros, np.zeros(0, np.int64), 0)

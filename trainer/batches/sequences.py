@@ -1,0 +1,97 @@
+"""From groups (RL) or examples (supervised) to the sequences of one optimizer step, with all that is global in them.
+
+Advantages and normalisers are computed here, over the whole batch, before any split into ranks or micro-batches (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.trainer.algorithms.advantages import advantage_estimator, is_zero_variance
+from penstock.trainer.algorithms.aggregation import token_weights
+from penstock.trainer.batches.collate import TrainingSequence
+from penstock.trainer.config import AlgorithmConfig
+
+Example = tuple[Sequence[int], Sequence[int]]
+"""(prompt token ids, response token ids)."""
+
+
+def policy_sequences(
+    payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig, max_new_tokens: int
+) -> list[TrainingSequence]:
+    """One sequence per trajectory, with its advantage and the aggregation weight of its tokens.
+
+    Raises:
+        TrainingError: If there is no group, or a trajectory has no finite reward.
+    """
+    if not payloads:
+        raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
+    estimate = advantage_estimator(algorithm)
+    trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
+    advantages = np.concatenate([estimate(group_rewards(payload)) for payload in payloads])
+    targets = [np.flatnonzero(trajectory.loss_mask) for trajectory in trajectories]
+    weights = token_weights(np.array([len(index) for index in targets]), algorithm.aggregation, max_new_tokens)
+    return [
+        TrainingSequence(
+            token_ids=trajectory.token_ids,
+            targets=index,
+            behavior_logprobs=trajectory.behavior_logprobs[index],
+            advantage=float(advantage),
+            token_weight=float(weight),
+        )
+        for trajectory, index, advantage, weight in zip(trajectories, targets, advantages, weights, strict=True)
+    ]
+
+
+def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
+    """One sequence per example; every response token weighs 1 / (response tokens of the batch)."""
+    total = max(sum(len(response) for _, response in examples), 1)
+    return [
+        TrainingSequence(
+            token_ids=np.array([*prompt, *response], dtype=np.int64),
+            targets=np.arange(len(prompt), len(prompt) + len(response)),
+            behavior_logprobs=np.zeros(len(response), dtype=np.float32),
+            token_weight=1.0 / total,
+        )
+        for prompt, response in examples
+    ]
+
+
+def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
+    """`[G] float64` rewards of a group.
+
+    Raises:
+        TrainingError: If a member was not scored or its reward is not finite: it must never count as 0.
+    """
+    rewards = np.array([_reward(payload, trajectory) for trajectory in payload.trajectories], dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        raise TrainingError(f"trainer: group {payload.group_id} has non-finite rewards {rewards.tolist()}.")
+    return rewards
+
+
+def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
+    """Reward and length statistics over all trajectories of the batch; they are the same on every rank."""
+    rewards = [group_rewards(payload) for payload in payloads]
+    trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
+    everyone = np.concatenate(rewards)
+    return {
+        "reward/mean": float(everyone.mean()),
+        "reward/std": float(everyone.std()),
+        "reward/zero_variance_share": float(np.mean([is_zero_variance(group) for group in rewards])),
+        "length/mean_tokens": float(np.mean([trajectory.num_sampled_tokens for trajectory in trajectories])),
+        "length/truncated_share": float(np.mean([one.finish_reason == "length" for one in trajectories])),
+    }
+
+
+def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:
+    if trajectory.reward is None:
+        raise TrainingError(
+            f"trainer: trajectory {trajectory.trajectory_id} of group {payload.group_id} has no reward. "
+            "Only scored groups may be trained."
+        )
+    return trajectory.reward

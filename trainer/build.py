@@ -1,0 +1,119 @@
+"""Wire one trainer rank: backend by name, settings from the configuration."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from penstock.trainer.backend import Backend
+from penstock.trainer.config import AlgorithmConfig, TrainerConfig
+from penstock.trainer.policy_trainer import PolicyTrainer, StepSettings
+from penstock.weights.model_config import ModelConfig, ModelShape
+
+
+def build_trainer(
+    model_path: str,
+    model: ModelConfig,
+    trainer: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    rank: int,
+    world_size: int,
+    master_port: int,
+    device: str,
+    threads: int,
+    seed: int,
+    temperature: float,
+    max_new_tokens: int,
+    master_addr: str = "127.0.0.1",
+) -> PolicyTrainer:
+    """Build this process's rank. Collective: with more than one rank, all must be building at once.
+
+    Sets the process's thread count and, for DeepSpeed, `RANK` and the other variables of the process group.
+
+    Args:
+        model_path: Directory or hub name of the starting weights.
+        model: Shape, precision and attention of the policy.
+        trainer: Backend, ZeRO stage, optimizer, token budget.
+        algorithm: Advantage, loss, correction, aggregation.
+        rank: This process, 0 ≤ rank < world_size.
+        world_size: Ranks in all.
+        master_port: Free port on rank 0's node.
+        device: `cpu` or `cuda`; the process sees only its own accelerator.
+        threads: CPU threads of this process.
+        seed: Of torch's generator.
+        temperature: Sampling temperature.
+        max_new_tokens: Sampling limit, tokens.
+        master_addr: Address of rank 0's node.
+
+    Raises:
+        ConfigError: If the model cannot be loaded or the backend cannot do what is asked.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    backend: Backend
+    if trainer.backend == "torch":
+        from penstock.trainer.torch_backend import build_torch_backend
+
+        backend = build_torch_backend(model_path, model, trainer, device)
+    else:
+        from penstock.trainer.deepspeed_backend import build_deepspeed_backend
+
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": master_addr,
+            "MASTER_PORT": str(master_port),
+        }
+        backend = build_deepspeed_backend(model_path, model, trainer, device=device, timeout_s=trainer.step_timeout_s)
+    settings = StepSettings(
+        max_tokens_per_micro_batch=trainer.max_tokens_per_micro_batch,
+        attention_share=attention_share(model.shape),
+        attention=model.attention,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        max_bad_steps=trainer.max_bad_steps,
+    )
+    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)
+
+
+def attention_share(shape: ModelShape) -> float:
+    """Attention products per token and token of context, relative to those with weights.
+
+    `a = 4 · layers · heads · head_dim / (2 · weights outside embeddings)`: QKᵀ and AV over one multiply-add per weight.
+    """
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    weights = shape.num_parameters - embeddings
+    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim / weights
+
+
+def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:
+    """Write the policy with its tokenizer in Hugging Face form. Collective.
+
+    Args:
+        trainer: This rank's trainer.
+        path: Directory to write; created.
+        tokenizer_source: Where the tokenizer is: the directory or hub name the policy was loaded from.
+    """
+    trainer.backend.save_hf(path)
+    if trainer.backend.rank == 0:
+        _copy_tokenizer(tokenizer_source, Path(path))
+
+
+def _copy_tokenizer(source: str, target: Path) -> None:
+    """Copy tokenizer files as they are, so that ids cannot change; hub names go through `AutoTokenizer`."""
+    directory = Path(source)
+    if not directory.is_dir():
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(target)
+        return
+    weights = {".safetensors", ".bin", ".pt"}
+    for file in directory.iterdir():
+        is_model_file = file.suffix in weights or file.name in {"config.json", "model.safetensors.index.json"}
+        if file.is_file() and not is_model_file and not (target / file.name).exists():
+            shutil.copy2(file, target / file.name)

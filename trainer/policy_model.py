@@ -1,0 +1,110 @@
+"""The policy as one module: Hugging Face backbone and head, from tokens to logprobs in a single forward.
+
+Backbone and head are both called inside the wrapped forward, so that ZeRO-3 hooks see them. Logits exist only inside
+`kernels.linear_logprob`, at the positions whose next token carries loss.
+
+Shape legend: R rows, L row length, K loss tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.dataflow.errors import ConfigError, boundary
+from penstock.kernels.linear_logprob import linear_argmax, linear_logprob
+
+_PREFIX = "causal_lm."
+
+
+class PolicyModel(nn.Module):
+    """Wraps a `...ForCausalLM`.
+
+    Attributes:
+        causal_lm: The Hugging Face model; its parameter names are the published names.
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        target_index: Tensor,
+        target_ids: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Score target tokens.
+
+        Args:
+            input_ids: `[R, L] int64`.
+            position_ids: `[R, L] int64`, restarting with every sequence.
+            attention_mask: `[R, 1, L, L] bool` (True = attend), or None.
+            target_index: `[K] int64` into the flattened `[R·L]` positions.
+            target_ids: `[K] int64`, the token that follows each of them.
+            temperature: The sampling temperature; divides the logits.
+
+        Returns:
+            In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
+            at that temperature and `[K] bool`: the target is the argmax.
+        """
+        backbone = self.causal_lm.base_model
+        output = backbone(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+        )
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+        head = self.causal_lm.get_output_embeddings()
+        logprobs, entropies = linear_logprob(hidden, head, target_ids, temperature=temperature)
+        if self.training:
+            return logprobs, entropies
+        return logprobs, linear_argmax(hidden, head) == target_ids
+
+
+def hf_name(parameter_name: str) -> str:
+    """Name of a `PolicyModel` parameter in the Hugging Face checkpoint."""
+    return parameter_name.removeprefix(_PREFIX)
+
+
+def load_policy(path: str, *, attention: str, gradient_checkpointing: bool) -> PolicyModel:
+    """Load a policy in float32, whatever the checkpoint's precision: masters are float32.
+
+    Args:
+        path: Hugging Face directory or hub name.
+        attention: `sdpa` or `flash_attention_2`.
+        gradient_checkpointing: Recompute each layer in backward.
+
+    Raises:
+        ConfigError: If there is no such model, or it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if path.startswith(("/", ".")) and not Path(path).is_dir():
+        raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
+    with boundary(ConfigError, f"model.path={path} cannot be loaded"):
+        causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return PolicyModel(causal_lm).train()
+
+
+def copy_float_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Float buffers (rotary frequencies) by name, to restore after a cast of the module to bfloat16."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+def restore_float_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    """Put float32 buffers back: in bfloat16, rotary angles are wrong from a few hundred positions on."""
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        persistent = leaf not in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public query
+        device = module.get_buffer(leaf).device
+        module.register_buffer(leaf, buffer.to(device), persistent=persistent)

@@ -1,0 +1,204 @@
+"""One rank of the trainer: a batch of groups in, one optimizer step, a report out. No Ray here.
+
+    advantages (per group) → token weights (whole batch, I9) → plan (ranks, rows) → forward, loss, backward per
+    micro-batch → clip and update → metrics reduced over ranks
+
+Every rank gets the same groups and takes its own share of the sequences. One step per batch (K = 1), so the proximal
+policy is the target policy before its gradient: proximal = sg(target), no extra forward, ρ ≡ 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.ports import StepReport
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.corrections import behavior_correction
+from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.policy_loss import policy_loss
+from penstock.trainer.backend import Backend
+from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate
+from penstock.trainer.batches.packing import BatchPlan, plan_batch
+from penstock.trainer.batches.sequences import Example, batch_metrics, policy_sequences, supervised_sequences
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepSettings:
+    """What a step needs besides the algorithm.
+
+    Attributes:
+        max_tokens_per_micro_batch: Padded tokens of one forward-backward on one rank.
+        attention_share: a of the packing cost model, per token.
+        attention: `sdpa` packs rows under a mask; `flash_attention_2` packs one row.
+        temperature: Of sampling; the trainer's logprobs use the same.
+        max_new_tokens: Sampling limit, the constant of `constant_length`.
+        max_bad_steps: Skipped steps in a row before a TrainingError.
+    """
+
+    max_tokens_per_micro_batch: int
+    attention_share: float
+    attention: str
+    temperature: float
+    max_new_tokens: int
+    max_bad_steps: int
+
+
+class _LossTerms(NamedTuple):
+    """Per loss token of one micro-batch, `[K]`: what is summed with the token weights, and two flags for metrics."""
+
+    terms: Tensor
+    is_masked: Tensor
+    is_clipped: Tensor
+
+
+_LossFunction = Callable[[Tensor, MicroBatch], _LossTerms]
+
+
+class PolicyTrainer:
+    """Trains one policy through a `Backend`. Collective: all ranks make the same calls with the same arguments."""
+
+    def __init__(
+        self, backend: Backend, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, settings: StepSettings
+    ) -> None:
+        self.backend = backend
+        self._algorithm = algorithm
+        self._optimizer = optimizer
+        self._settings = settings
+        self._policy_loss = policy_loss(algorithm)
+        self._correction = behavior_correction(algorithm)
+        self._num_steps = 0
+        self._bad_steps_in_a_row = 0
+
+    def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
+        """Train one batch once.
+
+        Args:
+            payloads: The batch's groups with rewards.
+            version: Policy version before the step.
+
+        Returns:
+            version + 1 and metrics, or the same version if the step was skipped.
+
+        Raises:
+            TrainingError: After `max_bad_steps` skipped steps in a row.
+        """
+        start = time.perf_counter()
+        sequences = policy_sequences(payloads, self._algorithm, self._settings.max_new_tokens)
+        metrics, is_skipped = self._optimize(sequences, self._rl_terms)
+        metrics |= batch_metrics(payloads)
+        busy_s = time.perf_counter() - start
+        metrics["trainer/step_s"] = busy_s
+        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
+
+    def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
+        """One step of −logprob, the mean over all response tokens of the batch.
+
+        Args:
+            examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
+        """
+        start = time.perf_counter()
+        metrics, _ = self._optimize(supervised_sequences(examples), _sft_terms)
+        kept = {name: value for name, value in metrics.items() if not name.startswith(("ratio/", "mismatch/"))}
+        kept["sft/loss"] = kept.pop("loss/policy")
+        kept["trainer/step_s"] = time.perf_counter() - start
+        return kept
+
+    def teacher_forced_accuracy(self, examples: Sequence[Example]) -> float:
+        """Share of examples whose every response token is the argmax: exactly those that greedy decoding reproduces."""
+        sequences = supervised_sequences(examples)
+        num_wrong = 0
+        with self.backend.evaluation():
+            for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
+                _, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
+                wrong = ~is_argmax[: micro_batch.num_tokens].cpu().numpy()
+                num_wrong += len(np.unique(micro_batch.sequence_index[wrong]))
+        total_wrong = float(self.backend.all_reduce(np.array([num_wrong], np.float64), "sum")[0])
+        return 1.0 - total_wrong / len(examples)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""
+        return self.backend.export_weights()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.backend.close()
+
+    def _optimize(
+        self, sequences: Sequence[TrainingSequence], loss_function: _LossFunction
+    ) -> tuple[dict[str, float], bool]:
+        """Forward, backward and one optimizer step over the whole batch. Returns metrics and whether it was skipped."""
+        plan = self._plan(sequences)
+        count = len(plan.ranks[self.backend.rank])
+        token_metrics = TokenMetrics(self.backend.device)
+        lr = self._warmed_up_lr()
+        self.backend.set_lr(lr)
+        for position, micro_batch in enumerate(self._micro_batches(sequences, plan)):
+            target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
+            terms, is_masked, is_clipped = loss_function(target, micro_batch)
+            loss = (terms * micro_batch.token_weights).sum()
+            self.backend.backward(loss, is_last=position == count - 1)
+            if micro_batch.num_tokens:
+                token_metrics.add(loss, target, micro_batch.behavior_logprobs, entropies, is_masked, is_clipped)
+        result = self.backend.optimizer_step()
+        self._count_step(is_skipped=result.is_skipped)
+        metrics = token_metrics.reduce(self.backend.all_reduce) | {
+            "loss/grad_norm": result.grad_norm,
+            "loss/lr": lr,
+            "trainer/num_micro_batches": float(count),
+            "trainer/packing_efficiency": plan.efficiency,
+        }
+        return metrics, result.is_skipped
+
+    def _plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
+        return plan_batch(
+            [sequence.num_inputs for sequence in sequences],
+            self.backend.world_size,
+            self._settings.max_tokens_per_micro_batch,
+            attention_share=self._settings.attention_share,
+            layout="rows" if self._settings.attention == "sdpa" else "single_row",
+        )
+
+    def _micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:
+        needs_mask = self._settings.attention == "sdpa"
+        for micro_batch in plan.ranks[self.backend.rank]:
+            yield collate(micro_batch, sequences, device=self.backend.device, needs_mask=needs_mask)
+
+    def _rl_terms(self, target: Tensor, micro_batch: MicroBatch) -> _LossTerms:
+        """Policy loss times behavior correction, with proximal = sg(target)."""
+        proximal = target.detach()
+        behavior = micro_batch.behavior_logprobs
+        terms, is_clipped = self._policy_loss(target, proximal, behavior, micro_batch.advantages)
+        factors, is_masked = self._correction(proximal, behavior)
+        return _LossTerms(terms * factors, is_masked, is_clipped)
+
+    def _warmed_up_lr(self) -> float:
+        """Linear from lr / warmup_steps at the first step to lr, then constant."""
+        warmup = self._optimizer.warmup_steps
+        return self._optimizer.lr * (min(1.0, (self._num_steps + 1) / warmup) if warmup else 1.0)
+
+    def _count_step(self, *, is_skipped: bool) -> None:
+        if not is_skipped:
+            self._num_steps += 1
+            self._bad_steps_in_a_row = 0
+            return
+        self._bad_steps_in_a_row += 1
+        if self._bad_steps_in_a_row >= self._settings.max_bad_steps:
+            raise TrainingError(
+                f"trainer: {self._bad_steps_in_a_row} steps in a row had a non-finite loss or gradient "
+                f"(trainer.max_bad_steps={self._settings.max_bad_steps}). The weights are those of the last good step. "
+                "Lower trainer.optimizer.lr, or check rewards and behavior logprobs for inf."
+            )
+
+
+def _sft_terms(target: Tensor, micro_batch: MicroBatch) -> _LossTerms:
+    none = torch.zeros_like(micro_batch.advantages, dtype=torch.bool)
+    return _LossTerms(-target, none, none)

@@ -1,0 +1,39 @@
+"""Everything that one trainer process needs to start. Plain data: importing it loads no torch."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.trainer.config import AlgorithmConfig, TrainerConfig
+from penstock.weights.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """What all ranks share.
+
+    Attributes:
+        model_path: Hugging Face directory (or hub name) of the policy at version 0.
+        temperature: The sampling temperature; the trainer's logprobs use the same.
+        max_new_tokens: The sampling limit, for `constant_length` aggregation and the truncated share.
+        threads: CPU threads of each rank.
+    """
+
+    model_path: str
+    model: ModelConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    device: Literal["cpu", "cuda"]
+    threads: int
+    seed: int
+    temperature: float
+    max_new_tokens: int
+
+
+def free_port() -> int:
+    """A TCP port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,47 @@
+"""A small policy from nothing: random weights in the shape the config gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from penstock.weights.model_config import ModelConfig
+
+
+def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int) -> None:
+    """Save a randomly initialised Qwen3-architecture policy and its tokenizer in Hugging Face form.
+
+    The same seed gives the same weights.
+
+    Args:
+        model: Its `shape` and `max_context_tokens` are used.
+        tokenizer: A Hugging Face tokenizer; gives the ids of the special tokens.
+        path: Directory to write; created.
+        seed: Of the weights.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    shape = model.shape
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=model.max_context_tokens,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Qwen3ForCausalLM(config)
+    policy.float().save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -1,0 +1,108 @@
+"""Plain torch on one process: for tests and tiny runs, and what other backends are compared with. float32 only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.dataflow.errors import ConfigError
+from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
+from penstock.trainer.batches.collate import ModelInputs
+from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.policy_model import PolicyModel, hf_name, load_policy
+from penstock.weights.model_config import ModelConfig
+
+
+class TorchBackend:
+    """One rank, whole parameters, AdamW. Implements `Backend`."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, model: PolicyModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+        self.device = next(model.parameters()).device
+        self._model = model
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+
+    def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs, extra = inputs.call(self._model, temperature)
+        return logprobs, extra
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        del is_last
+        poison_if_not_finite(loss).backward()
+
+    def optimizer_step(self) -> OptimizerResult:
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm))
+        is_finite = math.isfinite(grad_norm)
+        if is_finite:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return OptimizerResult(grad_norm if is_finite else math.inf, is_skipped=not is_finite)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._model.train()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield hf_name(name), parameter.detach()
+
+    def save_hf(self, path: str) -> None:
+        self._model.causal_lm.save_pretrained(path)
+
+    def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
+        del operation
+        return values
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+def build_torch_backend(model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> TorchBackend:
+    """Load the policy and its optimizer.
+
+    Raises:
+        ConfigError: If the configuration asks for what only DeepSpeed does here.
+    """
+    refusals = []
+    if trainer.num_ranks != 1:
+        refusals.append(
+            f"trainer.num_ranks={trainer.num_ranks} with trainer.backend=torch, which has 1 rank. "
+            "Use trainer.backend=deepspeed."
+        )
+    if model.dtype != "float32":
+        refusals.append(
+            f"model.dtype={model.dtype} with trainer.backend=torch, which trains in float32 only. "
+            "Use trainer.backend=deepspeed, or model.dtype=float32."
+        )
+    if refusals:
+        raise ConfigError(refusals)
+    policy = load_policy(
+        model_path, attention=model.attention, gradient_checkpointing=trainer.gradient_checkpointing
+    ).to(device)
+    return TorchBackend(policy, build_adamw(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)
+
+
+def build_adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Torch AdamW over all parameters: the same optimizer under every backend, and nothing to compile."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
