@@ -16,7 +16,8 @@ from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.processes import descendants, end_processes
 from penstock.actors.reward import RewardActor, RewardClient
-from penstock.actors.trainer import TrainerClient, TrainerRank
+from penstock.actors.trainer import TrainerRank
+from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig

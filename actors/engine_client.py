@@ -66,8 +66,11 @@ class RemoteEngine:
         self._spawn(self._call("abort", [request_id]))
 
     async def load(self) -> EngineLoad:
-        async with asyncio.timeout(SILENCE_S):
-            return await self._actor.load.remote()
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                return await self._actor.load.remote()
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise EngineLostError(f"{self.engine_id}: load() failed: {type(error).__name__}") from error
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
         """Swap weights in flight; the engine serves `manifest.version` once this returns.

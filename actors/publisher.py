@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.trainer import TrainerClient
+from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ports import PublishReport, WeightAck, WeightManifest
 from penstock.rollout.pool import EnginePool

@@ -74,6 +74,11 @@ class RewardClient:
         worker = next(self._next_worker)
         try:
             results = await worker.score_many.remote([job for job, _ in chunk])
+        except ray.exceptions.RayTaskError as error:  # not a trajectory's fault: the run stops with the cause
+            for _, answer in chunk:
+                if not answer.done():
+                    answer.set_exception(error.cause)
+            return
         except ray.exceptions.RayError as error:
             lost = TrajectoryError("reward", f"reward worker died: {str(error).splitlines()[0]}")
             results = [lost] * len(chunk)

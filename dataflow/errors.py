@@ -35,6 +35,9 @@ class ConfigError(PenstockError):
             + "\n".join(f"  - {violation}" for violation in violations)
         )
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return ConfigError, (self.violations,)
+
 
 class PlacementError(PenstockError):
     """The requested roles do not fit on the machines that exist."""

@@ -12,7 +12,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 
 RewardResult = float | Mapping[str, float]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
-"""`fn(trajectory: Trajectory, **task.fields)`. A dict names several parts; the reward is its `reward` entry, or their sum."""
+"""`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum."""
 
 
 class TaskSource(Protocol):

@@ -119,9 +119,27 @@ def _run(
             print_dry_run(loaded, command, Console())
             return 0
         print_warnings(loaded.warnings, Console(stderr=True))
-        return start(loaded.config)
+        return _start(start, loaded.config)
 
     _exit_with(body)
+
+
+def _start(start: Callable[[RunConfig], int], config: RunConfig) -> int:
+    """Run to the end. Foreign errors become one line; their whole traceback is in the run directory."""
+    from penstock.platform.lifecycle import Interrupted
+
+    trace = Path(config.run_dir) / "error.txt"
+    try:
+        return start(config)
+    except Interrupted as interrupted:
+        return EXIT_SIGNAL + interrupted.signum
+    except PenstockError:
+        raise
+    except Exception as error:
+        if not trace.exists():
+            raise
+        last_line = (str(error).strip().splitlines() or [""])[-1]
+        raise PenstockError(f"{type(error).__name__}: {last_line}\nThe whole traceback is in {trace}.") from error
 
 
 def _exit_with(body: Callable[[], int]) -> None:

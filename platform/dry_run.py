@@ -44,11 +44,12 @@ def placement_table(placements: Sequence[RolePlacement]) -> Table:
     for same in _rows(placements):
         first = same[0]
         on_gpu = first.device == "gpu"
+        slots = ",".join(str(slot) for slot in sorted({placement.slot for placement in same}))
         table.add_row(
             first.role,
             str(len(same)),
             first.pool or "-",
-            "gpu " + ",".join(str(slot) for slot in sorted({placement.slot for placement in same})) if on_gpu else "cpu",
+            f"gpu {slots}" if on_gpu else "cpu",
             f"{first.memory.device_gib:.1f}" if on_gpu else "-",
             f"{first.memory.host_gib:.1f}",
             _memory_words(first.memory.device if on_gpu else first.memory.host),
@@ -82,5 +83,3 @@ def _memory_words(parts: dict[Part, float]) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("[", r"\[")
-
-

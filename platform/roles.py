@@ -12,7 +12,7 @@ from penstock.actors.cluster import ObjectStore, Resources, ray_session, start_e
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.reward import RewardClient
-from penstock.actors.trainer import TrainerClient
+from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.colocation import TakesTurns

@@ -50,6 +50,7 @@ class Progress:
 
     last_step_at: float = field(default_factory=time.monotonic)
     trainer_wait_s: float = 0.0
+    tokens_generated: int = 0
     bad_steps_in_a_row: int = 0
     skipped_steps: int = 0
 
@@ -163,7 +164,9 @@ class Run:
     def _flow_metrics(self, flow: Flow, report: StepReport, wall_s: float) -> dict[str, float]:
         last, counts, monitor = self.stats.last, flow.counts(), self._parts.monitor
         waited_s = self.stats.trainer_wait_s - self._progress.trainer_wait_s
+        generated = self.stats.tokens_generated - self._progress.tokens_generated
         self._progress.trainer_wait_s = self.stats.trainer_wait_s
+        self._progress.tokens_generated = self.stats.tokens_generated
         return {
             "staleness/mean_versions": last.mean_versions,
             "staleness/max_versions": last.max_versions,
@@ -178,7 +181,7 @@ class Run:
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
             "flow/retries": flow.core.retries.total(),
-            "throughput/generated_tokens_per_s": monitor.tokens_per_s,
+            "throughput/generated_tokens_per_s": generated / wall_s,
             "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
             "throughput/step_s": wall_s,
             "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from penstock.actors.cluster import ray_session
-from penstock.actors.trainer import TrainerClient
+from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource

@@ -18,7 +18,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shared_memory import write_version
 
-pytest.register_assert_rewrite("tests.contract.engine_contract")
+pytest.register_assert_rewrite("tests.contract.engine_contract", "tests.contract.engine_harness")
 
 TINY_SHAPE = ModelShape(
     vocab_size=32,

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
+from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backend import Backend
 from penstock.trainer.config import AlgorithmConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer, StepSettings
+from penstock.trainer.validation import trainer_violations
 from penstock.weights.model_config import ModelConfig, ModelShape
 
 
@@ -50,8 +52,15 @@ def build_trainer(
         master_addr: Address of rank 0's node.
 
     Raises:
-        ConfigError: If the model cannot be loaded or the backend cannot do what is asked.
+        ConfigError: If the settings cannot run together, or the model cannot be loaded.
     """
+    violations = trainer_violations(model, trainer)
+    if violations:
+        raise ConfigError(violations)
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = (
+            "cpu"  # transformers imports deepspeed's accelerator probe, which warns without it
+        )
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     backend: Backend

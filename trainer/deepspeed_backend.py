@@ -28,10 +28,9 @@ from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.policy_model import (
-    copy_float_buffers,
     hf_name,
     load_policy,
-    restore_float_buffers,
+    restore_rotary_buffers,
 )
 from penstock.trainer.torch_backend import build_adamw
 from penstock.weights.model_config import ModelConfig
@@ -135,15 +134,14 @@ def build_deepspeed_backend(
 
     `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` stand in the environment.
     """
-    deepspeed = _import_deepspeed(device)
+    deepspeed = _import_deepspeed()
     backend = "gloo" if device == "cpu" else "nccl"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
     settings = deepspeed_settings(model, trainer, num_ranks=int(os.environ["WORLD_SIZE"]))
     hf_config = _announce_zero3(settings) if trainer.zero_stage == 3 else None
     policy = load_policy(model_path, attention=model.attention, gradient_checkpointing=trainer.gradient_checkpointing)
-    buffers = copy_float_buffers(policy)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=build_adamw(policy, trainer.optimizer), config=settings)
-    restore_float_buffers(policy, buffers)
+    restore_rotary_buffers(policy)
     engine.train()
     return DeepSpeedBackend(
         engine,
@@ -185,9 +183,7 @@ def _clips_here(model: ModelConfig, trainer: TrainerConfig) -> bool:
     return trainer.zero_stage == 0 and model.dtype == "float32"
 
 
-def _import_deepspeed(device: str) -> Any:
-    if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+def _import_deepspeed() -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     from deepspeed.utils import logger

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.dataflow.errors import ConfigError
 from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
@@ -77,24 +76,7 @@ class TorchBackend:
 
 
 def build_torch_backend(model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> TorchBackend:
-    """Load the policy and its optimizer.
-
-    Raises:
-        ConfigError: If the configuration asks for what only DeepSpeed does here.
-    """
-    refusals = []
-    if trainer.num_ranks != 1:
-        refusals.append(
-            f"trainer.num_ranks={trainer.num_ranks} with trainer.backend=torch, which has 1 rank. "
-            "Use trainer.backend=deepspeed."
-        )
-    if model.dtype != "float32":
-        refusals.append(
-            f"model.dtype={model.dtype} with trainer.backend=torch, which trains in float32 only. "
-            "Use trainer.backend=deepspeed, or model.dtype=float32."
-        )
-    if refusals:
-        raise ConfigError(refusals)
+    """Load the policy and its optimizer."""
     policy = load_policy(
         model_path, attention=model.attention, gradient_checkpointing=trainer.gradient_checkpointing
     ).to(device)

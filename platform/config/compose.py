@@ -76,7 +76,7 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
     """
     result = Composition()
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError([f"--config-dir {config_dir}: no such folder. Give the folder that holds your config groups."])
+        raise ConfigError([f"--config-dir {config_dir}: no such folder. Give the one that holds your config groups."])
     if config_dir is not None:
         result.problems += shadowed_files(config_dir)
     groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])

@@ -34,5 +34,20 @@ class Finding:
         return any(_overlap(key, path) for key in self.keys for path in paths)
 
 
+def error(message: str, *keys: str) -> Finding:
+    """A reason not to start."""
+    return Finding(message, keys)
+
+
+def absent(message: str, *keys: str) -> Finding:
+    """Something this machine lacks."""
+    return Finding(message, keys, "absent")
+
+
+def warning(message: str, *keys: str) -> Finding:
+    """Something to know before starting."""
+    return Finding(message, keys, "warning")
+
+
 def _overlap(left: str, right: str) -> bool:
     return left == right or left.startswith(f"{right}.") or right.startswith(f"{left}.")

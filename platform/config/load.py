@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.config.checks import check_config, check_pools
+from penstock.platform.config.checks import check_config
+from penstock.platform.config.checks_cluster import check_pools
 from penstock.platform.config.checks_machine import check_machine
 from penstock.platform.config.checks_tasks import check_plugins
 from penstock.platform.config.compose import compose_all
@@ -45,7 +46,7 @@ def load_config(
     if config is None:
         raise ConfigError(composition.problems)
     findings = check_config(config, command)
-    if not check_pools(config):
+    if not list(check_pools(config)):  # roles can be placed
         findings += check_machine(config, command)
     findings = composition.relevant([*findings, *check_plugins(config, command)])
     problems = composition.problems + [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]

@@ -68,7 +68,6 @@ class RunConsole:
             name: Name of the run.
             facts: Label -> text, e.g. `model -> Qwen3, 0.8 M parameters`.
         """
-        self._arrivals.append((self._clock(), 0))
         width = max((len(label) for label in facts), default=0)
         self._print()
         self._print(Text.assemble(("penstock", "bold cyan"), (" · ", "dim"), (name, "bold")))

@@ -15,11 +15,11 @@ from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.weights.model_config import ModelConfig
 
-from .engine_contract import (
+from .engine_contract import EngineContract
+from .engine_harness import (
     JOURNAL_INTERVAL,
     MAX_NUM_SEQS,
     UPDATE_MODES,
-    EngineContract,
     Harness,
     Reference,
     StreamingRequests,

@@ -11,11 +11,11 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.model_config import ModelConfig
 
-from .engine_contract import (
+from .engine_contract import EngineContract
+from .engine_harness import (
     JOURNAL_INTERVAL,
     MAX_NUM_SEQS,
     UPDATE_MODES,
-    EngineContract,
     Harness,
     Reference,
     make_spec,

@@ -1,0 +1,159 @@
+"""The flow over fakes: bounded admission, retries, failures with a reason, time-outs that say what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.trajectory import GroupRef, Task
+from penstock.platform.flow import Flow, FlowPorts
+from penstock.platform.observability.flow_stats import FlowStats
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from tests.fakes import FakeEngine, FakeRewards, FakeStore
+
+CODEC = TokenCodec(character_tokenizer())
+
+
+def tasks() -> Iterator[Task]:
+    return (Task(TaskId(f"t{index}"), "1+1=", {"answer": "2"}) for index in itertools.count())
+
+
+def make_flow(
+    engines: list[FakeEngine],
+    rewards: FakeRewards,
+    *,
+    batch: int = 2,
+    eta: int = 1,
+    steps: int = 4,
+    retries: int = 1,
+    timeout_s: float = 5.0,
+    silence_s: float = 5.0,
+    slots: int = 64,
+) -> Flow:
+    core = Dataflow(FlowLimits(batch, eta, steps), GroupRules(group_size=2, min_group_size=2, max_retries=retries))
+    runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
+    ports = FlowPorts(runner, rewards, FakeStore(), SamplingParams(8, stop_token_ids=CODEC.stop_token_ids))
+    return Flow(core, tasks(), ports, FlowStats(), timeout_s)
+
+
+async def next_groups(flow: Flow) -> list[GroupRef]:
+    return [group async for group in flow.next_batch()]
+
+
+async def train_all(flow: Flow, engines: list[FakeEngine]) -> list[GroupRef]:
+    trained: list[GroupRef] = []
+    async with flow:
+        for version in range(1, flow.core.limits.total_steps + 1):
+            trained += await next_groups(flow)
+            for engine in engines:
+                engine.version = version
+            flow.advance(version)
+            assert flow.counts().live <= flow.core.limits.window
+    return trained
+
+
+async def test_a_whole_run_trains_every_batch_and_balances() -> None:
+    engines = [FakeEngine(length=lambda serial: 3 + serial % 5)]
+    flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=6)
+    trained = await train_all(flow, engines)
+    assert flow.counts() == LedgerCounts(admitted=18, trained=18, dropped=0, filtered=0, failed=0, live=0)
+    assert len({group.group_id for group in trained}) == 18
+    assert flow.stats.total.max_versions <= 2
+    assert flow.stats.total.num_tokens == flow.stats.tokens_generated
+
+
+async def test_synchronous_training_is_on_policy() -> None:
+    engines = [FakeEngine()]
+    flow = make_flow(engines, FakeRewards(), eta=0, steps=5)
+    await train_all(flow, engines)
+    assert flow.stats.total.max_versions == 0
+    assert flow.stats.total.stale_share == 0.0
+
+
+async def test_engine_slots_are_never_exceeded_and_work_is_spread() -> None:
+    engines = [FakeEngine(engine_id=f"fake-{index}") for index in range(2)]  # type: ignore[arg-type]
+    flow = make_flow(engines, FakeRewards(), batch=8, eta=1, steps=2, slots=3)
+    await train_all(flow, engines)
+    assert all(0 < engine.most_running <= 3 for engine in engines)
+
+
+async def test_a_lost_request_is_retried_and_counted() -> None:
+    engines = [FakeEngine(fail_first=2)]
+    flow = make_flow(engines, FakeRewards(), steps=2, retries=2)
+    await train_all(flow, engines)
+    assert flow.core.retries["engine"] == 2
+    assert flow.counts().failed == 0
+
+
+async def test_a_group_beyond_its_retries_fails_with_its_reason_and_is_replaced() -> None:
+    engines = [FakeEngine()]
+    failures = itertools.count()
+    rewards = FakeRewards(lambda _t: TrajectoryError("reward", "planted") if next(failures) < 4 else 1.0)
+    flow = make_flow(engines, rewards, batch=1, eta=0, steps=2)
+    await train_all(flow, engines)
+    counts = flow.counts()
+    assert counts.trained == 2
+    assert counts.failed >= 1
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.REWARD] == counts.failed
+    assert flow.stats.failures[0].kind == "reward"
+    assert counts.admitted == counts.trained + counts.failed
+
+
+async def test_a_batch_that_never_closes_names_what_it_waits_for() -> None:
+    flow = make_flow([FakeEngine(silent=True)], FakeRewards(), timeout_s=0.05)
+    async with flow:
+        with pytest.raises(PenstockError, match=r"0 of 2 groups ready at v0; unfinished: 0:generating\(oldest v0\)"):
+            await next_groups(flow)
+    assert flow.counts().dropped == 4  # run_end: nothing is left live
+
+
+async def test_a_silent_engine_costs_its_time_limit_not_the_run() -> None:
+    engine = FakeEngine(silent=True)
+    flow = make_flow([engine], FakeRewards(), retries=0, silence_s=0.02, timeout_s=0.2)
+    async with flow:
+        with pytest.raises(PenstockError):
+            await next_groups(flow)
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] > 0
+    assert engine.aborted, "the engine is told to stop what nobody waits for"
+
+
+async def test_losing_every_engine_fails_groups_instead_of_hanging() -> None:
+    engine = FakeEngine()
+    pool = EnginePool([engine], 4)
+    await pool.fence(engine.engine_id, "planted")
+    runner = TrajectoryRunner(pool, CODEC, 1.0)
+    with pytest.raises(Exception, match="no rollout engine is left in service"):
+        await runner.run(next(tasks()), "0/0", SamplingParams(4))  # type: ignore[arg-type]
+
+
+async def test_a_bug_in_a_group_stops_the_run() -> None:
+    def broken(_trajectory: object) -> float:
+        raise ZeroDivisionError("planted")
+
+    flow = make_flow([FakeEngine()], FakeRewards(broken))  # type: ignore[arg-type]
+    async with flow:
+        with pytest.raises(BaseExceptionGroup, match="unhandled errors"):
+            await asyncio.wait_for(next_groups(flow), 5)
+
+
+async def test_skipped_steps_drop_their_groups_and_return_their_credits() -> None:
+    flow = make_flow([FakeEngine()], FakeRewards(), steps=2)
+    async with flow:
+        await next_groups(flow)
+        flow.skip()
+        for version in (1, 2):
+            await next_groups(flow)
+            flow.advance(version)
+    assert flow.counts() == LedgerCounts(admitted=6, trained=4, dropped=2, filtered=0, failed=0, live=0)
+    assert flow.core.ledger.reasons[GroupState.DROPPED, Reason.BAD_STEP] == 2
