@@ -14,7 +14,7 @@ import ray
 
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.processes import descendants, end_processes
+from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.reward import RewardActor, RewardClient
 from penstock.actors.trainer import TrainerRank
 from penstock.actors.trainer_client import TrainerClient
@@ -65,7 +65,7 @@ async def ray_session(address: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        started = descendants()  # taken now: once the raylet is gone, its workers are nobody's children
+        started = ray_processes()  # taken now: once the raylet is gone, its workers are nobody's children
         ray.shutdown()
         end_processes(started)
 

@@ -10,8 +10,18 @@ GRACE_S = 4.0
 
 
 def descendants() -> list[psutil.Process]:
-    """All processes below this one, children first."""
+    """All processes below this one."""
     return psutil.Process().children(recursive=True)
+
+
+def ray_processes() -> list[psutil.Process]:
+    """Ray's daemons that this process started, and every worker below them."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if any("/ray/" in argument for argument in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+    return found
 
 
 def end_processes(processes: list[psutil.Process], grace_s: float = GRACE_S) -> int:

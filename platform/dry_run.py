@@ -59,12 +59,9 @@ def placement_table(placements: Sequence[RolePlacement]) -> Table:
 
 def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[str]:
     """Estimated totals: the fullest GPU of every pool, and main memory."""
-    loads: dict[str, float] = {}
-    for (pool, _), load in device_load_gib(config, list(placements)).items():
-        loads[pool] = max(load, loads.get(pool, 0.0))
     lines = [
         f"pool {pool}: up to {load:.1f} of {config.cluster.pools[pool].memory_gib:g} GiB on a GPU (estimate)"
-        for pool, load in loads.items()
+        for pool, load in device_load_gib(config, list(placements)).items()
     ]
     return [*lines, f"main memory: {host_load_gib(list(placements)):.1f} GiB in all (estimate)"]
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
+from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
@@ -86,8 +87,11 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
                     raise Interrupted(signals[0]) from None
                 raise
 
-        with _single_error():
-            return runner.run(supervised())
+        try:
+            with _single_error():
+                return runner.run(supervised())
+        finally:
+            end_processes(descendants())  # nothing is left behind, whatever the parts did
 
 
 @contextmanager

@@ -71,8 +71,8 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     ]
 
 
-def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[tuple[str, int], float]:
-    """Peak memory of every GPU slot, GiB.
+def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[str, float]:
+    """Peak memory of the fullest GPU of every pool, GiB.
 
     Colocated roles take turns, but the trainer's weights and optimizer stay while the engine generates:
     max(whole trainer, trainer without gradients and activations + engine).
@@ -81,7 +81,10 @@ def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[
     for placement in placements:
         if placement.pool is not None and placement.device == "gpu":
             by_slot[placement.pool, placement.slot].append(placement)
-    return {slot: _slot_load(here, is_colocated=config.cluster.colocated) for slot, here in sorted(by_slot.items())}
+    loads: dict[str, float] = {}
+    for (pool, _), here in by_slot.items():
+        loads[pool] = max(loads.get(pool, 0.0), _slot_load(here, is_colocated=config.cluster.colocated))
+    return loads
 
 
 def host_load_gib(placements: list[RolePlacement]) -> float:

@@ -71,9 +71,11 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
     )
-    environment = {"OMP_NUM_THREADS": str(cluster.threads_per_process), "TOKENIZERS_PARALLELISM": "false"}
-    if spec.device == "cpu":
-        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        "OMP_NUM_THREADS": str(cluster.threads_per_process),
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": spec.device,
+    }
     return await start_trainer(spec, resources(config, "trainer", "train"), environment)
 
 

@@ -152,8 +152,9 @@ class VllmEngine:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         live = dict((await llm.collective_rpc("penstock_live_checksums", args=(rows,)))[0])
-        self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
+        self._version, self._ack = UNPUBLISHED, None
         await llm.finish_weight_update(weight_version=str(manifest.version))
+        self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self._version = manifest.version
         await llm.resume_generation()
         checksum = combine_checksums((name, int(value, 16)) for name, value in live.items())
@@ -182,6 +183,7 @@ class VllmEngine:
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # only what the request names stops it
             seed=sampling.seed,
             logprobs=0,
             detokenize=False,
@@ -206,6 +208,8 @@ class VllmEngine:
         vLLM hands the labels out with the final output only; for deltas before it we read the same
         record where its output processor keeps it (private API of the pinned version).
         """
+        if start == end:
+            return ()
         final = output.outputs[0].weight_versions
         if final is not None:
             starts = [(int(span.version), span.start) for span in final]

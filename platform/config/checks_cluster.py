@@ -18,8 +18,8 @@ _MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
 
 def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Run every check of roles against pools that concerns `command`. The pools must exist."""
-    yield from check_device_counts(config, command)
-    yield from check_memory(config, command)
+    too_few = list(check_device_counts(config, command))
+    yield from too_few or check_memory(config, command)
     if command != "sft":
         yield from check_cpu_engine(config)
         yield from check_kv_cache(config)
@@ -128,11 +128,11 @@ def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
 def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
     """The estimate of every device, and of the CPU pools, is within what the pool states."""
     placements = plan_placement(config, command)
-    for (name, slot), load in device_load_gib(config, placements).items():
+    for name, load in device_load_gib(config, placements).items():
         pool = config.cluster.pools[name]
         if load > pool.memory_gib:
             yield error(
-                f"cluster.pools.{name}.memory_gib={pool.memory_gib:g}, but GPU {slot} needs about {load:.1f} GiB. Use "
+                f"cluster.pools.{name}.memory_gib={pool.memory_gib:g}, but its fullest GPU needs about {load:.1f} GiB. Use "
                 "a higher trainer.zero_stage with more ranks, gradient_checkpointing=true, offload_optimizer=true, a "
                 "smaller max_tokens_per_micro_batch or a smaller rollout.engine.kv_cache_gib.",
                 *_MEMORY_KEYS,

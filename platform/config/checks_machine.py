@@ -117,7 +117,7 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
     wanted, found = sum(pool.count for pool in used.values()), hardware.num_nvidia_gpus()
     if found is not None and found < wanted:
         yield absent(
-            f"cluster.pools: {wanted} GPUs are asked for, nvidia-smi lists {found}. Lower count, or use another machine.",
+            f"cluster.pools: {wanted} GPUs are asked for, nvidia-smi lists {found}. Lower count, or change machine.",
             "cluster",
         )
 

@@ -19,6 +19,9 @@ from penstock.platform.config.field_errors import nearest_choice
 Groups = Mapping[str, Sequence[str]]
 """Config group -> its choices."""
 
+_REPLACED = {"env.args"}
+"""Keys whose value replaces the old one as a whole: Hydra would merge, and hand another factory's arguments on."""
+
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -90,6 +93,8 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
         hint = f"`{as_group}=CHOICE`, CHOICE one of {', '.join(groups[as_group])}"
         result.problems.append(f"{text}: {key} is a config group. Write {hint}.")
     else:
+        if key in _REPLACED and not override.is_delete():
+            result.values.append(f"++{key}=null")
         result.values.append(text if override.is_delete() else f"++{text.lstrip('+')}")
         result.typed[key] = text
 

@@ -95,5 +95,8 @@ class WandbTracker:
         self._run.summary.update(dict(summary))
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finish the run and end wandb's own background process."""
+        import wandb
+
         self._run.finish()
+        wandb.teardown()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 import pytest_asyncio
@@ -37,7 +37,7 @@ CONFIG = VllmEngineConfig(
 
 
 @pytest.fixture(scope="module")
-def cpu_profile() -> AsyncIterator[None]:
+def cpu_profile() -> Iterator[None]:
     """The environment of an engine actor, set before vLLM is imported."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in vllm_environment("cpu", threads=1).items():

@@ -1,4 +1,4 @@
-"""Golden values. Expected numbers are worked out here in numpy float64 from the formulas of docs/paper_index.md,
+"""Golden values. Expected numbers are worked out here in numpy float64 from the published formulas,
 token by token with plain loops, not with the functions under test.
 """
 

@@ -13,6 +13,7 @@ from penstock.dataflow.errors import ConfigError, ShapeError, TrainingError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.trainer.backend import poison_if_not_finite
 from penstock.trainer.batches.collate import TrainingSequence, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.build import attention_share, build_trainer, save_policy
@@ -262,6 +263,15 @@ def test_bad_steps_in_a_row_stop_training_and_leave_the_weights(policy, batch) -
     with pytest.raises(TrainingError, match=r"3 steps in a row .*max_bad_steps=3"):
         trainer.step(batch, 3)
     assert all(torch.equal(tensor, old) for old, (_, tensor) in zip(before, trainer.export_weights(), strict=True))
+
+
+def test_a_non_finite_loss_poisons_gradients_that_would_be_finite() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    poison_if_not_finite(weight.sum() + torch.tensor(float("inf"))).backward()
+    assert weight.grad.isnan().all()
+    weight.grad = None
+    poison_if_not_finite(2.0 * weight.sum()).backward()
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_unscored_and_empty_batches_are_refused(policy) -> None:

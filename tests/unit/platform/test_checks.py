@@ -1,0 +1,85 @@
+"""Cross-field checks: valid values that cannot run together are refused, with both numbers and a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.checks import check_config
+from penstock.platform.config.compose import compose_config
+
+
+def refused(experiment: str, *overrides: str, command: str = "train") -> str:
+    with pytest.raises(ConfigError) as raised:
+        compose_config([f"experiment={experiment}", *overrides], command=command)
+    (problem,) = raised.value.violations
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.num_ranks=5"], ["dataflow.batch_groups=32", "trainer.num_ranks=5", "unequal work", "Use 30 or 35"]),
+        (["dataflow.min_group_size=9"], ["min_group_size=9", "group_size=8", "for ever", "2..8"]),
+        (["trainer=torch", "trainer.num_ranks=2"], ["trainer.backend=torch", "num_ranks=2", "deepspeed"]),
+        (["trainer=torch", "trainer.zero_stage=1"], ["zero_stage=1"]),
+        (["trainer.offload_optimizer=true"], ["offload_optimizer", "zero_stage=0", "Use zero_stage=1"]),
+        (["trainer.max_tokens_per_micro_batch=100"], ["100", "max_context_tokens=128", "never be trained"]),
+        (["trainer.optimizer.betas=[0.9,1.0]"], ["[0.9, 1.0]", "[0, 1)"]),
+        (["rollout.sampling.top_p=0.9"], ["top_p=0.9", "importance ratio", "temperature"]),
+        (["rollout.sampling.top_k=50"], ["top_k=50"]),
+        (["rollout.sampling.max_new_tokens=128"], ["max_new_tokens=128", "max_context_tokens=128", "no room"]),
+        (["model.path=null"], ["model.path is not set"]),
+        (["model.from_scratch=true"], ["penstock sft"]),
+        (["model.shape.num_kv_heads=3"], ["num_heads=4", "num_kv_heads=3"]),
+        (["cluster.trainer_pool=cpus"], ["cluster.trainer_pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
+        (["cluster.colocated=true"], ["max_staleness=0, not 2", "dataflow=synchronous"]),
+        (["rollout/engine=vllm"], ["kv_cache_gib", "rollout/engine=vllm_cpu"]),
+        (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
+        (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
+        (["run_dir=."], ["working directory"]),
+    ],
+)
+def test_the_demo_with_a_contradiction_is_refused(overrides, words):
+    problem = refused("arithmetic", *overrides)
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 engine", "GPU"]),
+        (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 in all"]),
+        (["trainer.zero_stage=0"], ["cluster.pools.train.memory_gib=80", "zero_stage"]),
+        (["model.attention=flash_attention_2", "model.dtype=float32", "trainer.offload_optimizer=true"], ["bfloat16"]),
+    ],
+)
+def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
+    problem = refused("math_qwen_8gpu", *overrides)
+    assert all(word in problem for word in words), problem
+
+
+def test_colocated_roles_need_one_pool():
+    overrides = ["cluster.colocated=true", "dataflow.max_staleness=0"]
+    assert "one pool" in refused("math_qwen_8gpu", *overrides)
+
+
+def test_a_warm_start_needs_its_section_and_equal_work():
+    assert "sft is not set" in refused("arithmetic", command="sft")
+    assert "sft.batch_size=128" in refused("arithmetic_sft", "trainer.num_ranks=3", command="sft")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.engine.max_num_seqs=8", "the engines decode 8 at once"),
+        ("algorithm.correction=none", "biases the gradient"),
+        ("dataflow.batch_timeout_s=10", "lost engine"),
+        ("cluster.address=ray://head:10001", "one node"),
+    ],
+)
+def test_what_works_but_hurts_is_a_warning(override, words):
+    config = compose_config(["experiment=arithmetic", override])
+    (finding,) = check_config(config, "train")
+    assert finding.severity == "warning"
+    assert words in finding.message

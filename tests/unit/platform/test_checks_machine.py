@@ -1,0 +1,204 @@
+"""Checks against the machine and against what the user plugs in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform import hardware
+from penstock.platform.config.load import load_config
+
+PLUGIN = """
+from penstock.dataflow.trajectory import Task
+
+not_callable = 3
+
+def reward(trajectory, **fields):
+    return 1.0
+
+class Source:
+    def __init__(self, seed, leaks=False, prompt_chars=4):
+        self.leaks, self.prompt_chars = leaks, prompt_chars
+
+    def train(self):
+        index = 0
+        while True:
+            yield self._task(index)
+            index += 1
+
+    def held_out(self, num_tasks):
+        return [self._task(index + (5 if self.leaks else 10_000)) for index in range(num_tasks)]
+
+    def _task(self, index):
+        return Task(f"t{index}", str(index).zfill(self.prompt_chars), {"answer": "1"})
+
+def broken(seed):
+    raise RuntimeError("no luck")
+"""
+
+
+@pytest.fixture
+def overrides(tmp_path, monkeypatch):
+    """The demo on a machine that has all it needs, with a plug-in of the user."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_plugin.py").write_text(PLUGIN)
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    shape = {"vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": True}
+    (policy / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setattr("penstock.platform.config.checks_tasks.NUM_MEASURED_PROMPTS", 4)
+    monkeypatch.setattr("penstock.rollout.tokenizers.load_codec", lambda _: CharacterCodec())
+    return ["experiment=arithmetic", f"model.path={policy}", "env.factory=my_plugin:Source", "env.args={}"]
+
+
+class CharacterCodec:
+    def encode_prompt(self, prompt: str) -> tuple[int, ...]:
+        return tuple(map(ord, prompt))
+
+
+def problem(overrides: list[str], *, dry_run: bool = False) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", overrides, dry_run=dry_run)
+    (violation,) = raised.value.violations
+    return violation
+
+
+def absent(overrides: list[str]) -> str:
+    """The problem of a run that is only a warning in a dry run."""
+    found = problem(overrides)
+    assert load_config("train", overrides, dry_run=True).warnings == [found]
+    return found
+
+
+def test_a_good_configuration_has_no_warning(overrides):
+    assert load_config("train", overrides).warnings == []
+    assert load_config("eval", overrides).warnings == []
+
+
+def test_a_missing_warm_start_says_how_to_make_it(overrides):
+    found = absent([*overrides, "model.path=runs/arithmetic_sft-seed7/policy", "seed=7"])
+    assert "runs/arithmetic_sft-seed7/policy does not exist" in found
+    assert "penstock sft experiment=arithmetic_sft seed=7" in found
+
+
+def test_a_missing_model_is_named(overrides):
+    assert "model.path=/no/such/model does not exist" in absent([*overrides, "model.path=/no/such/model"])
+
+
+def test_a_hub_name_must_be_in_the_cache(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert "hf download Org/Model" in absent([*overrides, "model.path=Org/Model"])
+    snapshot = tmp_path / "hub" / "models--Org--Model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    load_config("train", [*overrides, "model.path=Org/Model"])
+
+
+def test_a_folder_that_is_no_model_is_refused(overrides, tmp_path):
+    assert "has no config.json" in problem([*overrides, f"model.path={tmp_path}"])
+
+
+def test_a_shape_that_is_not_the_checkpoints_is_refused(overrides):
+    found = problem([*overrides, "model.shape.num_layers=5"])
+    assert "model.shape.num_layers=5 differs from the checkpoint's num_hidden_layers=4" in found
+
+
+def test_a_run_directory_in_use_is_refused(overrides):
+    Path("runs/old").mkdir(parents=True)
+    load_config("train", [*overrides, "name=old"])
+    Path("runs/old/metrics.jsonl").touch()
+    found = problem([*overrides, "name=old"], dry_run=True)
+    assert "run_dir=runs/old exists and is not empty" in found
+    assert "overwrite=true" in found
+    load_config("train", [*overrides, "name=old", "overwrite=true"])
+
+
+def test_a_file_in_the_way_of_the_run_directory_is_refused(overrides):
+    Path("runs").touch()
+    assert "is a file" in problem(overrides)
+
+
+def test_gpu_pools_without_a_driver_are_refused(overrides, monkeypatch):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    found = absent([*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"])
+    assert "cluster.pools.gpu.device=gpu" in found
+    assert "no NVIDIA driver" in found
+
+
+def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 0)
+    typed = [*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"]
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", typed)
+    build, count = raised.value.violations
+    assert "FLAVOR=cuda" in build
+    assert "1 GPUs are asked for, nvidia-smi lists 0" in count
+
+
+def test_too_little_memory_and_disk_are_refused_with_both_numbers(overrides, monkeypatch):
+    monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 1 << 30)
+    found = absent(overrides)
+    assert "memory" in found
+    assert "1.0 GiB are free" in found
+    monkeypatch.undo()
+
+
+def test_too_little_disk_is_refused_with_both_numbers(overrides, monkeypatch):
+    monkeypatch.setattr(hardware, "free_disk_bytes", lambda path: 0 if "runs" in str(path) else 1 << 40)
+    found = absent(overrides)
+    assert "need about 0.5 GiB of disk, 0.0 GiB are free" in found
+
+
+def test_too_little_shared_memory_is_refused(overrides, monkeypatch):
+    monkeypatch.setattr(hardware, "free_disk_bytes", lambda path: 0 if "shm" in str(path) else 1 << 40)
+    assert "weights=object_store" in absent(overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("reward.fn=my_plugin.reword", ["reward.fn", "my_plugin", "Did you mean 'reward'?"]),
+        ("reward.fn=my_plugn.reward", ["reward.fn", "no module 'my_plugn'"]),
+        ("reward.fn=my_plugin:not_callable", ["reward.fn", "not callable"]),
+        ("env.factory=my_plugin:Sorce", ["env.factory", "Did you mean 'Source'?"]),
+        ("env.factory=my_plugin:not_callable", ["env.factory", "not callable"]),
+        ("env.factory=my_plugin:broken", ["env.factory=my_plugin:broken", "RuntimeError: no luck"]),
+        ("env.args={depth: 3}", ["env.args", "depth"]),
+        ("env.args={leaks: true}", ["training tasks are also among the", "held-out", "hash"]),
+        ("env.args={prompt_chars: 100}", ["100 tokens", "max_new_tokens=64", "164", "max_context_tokens=128"]),
+    ],
+)
+def test_a_plug_in_that_cannot_work_is_named(overrides, override, words):
+    found = problem([*overrides, override], dry_run=True)
+    assert all(word in found for word in words), found
+
+
+@pytest.mark.parametrize("path", ["my_plugin.reward", "my_plugin:reward"])
+def test_both_forms_of_import_paths_work(overrides, path):
+    load_config("train", [*overrides, f"reward.fn={path}"])
+
+
+def test_too_few_held_out_tasks_are_refused_with_both_numbers(overrides):
+    typed = ["env.factory=penstock.envs.arithmetic:ArithmeticTasks", "env.args={digits: 1}"]
+    found = problem([*overrides, *typed])
+    assert "evaluation.num_tasks=1024" in found
+
+
+def test_a_warm_start_needs_worked_answers(overrides):
+    with pytest.raises(ConfigError, match="gold_response"):
+        load_config("sft", ["experiment=arithmetic_sft", *overrides[2:]])
+
+
+def test_problems_of_keys_machine_and_plug_ins_come_in_one_message(overrides):
+    typed = ["dataflow.max_stalness=1", "trainer.num_ranks=5", "model.path=/no/model", "reward.fn=my_plugin.reword"]
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", [*overrides, *typed])
+    starts = ("dataflow.max_stalness", "dataflow.batch_groups=32", "model.path=/no/model", "reward.fn=")
+    assert len(raised.value.violations) == len(starts)
+    assert all(any(found.startswith(start) for found in raised.value.violations) for start in starts)

@@ -1,0 +1,112 @@
+"""The command: exit codes, one readable error, a dry run that starts nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.dataflow.errors import TrainingError
+from penstock.platform import cli, hardware
+from penstock.platform.lifecycle import Interrupted
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    return lambda *words: CliRunner().invoke(cli.app, list(words))
+
+
+def test_help_is_light():
+    heavy = {"torch", "ray", "vllm", "hydra", "transformers", "pydantic"}
+    program = f"import sys, penstock.platform.cli; print(sorted({heavy} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+def test_a_config_error_is_readable_and_exits_2(invoke):
+    result = invoke("train", "experiment=arithmetic", "dataflow.max_stalness=1", "total_steps=abc")
+    assert result.exit_code == 2
+    assert "3 problems" in result.stderr
+    assert "Did you mean dataflow.max_staleness?" in result.stderr
+    assert "total_steps" in result.stderr
+    assert "penstock sft experiment=arithmetic_sft" in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("experiment", ["gsm8k_qwen_1gpu", "math_qwen_8gpu"])
+def test_gpu_experiments_dry_run_on_any_machine(invoke, experiment, monkeypatch):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    result = invoke("train", f"experiment={experiment}", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert f"name: {experiment}" in result.output
+    for row in ("driver", "trainer", "engine", "reward"):
+        assert row in result.output
+    assert "no NVIDIA driver" in result.output
+    assert "hf download Qwen/" in result.output
+    assert "nothing was started" in result.output
+    assert not Path("runs").exists()
+
+
+def test_the_warm_start_dry_runs_without_warning(invoke):
+    result = invoke("sft", "experiment=arithmetic_sft", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "warning" not in result.output
+    assert "engine" not in result.output.split("placement")[1]
+
+
+def test_a_run_of_the_gpu_experiment_without_driver_exits_2(invoke, monkeypatch):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    result = invoke("train", "experiment=gsm8k_qwen_1gpu")
+    assert result.exit_code == 2
+    assert "no NVIDIA driver" in result.stderr
+
+
+def raising(error: BaseException):
+    def start(_):
+        raise error
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (TrainingError("loss is not finite"), 1, "loss is not finite"),
+        (Interrupted(2), 130, ""),
+        (Interrupted(15), 143, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_run_becomes_an_exit_code(invoke, monkeypatch, error, code, words):
+    monkeypatch.setattr(cli, "_sft", raising(error))
+    result = invoke("sft", "experiment=arithmetic_sft")
+    assert result.exit_code == code
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_foreign_error_is_one_line_with_the_place_of_its_traceback(invoke, monkeypatch):
+    def start(config):
+        Path(config.run_dir).mkdir(parents=True)
+        (Path(config.run_dir) / "error.txt").write_text("Traceback ...")
+        raise RuntimeError("remote traceback\nValueError: no luck")
+
+    monkeypatch.setattr(cli, "_sft", start)
+    result = invoke("sft", "experiment=arithmetic_sft")
+    assert result.exit_code == 1
+    assert "RuntimeError: ValueError: no luck" in result.stderr
+    assert "error.txt" in result.stderr
+
+
+def test_a_report_of_nothing_says_so(invoke):
+    result = invoke("report", "runs/none")
+    assert result.exit_code == 1
+    assert "runs/none" in result.stderr

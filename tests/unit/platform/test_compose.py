@@ -1,0 +1,237 @@
+"""Composition and field errors: every mistake is named with its path, and all mistakes come in one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.compose import compose_config, to_yaml
+from penstock.platform.config.findings import Command
+from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.config.schema import RunConfig
+
+COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft"}
+EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
+
+
+def problems(*overrides: str, experiment: str = "arithmetic", config_dir: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        compose_config([f"experiment={experiment}", *overrides], config_dir=config_dir)
+    assert all(violation in str(raised.value) for violation in raised.value.violations)
+    return raised.value.violations
+
+
+def only_problem(*overrides: str) -> str:
+    (problem,) = problems(*overrides)
+    return problem
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_and_validates(experiment):
+    config = compose_config([f"experiment={experiment}"], command=COMMANDS.get(experiment, "train"))
+    assert config.name.startswith(experiment)
+
+
+def test_the_demo_is_what_the_readme_says():
+    config = compose_config(["experiment=arithmetic", "seed=3"])
+    assert (config.dataflow.batch_groups, config.dataflow.group_size, config.dataflow.max_staleness) == (32, 8, 2)
+    assert config.model.path == "runs/arithmetic_sft-seed3/policy"
+    assert config.run_dir == "runs/arithmetic"
+    assert config.evaluation.num_tasks >= 1024
+    sft = compose_config(["experiment=arithmetic_sft", "seed=3"], command="sft")
+    assert config.model.path == f"{sft.run_dir}/policy"
+    assert sft.model.shape == config.model.shape
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout/engine=torch"],
+        ["rollout.num_engines=2"],
+        ["trainer.num_ranks=2", "trainer.zero_stage=3"],
+        ["tracker=[jsonl,wandb,tensorboard]"],
+        ["trainer=torch"],
+        ["dataflow=synchronous"],
+        ["algorithm=dr_grpo"],
+        ["algorithm=rloo"],
+        ["weights=object_store"],
+        ["+experiment=arithmetic"],
+        ["+seed=1", "++total_steps=2"],
+    ],
+)
+def test_variants_of_the_demo_compose(overrides):
+    compose_config(["experiment=arithmetic", *overrides])
+
+
+def test_several_trackers_can_be_chosen():
+    tracker = compose_config(["experiment=arithmetic", "tracker=[jsonl,wandb,tensorboard]"]).tracker
+    assert tracker.wandb is not None
+    assert tracker.tensorboard is not None
+    assert compose_config(["experiment=arithmetic"]).tracker.wandb is None
+
+
+def test_the_resolved_yaml_is_the_config():
+    config = compose_config(["experiment=math_qwen_8gpu"])
+    assert RunConfig.model_validate(yaml.safe_load(to_yaml(config))) == config
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_a_misspelt_key_is_named_with_nearest_match_and_siblings(prefix):
+    problem = only_problem(f"{prefix}dataflow.max_stalness=1")
+    assert problem.startswith("dataflow.max_stalness")
+    assert "unknown key" in problem
+    assert "Did you mean dataflow.max_staleness?" in problem
+    assert "batch_groups, group_size" in problem
+    if prefix:
+        assert f"`{prefix}dataflow.max_stalness=1`" in problem
+
+
+def test_a_key_in_the_wrong_section_is_found_where_it_lives():
+    assert "Did you mean trainer.optimizer.lr?" in only_problem("trainer.lr=1e-3")
+    assert "Did you mean dataflow.max_staleness?" in only_problem("max_staleness=1")
+    assert "Did you mean dataflow?" in only_problem("datflow.max_staleness=1")
+
+
+def test_a_key_of_another_engine_says_so():
+    problem = only_problem("rollout/engine=torch", "rollout.engine.kv_cache_gib=1")
+    assert problem.startswith("rollout.engine.kv_cache_gib")
+    assert "Another choice of the group has it." in problem
+
+
+def test_a_misspelt_key_in_the_users_own_yaml_is_named(tmp_path):
+    own = tmp_path / "experiment" / "mine.yaml"
+    own.parent.mkdir()
+    own.write_text("# @package _global_\ndefaults:\n  - arithmetic\n\nname: mine\ndataflow:\n  max_stalenes: 1\n")
+    (problem,) = problems(experiment="mine", config_dir=tmp_path)
+    assert problem.startswith("dataflow.max_stalenes: unknown key. Did you mean dataflow.max_staleness?")
+
+
+def test_the_users_own_groups_are_found(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine.yaml").write_text("factory: my.tasks\nargs: {depth: 3}\n")
+    config = compose_config(["experiment=arithmetic", "env=mine"], config_dir=tmp_path)
+    assert config.env.factory == "my.tasks"
+    assert config.env.args == {"depth": 3}
+
+
+def test_a_file_of_the_user_that_would_be_ignored_is_refused(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "arithmetic.yaml").write_text("factory: my.tasks\n")
+    assert "Give yours another name" in problems(config_dir=tmp_path)[0]
+
+
+def test_a_missing_config_dir_is_named(tmp_path):
+    assert "no such folder" in problems(config_dir=tmp_path / "nowhere")[0]
+
+
+def test_broken_yaml_is_one_problem(tmp_path):
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine.yaml").write_text("factory: [\n")
+    assert len(problems("env=mine", config_dir=tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("total_steps=abc", ['total_steps="abc"', "wrong type", "an integer >= 1"]),
+        ("seed=true", ["seed=true", "an integer >= 0"]),
+        ("total_steps=1.5", ["total_steps=1.5", "an integer >= 1"]),
+        ("overwrite=1", ["overwrite=1", "true or false"]),
+        ("name=3", ["name=3", "text"]),
+        ("trainer.optimizer.betas=[0.9]", ["trainer.optimizer.betas=[0.9]", "a list of 2 numbers"]),
+        ("trainer.optimizer=3", ["trainer.optimizer=3", "a section"]),
+        ("sft.batch_size=3", ["sft.max_steps is required"]),
+    ],
+)
+def test_a_wrong_type_says_what_is_expected(override, words):
+    problem = only_problem(override)
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("dataflow.batch_groups=0", ["dataflow.batch_groups=0", "out of range", ">= 1"]),
+        ("rollout.sampling.temperature=0", ["rollout.sampling.temperature=0", "in (0, 10]"]),
+        ("algorithm.clip_low=1.5", ["algorithm.clip_low=1.5", "in (0, 1)"]),
+        ("rollout.engine.journal_interval_tokens=65", ["in [1, 64]"]),
+        ("cluster.pools.cpu.count=0", ["cluster.pools.cpu.count=0", ">= 1"]),
+    ],
+)
+def test_a_value_out_of_range_states_the_range(override, words):
+    problem = only_problem(override)
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.backend=deepsped", ['"deepsped"', "Choices: deepspeed, torch", "Did you mean deepspeed?"]),
+        ("trainer.zero_stage=4", ["trainer.zero_stage=4", "Choices: 0, 1, 2, 3"]),
+        ("rollout.engine.type=vlm", ['rollout.engine.type="vlm"', "Choices: vllm, torch", "Did you mean vllm?"]),
+        ("trainer=torhc", ["trainer=torhc", "Choices: deepspeed, torch", "Did you mean torch?"]),
+        ("rollout/engine=sglang", ["rollout/engine=sglang", "torch, vllm"]),
+        ("tracker=[jsonl,wandbb]", ["tracker=wandbb", "Did you mean wandb?"]),
+        ("rollout/engin=torch", ["no config group", "Did you mean rollout/engine?"]),
+        ("rollout.engine=torch", ["Write `rollout/engine=CHOICE`"]),
+    ],
+)
+def test_an_unknown_choice_lists_the_choices(override, words):
+    problem = only_problem(override)
+    assert all(word in problem for word in words), problem
+
+
+def test_an_unknown_experiment_lists_them():
+    assert "Did you mean arithmetic?" in problems(experiment="arithmetik")[0]
+
+
+def test_no_experiment_lists_them():
+    with pytest.raises(ConfigError, match=r"none chosen.*gsm8k_qwen_1gpu"):
+        compose_config([])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("foo", ["'foo' is no override", "key=value"]),
+        ("seed=1,2", ["one run takes one value of seed"]),
+        ("hydra.verbose=true", ["have no effect"]),
+        ("~nothing", ["~nothing"]),
+        ("model.path=${nme}", ["model.path=${nme}", "nme"]),
+        ("seed.foo=1", ["seed"]),
+        ("name='a b'", ["not allowed", "letters, digits"]),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_one_problem(override, words):
+    problem = only_problem(override)
+    assert all(word in problem for word in words), problem
+
+
+def test_all_problems_come_in_one_message():
+    found = problems(
+        "foo",
+        "trainer=torhc",
+        "dataflow.max_stalness=1",
+        "+dataflow.group_siz=3",
+        "total_steps=abc",
+        "rollout.sampling.temperature=0",
+        "trainer.num_ranks=5",
+        "rollout.sampling.top_p=0.5",
+        "model.path=${nme}",
+    )
+    expected = [
+        "'foo'", "trainer=torhc", "dataflow.max_stalness", "dataflow.group_siz", "total_steps",
+        "rollout.sampling.temperature", "dataflow.batch_groups=32 is not a multiple of trainer.num_ranks=5",
+        "rollout.sampling.top_p=0.5", "model.path=${nme}",
+    ]  # fmt: skip
+    assert len(found) == len(expected)
+    assert all(any(problem.startswith(start) for problem in found) for start in expected), found
+
+
+def test_cross_field_problems_of_a_wrong_key_are_left_out():
+    assert [problem.split(" ")[0] for problem in problems("dataflow.batch_groups=abc", "trainer.num_ranks=5")] == [
+        'dataflow.batch_groups="abc"'
+    ]

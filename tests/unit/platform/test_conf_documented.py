@@ -1,0 +1,63 @@
+"""Every key of the YAML has a comment, and every key of the schema stands in the YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.config.schema_tree import all_paths
+
+FILES = sorted(CONF_DIR.rglob("*.yaml"))
+_KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):(?P<rest>.*)$")
+_USER_NAMES = re.compile(r"^(cluster\.pools)\.[a-z]+")
+
+
+def keys(path: Path) -> Iterator[tuple[str, bool]]:
+    """Dotted key below the file's own package, and whether its line has a comment. `defaults` lists are Hydra's."""
+    parents: list[tuple[int, str]] = []
+    for line in path.read_text().splitlines():
+        match = _KEY.match(line)
+        if not match or match["key"] == "defaults":
+            continue
+        indent = len(match["indent"])
+        parents = [parent for parent in parents if parent[0] < indent] + [(indent, match["key"])]
+        has_own_value = bool(match["rest"].partition("#")[0].strip())
+        yield ".".join(key for _, key in parents), " # " in line or not has_own_value
+
+
+def package(path: Path) -> str:
+    header = re.match(r"# @package (\S+)", path.read_text())
+    if header:
+        return "" if header[1] == "_global_" else header[1]
+    group = path.parent.relative_to(CONF_DIR).as_posix()
+    return "" if group == "." else group.replace("/", ".")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(CONF_DIR).as_posix())
+def test_every_yaml_key_has_a_comment(path):
+    assert [key for key, is_commented in keys(path) if not is_commented] == []
+    assert "# " in path.read_text().splitlines()[0]
+
+
+def test_every_config_key_stands_in_the_yaml():
+    documented = set()
+    for path in FILES:
+        prefix = package(path)
+        documented.add(prefix)
+        documented |= {f"{prefix}.{key}".lstrip(".") for key, _ in keys(path)}
+    documented = {_USER_NAMES.sub(r"\1.*", key) for key in documented}
+    sections = {path.rpartition(".")[0] for path in all_paths()}
+    missing = [path for path in all_paths() if path not in documented and path not in sections]
+    assert missing == []
+
+
+def test_the_comment_check_reads_every_key():
+    path = CONF_DIR / "cluster" / "local_cpu.yaml"
+    read = {key for key, _ in keys(path)}
+    assert set(yaml.safe_load(path.read_text())) <= read
+    assert "pools.cpu.count" in read

@@ -1,0 +1,73 @@
+"""The doctor names what is broken and what to do."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from penstock.platform import doctor, hardware
+from penstock.platform.doctor import Diagnosis
+
+
+def test_every_core_pin_is_read_from_our_own_requirements():
+    pins = dict(doctor._pins())
+    assert {"torch", "ray", "deepspeed", "hydra-core", "transformers"} <= set(pins)
+    assert all(version[0].isdigit() for version in pins.values())
+
+
+def test_a_missing_and_a_wrong_package_are_named():
+    missing = doctor._compare("no-such-package", "1.0")
+    assert missing is not None
+    assert missing.status == "bad"
+    assert "1.0 is needed" in missing.found
+    wrong = doctor._compare("pytest", "0.1")
+    assert wrong is not None
+    assert wrong.status == "warn"
+    assert wrong.advice == "pip install pytest==0.1"
+
+
+def test_a_local_build_label_is_no_difference():
+    version = doctor._version("torch")
+    assert version is not None
+    assert doctor._compare("torch", version.partition("+")[0]) is None
+
+
+def test_an_import_that_fails_is_one_line_with_advice():
+    diagnosis = doctor._import_in_child("nothing", "import no_such_module", "install it")
+    assert diagnosis == Diagnosis(
+        "nothing", "bad", "ModuleNotFoundError: No module named 'no_such_module'", "install it"
+    )
+    assert doctor._import_in_child("json", "import json; print('fine')", "").found == "fine"
+
+
+def test_an_import_that_hangs_is_bad(monkeypatch):
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.2)
+    diagnosis = doctor._import_in_child("slow", "import time; time.sleep(60)", "wait")
+    assert diagnosis.status == "bad"
+    assert "does not import within" in diagnosis.found
+
+
+def test_torchvision_beside_cpu_torch_is_broken(monkeypatch):
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.0" if name == "torchvision" else None)
+    (diagnosis,) = doctor.look_at_torchvision()
+    assert diagnosis.status == "bad"
+    assert diagnosis.advice == "pip uninstall -y torchvision"
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])
+def test_the_exit_code_is_1_if_something_is_broken(monkeypatch, status, code):
+    for look in ("python", "packages", "torchvision", "devices", "engines", "room"):
+        monkeypatch.setattr(doctor, f"look_at_{look}", lambda: iter([Diagnosis("x", status, "found", "do this")]))
+    stream = io.StringIO()
+    assert doctor.run_doctor(Console(file=stream, width=100)) == code
+    assert stream.getvalue().count("do this") == 6
+
+
+def test_too_little_room_is_bad(monkeypatch):
+    monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 1 << 30)
+    memory = next(iter(doctor.look_at_room()))
+    assert memory.status == "bad"
+    assert "1.0 GiB" in memory.found

@@ -1,0 +1,108 @@
+"""Placement and memory estimates."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.platform.config.compose import compose_config
+from penstock.platform.memory import GIB, engine_memory, kv_cache_gib, trainer_memory
+from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
+
+
+def slots(config, role, command="train"):
+    return [(p.pool, p.slot, p.num_gpus) for p in plan_placement(config, command) if p.role == role]
+
+
+def test_disaggregated_roles_have_a_gpu_each():
+    config = compose_config(["experiment=math_qwen_8gpu"])
+    assert slots(config, "trainer") == [("train", rank, 1.0) for rank in range(4)]
+    assert slots(config, "engine") == [("generate", index, 1.0) for index in range(4)]
+
+
+def test_colocated_roles_share_a_gpu():
+    config = compose_config(["experiment=gsm8k_qwen_1gpu"])
+    assert slots(config, "trainer") == slots(config, "engine") == [("gpu", 0, 0.5)]
+    assert slots(config, "engine", "eval") == [("gpu", 0, 1.0)]
+
+
+def test_engines_come_after_the_ranks_in_a_shared_pool():
+    config = compose_config(["experiment=math_qwen_8gpu", "cluster.rollout_pool=train", "cluster.pools.train.count=8"])
+    assert slots(config, "engine") == [("train", 4 + index, 1.0) for index in range(4)]
+
+
+@pytest.mark.parametrize("overrides", [[], ["rollout.num_engines=2", "trainer.num_ranks=2"], ["rollout.num_engines=7"]])
+def test_processes_of_a_cpu_pool_never_reserve_more_than_it_has(overrides):
+    config = compose_config(["experiment=arithmetic", "cluster.pools.cpu.memory_gib=64", *overrides])
+    reserved = sum(placement.num_cpus for placement in plan_placement(config))
+    assert 0 < reserved <= config.cluster.pools["cpu"].count
+
+
+def test_commands_start_only_what_they_need():
+    config = compose_config(["experiment=arithmetic"])
+    roles = {command: [p.name for p in plan_placement(config, command)] for command in ("train", "sft", "eval")}
+    assert roles == {
+        "train": ["driver", "trainer-0", "engine-0", "reward-0"],
+        "sft": ["driver", "trainer-0"],
+        "eval": ["driver", "engine-0", "reward-0"],
+    }
+
+
+def test_the_states_of_a_7b_trainer_are_16_bytes_a_parameter_over_its_ranks():
+    # By hand: bf16 weights 2 + bf16 gradients 2 + float32 master 4 + two moments 8 = 16 bytes, over 4 ranks at ZeRO-3,
+    # plus 1e9 gathered parameters of 2 bytes.
+    config = compose_config(["experiment=math_qwen_8gpu"])
+    parts = trainer_memory(config, config.cluster.pools["train"]).device
+    states = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    assert config.model.shape.num_parameters == pytest.approx(7.616e9, rel=1e-3)
+    assert states == pytest.approx((16 * 7.616e9 / 4 + 2e9) / GIB, rel=1e-3)
+
+
+def test_a_float32_trainer_without_sharding_keeps_no_master_copy():
+    config = compose_config(["experiment=arithmetic"])
+    parts = trainer_memory(config, config.cluster.pools["cpu"]).host
+    parameters = config.model.shape.num_parameters
+    assert parts["optimizer"] == pytest.approx(8 * parameters / GIB)
+    assert parts["gradients"] == pytest.approx(4 * parameters / GIB)
+
+
+def test_offloading_moves_the_optimizer_to_main_memory():
+    config = compose_config(["experiment=math_qwen_8gpu", "trainer.offload_optimizer=true"])
+    memory = trainer_memory(config, config.cluster.pools["train"])
+    assert "optimizer" not in memory.device
+    assert memory.host["optimizer"] == pytest.approx(12 * 7.616e9 / 4 / GIB, rel=1e-3)
+
+
+def test_checkpointing_saves_activations():
+    plain = compose_config(
+        ["experiment=gsm8k_qwen_1gpu", "trainer.gradient_checkpointing=false", "cluster.pools.gpu.memory_gib=80"]
+    )
+    saved = compose_config(["experiment=gsm8k_qwen_1gpu"])
+    pool = saved.cluster.pools["gpu"]
+    assert trainer_memory(saved, pool).device["activations"] < trainer_memory(plain, pool).device["activations"] / 3
+
+
+def test_an_engine_takes_the_stated_share_of_its_device():
+    config = compose_config(["experiment=math_qwen_8gpu"])
+    pool = config.cluster.pools["generate"]
+    assert engine_memory(config, pool).device_gib == pytest.approx(0.85 * 80)
+
+
+def test_the_torch_engines_cache_is_bounded_by_its_slots():
+    config = compose_config(["experiment=arithmetic", "rollout/engine=torch"])
+    # By hand: 256 slots x 128 tokens x 4 layers x 2 (key and value) x 2 heads x 32 x 4 bytes.
+    assert kv_cache_gib(config, config.cluster.pools["cpu"]) == pytest.approx(256 * 128 * 4 * 2 * 2 * 32 * 4 / GIB)
+
+
+def test_colocated_roles_take_turns_but_the_optimizer_stays():
+    config = compose_config(["experiment=gsm8k_qwen_1gpu"])
+    placements = plan_placement(config)
+    (load,) = device_load_gib(config, placements).values()
+    trainer, engine = (next(p.memory for p in placements if p.role == role) for role in ("trainer", "engine"))
+    assert max(trainer.device_gib, engine.device_gib) < load < trainer.device_gib + engine.device_gib
+
+
+def test_main_memory_counts_every_process():
+    config = compose_config(["experiment=arithmetic"])
+    placements = plan_placement(config)
+    assert host_load_gib(placements) == pytest.approx(sum(p.memory.host_gib for p in placements))
+    assert 3 < host_load_gib(placements) < 12
