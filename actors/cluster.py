@@ -87,9 +87,9 @@ async def start_engines(
         EngineLostError: If one fails to start, with its cause.
     """
     actors = [
-        EngineActor.options(
-            max_concurrency=ENGINE_CONCURRENCY, **need.options(vllm_environment(spec.device, spec.threads))
-        ).remote(spec)
+        ray.remote(EngineActor)
+        .options(max_concurrency=ENGINE_CONCURRENCY, **need.options(vllm_environment(spec.device, spec.threads)))
+        .remote(spec)
         for spec, need in zip(specs, resources, strict=True)
     ]
     nodes = await _started([actor.start.remote() for actor in actors], "engines", timeout_s)
@@ -100,7 +100,10 @@ async def start_trainer(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> TrainerClient:
     """Start the trainer ranks and let them meet."""
-    ranks = [TrainerRank.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
+    ranks = [
+        ray.remote(TrainerRank).options(**need.options(environment)).remote(spec, rank)
+        for rank, need in enumerate(resources)
+    ]
     client = TrainerClient(ranks, spec.trainer.step_timeout_s)
     await client.start(spec.trainer.start_timeout_s)
     return client
@@ -109,7 +112,7 @@ async def start_trainer(
 def start_rewards(config: RewardConfig) -> RewardClient:
     """Start the reward workers; a function that cannot be imported was refused before Ray started."""
     workers = [
-        RewardActor.options(num_cpus=0, max_concurrency=8).remote(config.fn, config.timeout_s)
+        ray.remote(RewardActor).options(num_cpus=0, max_concurrency=8).remote(config.fn, config.timeout_s)
         for _ in range(config.num_workers)
     ]
     return RewardClient(workers)

@@ -37,7 +37,6 @@ def create_engine(spec: EngineSpec) -> LocalEngine:
     return TorchEngine(spec)
 
 
-@ray.remote
 class EngineActor:
     """One engine in its own process."""
 

@@ -18,7 +18,6 @@ Job = tuple[Task, Trajectory]
 MAX_JOBS_PER_CALL = 256
 
 
-@ray.remote
 class RewardActor:
     """One reward worker; the user's code runs in a killable child process below it."""
 

@@ -22,7 +22,6 @@ from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
 
-@ray.remote
 class TrainerRank:
     """One data-parallel rank in its own process."""
 

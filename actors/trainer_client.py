@@ -11,7 +11,8 @@ import ray
 from ray.actor import ActorHandle
 
 from penstock.dataflow.errors import TrainingError
-from penstock.dataflow.ports import GroupRef, StepReport, WeightManifest
+from penstock.dataflow.ports import StepReport, WeightManifest
+from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example
 
 

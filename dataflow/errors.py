@@ -84,6 +84,12 @@ class TrajectoryError(Exception):
         self.detail = detail
         super().__init__(f"{kind}: {detail}")
 
+    @property
+    def summary(self) -> str:
+        """Kind and last line: where there is a remote traceback, the exception itself."""
+        lines = self.detail.strip().splitlines() or ["no detail"]
+        return f"{self.kind}: {lines[-1].strip()}"
+
     def __reduce__(self) -> tuple[type[TrajectoryError], tuple[FailureKind, str]]:
         return TrajectoryError, (self.kind, self.detail)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,10 @@ from penstock.dataflow.trajectory import Task, Trajectory
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 _HELD_OUT_SEED = "math/held-out"
+
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
+"""Commas inside numbers; those of tuples stay."""
 
 
 class MathTasks:
@@ -113,7 +118,8 @@ class MathTasks:
         return [self._task(row, split, index) for index, row in enumerate(rows)]
 
     def _task(self, row: dict[str, Any], split: str, index: int) -> Task:
-        answer = str(row[self._answer_field]).rpartition(self._answer_marker)[2].strip().replace(",", "")
+        answer = str(row[self._answer_field]).rpartition(self._answer_marker)[2].strip()
+        answer = _THOUSANDS.sub("", answer)
         content = f"{str(row[self._question_field]).strip()}\n\n{self._instruction}"
         return Task(TaskId(f"math/{split}/{index}"), [{"role": "user", "content": content}], {"answer": answer})
 

@@ -9,6 +9,7 @@ The tiny policy of `make demo` can be asked these prompts: its tokenizer knows d
 import random
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import combinations_with_replacement
 
 from penstock.dataflow.trajectory import Task, Trajectory
 
@@ -16,7 +17,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 class MyTasks:
     def __init__(self, seed: int) -> None:
         self.seed, self.train_tasks, self.held_out_tasks = seed, [], []
-        for a, b in ((a, b) for a in range(100, 300) for b in range(a, 300)):
+        for a, b in combinations_with_replacement(range(100, 300), 2):
             is_held_out = sha256(f"{a}+{b}".encode()).digest()[0] < 26  # a tenth, by a hash: nothing leaks
             side = self.held_out_tasks if is_held_out else self.train_tasks
             side.append(Task(f"sums/{a}+{b}", f"{a}+{b}=", {"answer": str(a + b)}))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from penstock.dataflow.ports import GroupRef, StepReport, TrainerGroup
+from penstock.dataflow.ports import StepReport, TrainerGroup
+from penstock.dataflow.trajectory import GroupRef
 from penstock.rollout.local_engine import Sleeper
 from penstock.rollout.pool import EnginePool
 

@@ -22,6 +22,9 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajector
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.rollout.runner import TrajectoryRunner
 
+FEWEST_FAILURES = 8
+"""Failed groups in a row that stop the run, where the admission window is smaller."""
+
 _OnGenerated = Callable[[], None]
 _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason.ENGINE}
 
@@ -52,6 +55,7 @@ class Flow:
         self._groups: set[asyncio.Task[None]] = set()
         self._admission: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
+        self._failures_in_a_row = 0
 
     async def __aenter__(self) -> Self:
         self._credits.set()
@@ -114,13 +118,22 @@ class Flow:
     async def _admit(self) -> None:
         while True:
             while self.core.free_credits > 0:
-                task = next(self._tasks)
+                task = self._next_task()
                 group_id = self.core.admit(task.task_id)
                 job = asyncio.create_task(self._run_group(group_id, task), name=f"group {group_id}")
                 self._groups.add(job)
                 job.add_done_callback(self._watch)
             self._credits.clear()
             await self._credits.wait()
+
+    def _next_task(self) -> Task:
+        try:
+            return next(self._tasks)
+        except StopIteration:
+            raise PenstockError(
+                f"env: the task source ended after {self.core.ledger.counts().admitted} tasks. The run needs more: "
+                "train() has to be endless (start over when the data ends), or lower total_steps."
+            ) from None
 
     def _watch(self, job: asyncio.Task[None]) -> None:
         self._groups.discard(job)
@@ -149,9 +162,20 @@ class Flow:
             self.stats.group_failed(failure)
             self.core.end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
             self._credits.set()
+            self._count_failure(failure)
             return
+        self._failures_in_a_row = 0
         self.core.ready(await self._store(group_id, task, good))
         self._changed.set()
+
+    def _count_failure(self, failure: TrajectoryError) -> None:
+        """Failed groups are replaced; a whole window of them in a row means that nothing will ever succeed."""
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= max(self.core.limits.window, FEWEST_FAILURES):
+            raise PenstockError(
+                f"dataflow: {self._failures_in_a_row} groups in a row failed, and none succeeded, after "
+                f"{self.core.rules.max_retries} retries per trajectory. The last one: {failure.summary}"
+            ) from failure
 
     async def _store(self, group_id: GroupId, task: Task, members: tuple[Trajectory, ...]) -> GroupRef:
         handle = await self._ports.store.put(GroupPayload(group_id, members))

@@ -73,6 +73,7 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
     )
     environment = {
         "OMP_NUM_THREADS": str(cluster.threads_per_process),
+        "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits for the others must not burn their core
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": spec.device,
     }

@@ -16,6 +16,7 @@ def vllm_environment(device: Literal["cpu", "cuda"], threads: int) -> dict[str, 
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     if device == "cuda":
         return common

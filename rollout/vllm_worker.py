@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import vllm.model_executor.layers.utils as linear_dispatch
@@ -25,7 +25,7 @@ BACKEND = "penstock_shared_memory"
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
-    layer.cpu_linear = torch.nn.functional.linear
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]  # what vLLM's own dispatch does
 
 
 if current_platform.is_cpu():
@@ -105,7 +105,7 @@ class LiveTensors:
     def __init__(self, model: torch.nn.Module, entries: Sequence[TensorEntry]) -> None:
         self._parameters = dict(model.named_parameters())
         self._rows = {entry.name: entry.shape[0] for entry in entries}
-        packed: Mapping[str, Sequence[str]] = model.packed_modules_mapping
+        packed = cast("Mapping[str, Sequence[str]]", model.packed_modules_mapping)
         self._fused = {part: (fused, parts) for fused, parts in packed.items() for part in parts}
 
     def find(self, entry: TensorEntry) -> torch.Tensor:

@@ -20,7 +20,7 @@ EOS = 1
 class FakeEngine:
     """Answers every prompt with `length` tokens, one per tick, stamped with its current version."""
 
-    engine_id: EngineId = EngineId("fake-0")
+    engine_id: EngineId = field(default_factory=lambda: EngineId("fake-0"))
     version: int = 0
     length: Callable[[int], int] = lambda _serial: 3
     fail_first: int = 0

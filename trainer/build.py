@@ -85,7 +85,6 @@ def build_trainer(
         attention=model.attention,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
-        max_bad_steps=trainer.max_bad_steps,
     )
     return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.corrections import behavior_correction
@@ -41,7 +40,6 @@ class StepSettings:
         attention: `sdpa` packs rows under a mask; `flash_attention_2` packs one row.
         temperature: Of sampling; the trainer's logprobs use the same.
         max_new_tokens: Sampling limit, the constant of `constant_length`.
-        max_bad_steps: Skipped steps in a row before a TrainingError.
     """
 
     max_tokens_per_micro_batch: int
@@ -49,7 +47,6 @@ class StepSettings:
     attention: str
     temperature: float
     max_new_tokens: int
-    max_bad_steps: int
 
 
 class _LossTerms(NamedTuple):
@@ -76,7 +73,6 @@ class PolicyTrainer:
         self._policy_loss = policy_loss(algorithm)
         self._correction = behavior_correction(algorithm)
         self._num_steps = 0
-        self._bad_steps_in_a_row = 0
 
     def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
         """Train one batch once.
@@ -87,9 +83,6 @@ class PolicyTrainer:
 
         Returns:
             version + 1 and metrics, or the same version if the step was skipped.
-
-        Raises:
-            TrainingError: After `max_bad_steps` skipped steps in a row.
         """
         start = time.perf_counter()
         sequences = policy_sequences(payloads, self._algorithm, self._settings.max_new_tokens)
@@ -149,7 +142,7 @@ class PolicyTrainer:
             if micro_batch.num_tokens:
                 token_metrics.add(loss, target, micro_batch.behavior_logprobs, entropies, is_masked, is_clipped)
         result = self.backend.optimizer_step()
-        self._count_step(is_skipped=result.is_skipped)
+        self._num_steps += not result.is_skipped
         metrics = token_metrics.reduce(self.backend.all_reduce) | {
             "loss/grad_norm": result.grad_norm,
             "loss/lr": lr,
@@ -184,19 +177,6 @@ class PolicyTrainer:
         """Linear from lr / warmup_steps at the first step to lr, then constant."""
         warmup = self._optimizer.warmup_steps
         return self._optimizer.lr * (min(1.0, (self._num_steps + 1) / warmup) if warmup else 1.0)
-
-    def _count_step(self, *, is_skipped: bool) -> None:
-        if not is_skipped:
-            self._num_steps += 1
-            self._bad_steps_in_a_row = 0
-            return
-        self._bad_steps_in_a_row += 1
-        if self._bad_steps_in_a_row >= self._settings.max_bad_steps:
-            raise TrainingError(
-                f"trainer: {self._bad_steps_in_a_row} steps in a row had a non-finite loss or gradient "
-                f"(trainer.max_bad_steps={self._settings.max_bad_steps}). The weights are those of the last good step. "
-                "Lower trainer.optimizer.lr, or check rewards and behavior logprobs for inf."
-            )
 
 
 def _sft_terms(target: Tensor, micro_batch: MicroBatch) -> _LossTerms:

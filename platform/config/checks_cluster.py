@@ -132,9 +132,9 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
         pool = config.cluster.pools[name]
         if load > pool.memory_gib:
             yield error(
-                f"cluster.pools.{name}.memory_gib={pool.memory_gib:g}, but its fullest GPU needs about {load:.1f} GiB. Use "
-                "a higher trainer.zero_stage with more ranks, gradient_checkpointing=true, offload_optimizer=true, a "
-                "smaller max_tokens_per_micro_batch or a smaller rollout.engine.kv_cache_gib.",
+                f"cluster.pools.{name}.memory_gib={pool.memory_gib:g}, but its fullest GPU needs about {load:.1f} GiB. "
+                "Use a higher zero_stage with more ranks, gradient_checkpointing=true, offload_optimizer=true, a "
+                "smaller trainer.max_tokens_per_micro_batch or a smaller rollout.engine.kv_cache_gib.",
                 *_MEMORY_KEYS,
             )
     cpu_pools = sorted({p.pool for p in placements if p.pool is not None and p.device == "cpu"})

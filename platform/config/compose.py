@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.checks import check_config
@@ -28,6 +29,7 @@ from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups,
 from penstock.platform.config.schema import RunConfig
 
 Raw = dict[str, Any]
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ def _compose_values(overrides: Overrides, config_dir: Path | None, result: Compo
     """Compose with all values; those that Hydra refuses are reported and left out."""
     try:
         return _compose(overrides.choices, overrides.values, config_dir)
-    except (HydraException, OmegaConfBaseException) as error:
+    except _COMPOSE_ERRORS as error:
         first = error
     base = _compose_base(overrides.choices, config_dir)
     accepted: list[str] = []
@@ -108,7 +110,7 @@ def _compose_values(overrides: Overrides, config_dir: Path | None, result: Compo
     for value in overrides.values:
         try:
             raw = _compose(overrides.choices, [*accepted, value], config_dir)
-        except (HydraException, OmegaConfBaseException) as error:
+        except _COMPOSE_ERRORS as error:
             result.problems.append(f"{_typed(value, overrides)}: {_one_line(error)}")
         else:
             accepted.append(value)
@@ -124,7 +126,7 @@ def _compose_base(choices: Sequence[str], config_dir: Path | None) -> Raw:
     """
     try:
         return _compose(choices, [], config_dir)
-    except (HydraException, OmegaConfBaseException) as error:
+    except _COMPOSE_ERRORS as error:
         raise ConfigError([_one_line(error)]) from error
 
 

@@ -102,13 +102,12 @@ def test_every_run_ends_bounded_and_balanced(
 def test_without_the_consumption_gate_lag_would_exceed_the_bound() -> None:
     """The planted violation: first-come first-served under the same admission gate goes beyond η."""
     rng = random.Random(0)
-    batch, eta, version, worst = 4, 1, 0, 0
+    batch, eta, worst = 4, 1, 0
     running = [(rng.lognormvariate(0, 1.5), 0) for _ in range((eta + 1) * batch)]
-    for _ in range(200):
+    for version in range(200):
         running.sort()
         taken, running = running[:batch], running[batch:]
         now = taken[-1][0]
         worst = max(worst, *(version - started for _, started in taken))
-        version += 1
-        running += [(now + rng.lognormvariate(0, 1.5), version) for _ in range(batch)]
+        running += [(now + rng.lognormvariate(0, 1.5), version + 1) for _ in range(batch)]
     assert worst > eta

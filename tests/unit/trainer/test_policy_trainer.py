@@ -255,13 +255,11 @@ def test_the_learning_rate_warms_up_linearly(policy, batch) -> None:
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4, 4e-4])
 
 
-def test_bad_steps_in_a_row_stop_training_and_leave_the_weights(policy, batch) -> None:
+def test_a_bad_step_is_skipped_and_leaves_weights_and_version(policy, batch) -> None:
     batch[0].trajectories[0].behavior_logprobs[-1] = np.nan
     trainer = trainer_of(policy)
     before = [tensor.clone() for _, tensor in trainer.export_weights()]
     assert [trainer.step(batch, 3).skipped, trainer.step(batch, 3).version] == [True, 3]
-    with pytest.raises(TrainingError, match=r"3 steps in a row .*max_bad_steps=3"):
-        trainer.step(batch, 3)
     assert all(torch.equal(tensor, old) for old, (_, tensor) in zip(before, trainer.export_weights(), strict=True))
 
 

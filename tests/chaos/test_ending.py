@@ -1,0 +1,125 @@
+"""Ctrl-C, SIGTERM and errors end every process that was started, with one readable error."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.conftest import ENVIRONMENT, PENSTOCK, read_summary, run_cli
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+LIMIT_S = 15.0
+
+
+def wait_for_line(process: subprocess.Popen[str], marker: str, timeout_s: float) -> list[str]:
+    """Read lines until one holds `marker`."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        assert line, f"ended early: {lines} {process.stderr.read() if process.stderr else ''}"
+        lines.append(line)
+        if marker in line:
+            return lines
+    raise AssertionError(f"{marker!r} did not appear within {timeout_s} s: {lines}")
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    return [str(process) for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("signum", "engine", "marker"),
+    [
+        (signal.SIGINT, "torch", "  2/"),
+        (signal.SIGTERM, "vllm", "eval at v0"),
+        (signal.SIGINT, "vllm", "starting Ray"),
+    ],
+    ids=["ctrl_c_while_training", "sigterm_in_the_first_evaluation", "ctrl_c_while_starting"],
+)
+def test_a_signal_ends_every_process(
+    signum: signal.Signals, engine: str, marker: str, workspace: Path, train_overrides: list[str]
+) -> None:
+    name = f"ended_{signum.name}_{engine}_{marker.strip().replace(' ', '_').replace('/', '')}"
+    process = subprocess.Popen(
+        [PENSTOCK, "train", *train_overrides, f"rollout/engine={engine}", f"name={name}", "total_steps=1000"],
+        cwd=workspace,
+        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for_line(process, marker, 120)
+        if marker == "starting Ray":
+            time.sleep(6)  # Ray is up, the engine is loading
+        started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        assert len(started) > 3, "Ray and workers are below the driver"
+        asked = time.monotonic()
+        process.send_signal(signum)
+        _, stderr = process.communicate(timeout=60)
+        psutil.wait_procs(started, timeout=max(0.0, LIMIT_S - (time.monotonic() - asked)))
+        left = alive(started)
+        took_s = time.monotonic() - asked
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert not left, f"{len(left)} of {len(started)} processes are alive after {took_s:.1f} s: {left}"
+    assert took_s < LIMIT_S
+    assert process.returncode == 128 + signum
+    assert "Traceback" not in stderr, stderr
+    if marker == "  2/":
+        assert read_summary(workspace / "runs" / name)["status"] == "interrupted"
+
+
+def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_overrides: list[str]) -> None:
+    (workspace / "broken_tasks.py").write_text(
+        "from itertools import islice\n"
+        "from penstock.envs.arithmetic import ArithmeticTasks\n"
+        "class BrokenTasks(ArithmeticTasks):\n"
+        "    def train(self):\n"
+        "        yield from islice(super().train(), 5000)\n"
+        "        raise ConnectionError('the task server went away')\n"
+    )
+    before = {process.pid for process in psutil.process_iter()}
+    done = run_cli(
+        "train",
+        *train_overrides,
+        "rollout/engine=torch",
+        "env.factory=broken_tasks:BrokenTasks",
+        "name=broken",
+        "dataflow.batch_groups=800",
+        "dataflow.group_size=2",
+        "total_steps=1000",
+        cwd=workspace,
+    )
+    assert done.returncode == 1
+    assert "the task server went away" in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4, done.stderr
+    assert "the task server went away" in (workspace / "runs" / "broken" / "error.txt").read_text()
+    left = [p for p in psutil.process_iter(["name"]) if p.pid not in before and "ray" in (p.info["name"] or "")]
+    assert not left
+
+
+def test_a_reward_that_always_fails_is_reported_with_its_cause(workspace: Path, train_overrides: list[str]) -> None:
+    (workspace / "failing_reward.py").write_text("def fn(trajectory, **_):\n    raise KeyError('no such column')\n")
+    done = run_cli(
+        "train",
+        *train_overrides,
+        "rollout/engine=torch",
+        "reward.fn=failing_reward.fn",
+        "name=failing",
+        cwd=workspace,
+    )
+    assert done.returncode == 1
+    assert "no such column" in done.stderr
