@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.actors.engine_client import RemoteEngine
@@ -28,8 +29,11 @@ class ActorWeightPublisher:
         last: Report of the newest publish.
     """
 
-    def __init__(self, trainer: TrainerClient, pool: EnginePool, config: WeightsConfig) -> None:
+    def __init__(
+        self, trainer: TrainerClient, engines: Sequence[RemoteEngine], pool: EnginePool, config: WeightsConfig
+    ) -> None:
         self._trainer = trainer
+        self._engines = engines
         self._pool = pool
         self._config = config
         self.last: PublishReport | None = None
@@ -43,7 +47,7 @@ class ActorWeightPublisher:
         started = time.monotonic()
         manifest = await self._trainer.export(version)
         exported = time.monotonic()
-        engines = [engine for engine in self._pool.engines() if isinstance(engine, RemoteEngine)]
+        engines = [engine for engine in self._engines if engine.engine_id not in self._pool.fenced]
         payload = self._payload(manifest, engines)
         acks = [ack for ack in await asyncio.gather(*(self._update(e, manifest, payload) for e in engines)) if ack]
         if not acks:

@@ -4,7 +4,7 @@ Symbols: B groups per batch, v published version, η the most versions a trained
 
 *Admission* keeps at most (η + 1)·B groups under way, so that what is generating can still be trained
 in time on average. Alone it bounds nothing: short groups overtake long ones, and a long group can
-see η + 3 versions go by. *Consumption* closes that hole. A group's deadline is its oldest version + η,
+see any number of versions go by. *Consumption* closes that hole. A group's deadline is its oldest version + η,
 the last v at which it may train. A batch may close at v only if the groups left outside can still
 all meet their deadlines, one batch of B per version:
 

@@ -28,6 +28,7 @@ from penstock.platform.observability.summary import (
     RunStatus,
     RunSummary,
     first_and_last_mean,
+    write_failures,
     write_staleness,
     write_summary,
 )
@@ -73,6 +74,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
             summary = summarise(run, hub, status, time.monotonic() - started, peak_gib)
             write_summary(run_dir, summary)
             write_staleness(run_dir, run.stats.total.tokens_by_lag)
+            write_failures(run_dir, run.stats.failures)
             hub.close(summary)
             write_report(run_dir)
             console.final(summary, run_dir)

@@ -36,7 +36,7 @@ class RunActors:
     store: ObjectStore
 
     def publisher(self, pool: EnginePool, config: WeightsConfig) -> ActorWeightPublisher:
-        return ActorWeightPublisher(self.trainer, pool, config)
+        return ActorWeightPublisher(self.trainer, self.engines, pool, config)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)

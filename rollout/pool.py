@@ -8,6 +8,7 @@ manager, so a slot cannot leak.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,8 @@ from contextlib import asynccontextmanager
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
+
+logger = logging.getLogger(__name__)
 
 
 class EnginePool:
@@ -46,7 +49,9 @@ class EnginePool:
     async def fence(self, engine_id: EngineId, reason: str) -> None:
         """Take an engine out of service; nothing new is routed to it."""
         async with self._changed:
-            self._fenced.setdefault(engine_id, reason)
+            if engine_id not in self._fenced:
+                self._fenced[engine_id] = reason
+                logger.warning("%s is fenced off and gets no more work: %s", engine_id, reason)
             self._changed.notify_all()
 
     @asynccontextmanager

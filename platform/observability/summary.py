@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ledger import LedgerCounts
 from penstock.platform.observability.atomic_file import write_text_atomically
 
 SUMMARY_FILE = "summary.json"
 STALENESS_FILE = "staleness.json"
+FAILURES_FILE = "failures.json"
 
 RunStatus = Literal["completed", "interrupted", "failed"]
 
@@ -88,3 +90,10 @@ def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> Path:
     path = run_dir / STALENESS_FILE
     write_text_atomically(path, json.dumps({str(lag): histogram[lag] for lag in sorted(histogram)}) + "\n")
     return path
+
+
+def write_failures(run_dir: Path, failures: Sequence[TrajectoryError]) -> None:
+    """Write `failures.json`: kind and traceback of the first groups that failed. No file if none did."""
+    if failures:
+        rows = [{"kind": failure.kind, "detail": failure.detail} for failure in failures]
+        write_text_atomically(run_dir / FAILURES_FILE, json.dumps(rows, indent=2) + "\n")

@@ -45,7 +45,7 @@ def warm_policy(workspace: Path) -> Path:
         "sft",
         "experiment=arithmetic_sft",
         "env.args.digits=2",
-        "sft.stop_at_accuracy=0.4",
+        "sft.stop_at_accuracy=0.2",
         "name=warm",
         cwd=workspace,
         timeout_s=280,

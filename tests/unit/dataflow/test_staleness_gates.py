@@ -46,10 +46,13 @@ def test_a_batch_waits_for_a_group_that_is_due_now() -> None:
 
 
 def test_a_batch_waits_if_the_next_one_could_not_hold_all_that_is_due() -> None:
-    # Three unready groups fall due at v6 and the batch at v6 holds two: at v5 one of them must be in.
-    live = [candidate(0, 6, ready=False), candidate(1, 6, ready=False), candidate(2, 6, ready=False)]
-    live += [candidate(3, 6), candidate(4, 6)]
-    assert choose_batch(B2_ETA1, 5, live) is None
+    # η = 2: six groups are under way. Three unready ones fall due at v6, whose batch holds two: one must be in now.
+    limits = FlowLimits(batch_groups=2, max_staleness=2, total_steps=10)
+    unready = [candidate(0, 6, ready=False), candidate(1, 6, ready=False), candidate(2, 6, ready=False)]
+    ready = [candidate(3, 7), candidate(4, 7), candidate(5, 7)]
+    assert choose_batch(limits, 5, unready + ready) is None
+    one_more_ready = [candidate(0, 6), *unready[1:], *ready]
+    assert choose_batch(limits, 5, one_more_ready) == [0, 3]
 
 
 def test_a_batch_takes_earliest_deadline_then_admission_order() -> None:

@@ -1,0 +1,97 @@
+"""Publishing over fakes: every engine acknowledges, a slow or refusing one gets a second try and is then fenced off."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.actors.publisher import ActorWeightPublisher
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import WeightAck, WeightManifest
+from penstock.rollout.pool import EnginePool
+from penstock.weights.config import WeightsConfig
+
+
+@dataclass
+class FakeTrainer:
+    node_id: str = "node-a"
+    read_back_calls: int = 0
+
+    async def export(self, version: int) -> WeightManifest:
+        return WeightManifest(version, "somewhere", (), 100, 7)
+
+    def read_back(self, manifest: WeightManifest) -> str:
+        self.read_back_calls += 1
+        return f"bytes of v{manifest.version}"
+
+
+@dataclass
+class Receiver:
+    engine_id: EngineId
+    refuse: int = 0
+    hang: bool = False
+    node_id: str = "node-a"
+    received: list[tuple[int, object]] = field(default_factory=list)
+
+    async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
+        self.received.append((manifest.version, payload))
+        if self.hang:
+            await asyncio.sleep(3600)
+        if len(self.received) <= self.refuse:
+            raise WeightSyncError("planted refusal")
+        return WeightAck(self.engine_id, manifest.version, 7, 0.0, 0.01 * len(self.received))
+
+
+def publisher(
+    *engines: Receiver, transport: str = "shared_memory"
+) -> tuple[ActorWeightPublisher, EnginePool, FakeTrainer]:
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    trainer = FakeTrainer()
+    config = WeightsConfig(transport=transport, timeout_s=0.05)  # type: ignore[arg-type]
+    return ActorWeightPublisher(trainer, engines, pool, config), pool, trainer  # type: ignore[arg-type]
+
+
+async def test_every_engine_acknowledges() -> None:
+    publish, pool, trainer = publisher(Receiver(EngineId("a")), Receiver(EngineId("b")))
+    report = await publish.publish(3)
+    assert [ack.version for ack in report.acks] == [3, 3]
+    assert report.num_bytes == 100
+    assert report.max_stall_s == pytest.approx(0.01)
+    assert not pool.fenced
+    assert trainer.read_back_calls == 0, "one node: nothing goes through the object store"
+
+
+async def test_a_refusal_is_tried_again() -> None:
+    engine = Receiver(EngineId("a"), refuse=1)
+    publish, pool, _ = publisher(engine)
+    assert len((await publish.publish(1)).acks) == 1
+    assert len(engine.received) == 2
+    assert not pool.fenced
+
+
+async def test_a_hanging_engine_is_fenced_off_and_the_rest_go_on() -> None:
+    slow = Receiver(EngineId("slow"), hang=True)
+    publish, pool, _ = publisher(Receiver(EngineId("a")), slow)
+    assert [ack.engine_id for ack in (await publish.publish(1)).acks] == ["a"]
+    assert "took longer than" in pool.fenced[EngineId("slow")]
+    assert len(slow.received) == 2
+    await publish.publish(2)
+    assert len(slow.received) == 2, "a fenced engine is left alone"
+    assert [engine.engine_id for engine in pool.engines()] == ["a"]
+
+
+async def test_no_engine_left_stops_the_run() -> None:
+    publish, _, _ = publisher(Receiver(EngineId("a"), refuse=9))
+    with pytest.raises(WeightSyncError, match=r"no engine acknowledged it.*planted refusal"):
+        await publish.publish(1)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_other_nodes_get_the_bytes_through_the_object_store(remote: bool) -> None:
+    engine = Receiver(EngineId("a"), node_id="node-b" if remote else "node-a")
+    publish, _, _ = publisher(engine, transport="shared_memory" if remote else "object_store")
+    await publish.publish(5)
+    assert engine.received == [(5, "bytes of v5")]
