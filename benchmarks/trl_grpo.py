@@ -33,10 +33,10 @@ class Stopwatch(TrainerCallback):
         self.step_s: list[float] = []
         self._last = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._last = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
         self.step_s.append(now - self._last)
         self._last = now
@@ -101,8 +101,6 @@ def settings(spec: dict[str, Any], output_dir: str) -> GRPOConfig:
         logging_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        use_transformers_continuous_batching=spec.get("continuous_batching", False),
-        cache_implementation=spec.get("cache_implementation"),
     )
 
 
@@ -127,7 +125,6 @@ def main(spec_path: Path, out_path: Path) -> None:
         "step_s": stopwatch.step_s,
         "num_tokens": reward.num_tokens,
         "rewards": reward.rewards,
-        "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
     }
     out_path.write_text(json.dumps(out))

@@ -37,10 +37,10 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
 
 
 def placement_table(placements: Sequence[RolePlacement]) -> Table:
-    """Roles × processes × devices × memory; equal processes share a row."""
+    """Roles × processes × devices × memory of each; equal processes share a row."""
     table = Table(title="placement", title_justify="left")
-    for heading in ("role", "processes", "pool", "devices", "device GiB", "main GiB", "what takes it, GiB each"):
-        table.add_column(heading)
+    for heading in ("role", "processes", "pool", "devices", "device GiB", "main GiB"):
+        table.add_column(heading, no_wrap=True)
     for same in _rows(placements):
         first = same[0]
         on_gpu = first.device == "gpu"
@@ -52,14 +52,18 @@ def placement_table(placements: Sequence[RolePlacement]) -> Table:
             f"gpu {slots}" if on_gpu else "cpu",
             f"{first.memory.device_gib:.1f}" if on_gpu else "-",
             f"{first.memory.host_gib:.1f}",
-            _memory_words(first.memory.device if on_gpu else first.memory.host),
         )
     return table
 
 
 def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[str]:
-    """Estimated totals: the fullest GPU of every pool, and main memory."""
+    """What takes the memory of one process of each role, then estimated totals."""
     lines = [
+        f"each {same[0].role}: "
+        + _memory_words(same[0].memory.device if same[0].device == "gpu" else same[0].memory.host)
+        for same in _rows(placements)
+    ]
+    lines += [
         f"pool {pool}: up to {load:.1f} of {config.cluster.pools[pool].memory_gib:g} GiB on a GPU (estimate)"
         for pool, load in device_load_gib(config, list(placements)).items()
     ]
@@ -74,8 +78,8 @@ def _rows(placements: Sequence[RolePlacement]) -> Iterable[list[RolePlacement]]:
 
 
 def _memory_words(parts: dict[Part, float]) -> str:
-    """`weights 1.0, optimizer 3.1`; parts too small to print are left out."""
-    return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib >= _LEAST_GIB)
+    """`weights 1.0 GiB, optimizer 3.1 GiB`; parts too small to print are left out."""
+    return ", ".join(f"{name} {gib:.2f} GiB" for name, gib in parts.items() if gib >= _LEAST_GIB)
 
 
 def _escape(text: str) -> str:

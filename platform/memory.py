@@ -96,8 +96,9 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
     """KV cache of one engine, GiB. The torch engine's grows with use: this is its upper limit."""
     engine = config.rollout.engine
     if isinstance(engine, VllmEngineConfig):
-        if engine.kv_cache_gib is not None or pool.device == "cpu":
-            return engine.kv_cache_gib or 0.0
+        stated = engine.cache_gib(pool.device)
+        if stated is not None:
+            return stated
         return max(pool.memory_gib * engine.gpu_memory_utilization - published_gib(config) - CUDA_CONTEXT_GIB, 0.0)
     return engine.max_num_seqs * sequence_kv_gib(config)
 

@@ -6,14 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+CPU_KV_CACHE_GIB = 0.25
+
 
 class VllmEngineConfig(BaseModel):
     """A vLLM engine (rollout/vllm_engine.py).
 
     Attributes:
         max_num_seqs: Trajectories decoded at once by one engine.
-        kv_cache_gib: KV-cache memory of one engine, GiB; None lets vLLM take what `gpu_memory_utilization` leaves.
-        enforce_eager: Skip CUDA graphs and compilation. True on CPU.
+        kv_cache_gib: KV-cache memory of one engine, GiB; None lets vLLM take what `gpu_memory_utilization` leaves,
+            and is `CPU_KV_CACHE_GIB` on a CPU, where there is no device memory to take a share of.
+        enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
 
@@ -25,6 +28,10 @@ class VllmEngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     enforce_eager: bool = False
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
+
+    def cache_gib(self, device: Literal["cpu", "gpu", "cuda"]) -> float | None:
+        """KV cache of one engine on `device`, GiB; None where vLLM measures what is left."""
+        return CPU_KV_CACHE_GIB if self.kv_cache_gib is None and device == "cpu" else self.kv_cache_gib
 
 
 class TorchEngineConfig(BaseModel):

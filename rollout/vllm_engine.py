@@ -53,14 +53,15 @@ class CacheUsage(StatLoggerBase):
 
 def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     """vLLM's arguments for one engine."""
+    cache_gib = config.cache_gib(spec.device)
     return AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.model.dtype,
         max_model_len=spec.model.max_context_tokens,
         max_num_seqs=config.max_num_seqs,
-        kv_cache_memory_bytes=None if config.kv_cache_gib is None else int(config.kv_cache_gib * 2**30),
+        kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         gpu_memory_utilization=config.gpu_memory_utilization,
-        enforce_eager=config.enforce_eager,
+        enforce_eager=config.enforce_eager or spec.device == "cpu",
         enable_sleep_mode=spec.device == "cuda",
         logprobs_mode="processed_logprobs",  # after temperature: what the importance ratio needs
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),

@@ -17,6 +17,7 @@ import torch
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shared_memory import write_version
+from tests.command_line import run_cli
 
 pytest.register_assert_rewrite("tests.contract.engine_contract", "tests.contract.engine_harness")
 
@@ -109,3 +110,37 @@ def publish_tiny(
         return write_version(tiny_tensors(version if seed is None else seed).items(), version, "float32", directory)
 
     return publish
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside the repository, as a user would have."""
+    return tmp_path_factory.mktemp("workspace")
+
+
+@pytest.fixture(scope="session")
+def warm_policy(workspace: Path) -> Path:
+    """Two-digit sums, stopped half-way up."""
+    done = run_cli(
+        "sft",
+        "experiment=arithmetic_sft",
+        "env.args.digits=2",
+        "sft.stop_at_accuracy=0.2",
+        "name=warm",
+        cwd=workspace,
+        timeout_s=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return workspace / "runs" / "warm" / "policy"
+
+
+@pytest.fixture(scope="session")
+def train_overrides(warm_policy: Path) -> list[str]:
+    """Overrides that make the demo small; tests add theirs behind."""
+    return [
+        "experiment=arithmetic",
+        "env.args.digits=2",
+        f"model.path={warm_policy}",
+        "evaluation.num_tasks=256",
+        "evaluation.every_steps=0",
+    ]

@@ -87,17 +87,10 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
 
 
 def check_cpu_engine(config: RunConfig) -> Iterator[Finding]:
-    """On CPU, vLLM needs a stated cache size, and flash attention does not exist."""
-    engine, name = config.rollout.engine, config.cluster.rollout_pool
+    """Flash attention does not exist on a CPU."""
+    name = config.cluster.rollout_pool
     if config.cluster.pools[name].device == "gpu":
         return
-    if isinstance(engine, VllmEngineConfig) and engine.kv_cache_gib is None:
-        yield error(
-            f"rollout.engine.kv_cache_gib is null on the CPU pool {name}: there is no device memory to take a share "
-            "of. Use rollout/engine=vllm_cpu, or set the size in GiB.",
-            "rollout.engine.kv_cache_gib",
-            "cluster",
-        )
     if config.model.attention == "flash_attention_2":
         yield error(
             f"model.attention=flash_attention_2 needs GPUs, {name} is a CPU pool. Use model.attention=sdpa.",
@@ -110,7 +103,7 @@ def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
     """The cache of one engine holds at least one trajectory of full length, else its queue never moves."""
     engine, pool = config.rollout.engine, config.cluster.pools[config.cluster.rollout_pool]
     context = config.model.max_context_tokens
-    if not isinstance(engine, VllmEngineConfig) or (pool.device == "cpu" and engine.kv_cache_gib is None):
+    if not isinstance(engine, VllmEngineConfig):
         return
     block = 128 if pool.device == "cpu" else 16  # vLLM's, tokens
     needed, available = sequence_kv_gib(config) * ceil(context / block) * block / context, kv_cache_gib(config, pool)

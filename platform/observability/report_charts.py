@@ -124,7 +124,7 @@ def _staleness_histogram(record: RunRecord, total: int) -> Chart:
     if isinstance(bound, int):
         figure.add_vline(x=bound + 0.5, line={"color": INK, "width": 1.5, "dash": "dot"})
         figure.add_annotation(
-            x=bound + 0.46, y=1.0, yref="paper", text=f"max_staleness {bound}", showarrow=False, xanchor="right",
+            x=bound + 0.46, y=1.06, yref="paper", text=f"max_staleness {bound}", showarrow=False, xanchor="right",
             font={"size": 12, "color": INK},
         )  # fmt: skip
         caption += " Nothing may lie right of the bound."

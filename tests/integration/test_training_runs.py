@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import read_metric, read_summary, run_cli
+from tests.command_line import read_metric, read_summary, run_cli
 
 pytestmark = pytest.mark.integration
 

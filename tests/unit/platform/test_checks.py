@@ -34,7 +34,6 @@ def refused(experiment: str, *overrides: str, command: str = "train") -> str:
         (["model.shape.num_kv_heads=3"], ["num_heads=4", "num_kv_heads=3"]),
         (["cluster.trainer_pool=cpus"], ["cluster.trainer_pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
         (["cluster.colocated=true"], ["max_staleness=0, not 2", "dataflow=synchronous"]),
-        (["rollout/engine=vllm"], ["kv_cache_gib", "rollout/engine=vllm_cpu"]),
         (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
         (["run_dir=."], ["working directory"]),
