@@ -17,7 +17,7 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
@@ -63,8 +63,8 @@ class TrainerRank:
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))
 
-    def teacher_forced_accuracy(self, examples: list[Example]) -> float:
-        return self._running().teacher_forced_accuracy(examples)
+    def teacher_forced(self, examples: list[Example]) -> TeacherForced:
+        return self._running().teacher_forced(examples)
 
     def export(self, version: int) -> WeightManifest | None:
         """Write this version for the engines; the one before it is no longer needed. Collective; rank 0 answers."""

@@ -14,6 +14,7 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example
+from penstock.trainer.policy_trainer import TeacherForced
 
 
 class TrainerClient:
@@ -46,8 +47,9 @@ class TrainerClient:
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         return (await self._all("supervised_step", examples))[0]
 
-    async def teacher_forced_accuracy(self, examples: Sequence[Example]) -> float:
-        return (await self._all("teacher_forced_accuracy", examples))[0]
+    async def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
+        measured: TeacherForced = (await self._all("teacher_forced", examples))[0]
+        return measured
 
     async def export(self, version: int) -> WeightManifest:
         manifest = (await self._all("export", version))[0]

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results"
-QUIET_PERCENT = 10.0
-"""Cores busier than this before a run: the machine is not ours alone."""
+QUIET_PERCENT = 5.0
+"""Of all cores. Others that took more make a run no measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Run:
         num_tokens: Response tokens trained.
         rewards: Mean reward.
         versions: Package -> version.
-        busy_percent: How busy all cores were just before.
+        others_percent: Share of all cores that other programs had meanwhile.
     """
 
     step_s: list[float]
     num_tokens: list[float]
     rewards: list[float]
     versions: dict[str, str]
-    busy_percent: float
+    others_percent: float
 
     def kept(self, warmup: int, count: int) -> Run:
         """`count` steps after the first `warmup`."""
@@ -81,17 +81,17 @@ def table_rows(ours: dict[str, float], theirs: dict[str, float]) -> list[tuple[s
 def describe(results: dict[str, Any]) -> list[str]:
     """One sentence each on the ratio, the machine, what both sides share, and versions."""
     ratio, shared, machine, runs = (results[key] for key in ("ratio_trl_over_penstock", "shared", "machine", "runs"))
-    busy = max(run["busy_percent"] for run in chain(*runs.values()))
+    others = max(run["others_percent"] for run in chain(*runs.values()))
     medians = {side: [f"{median(run['step_s']):.3f}" for run in runs[side]] for side in runs}
     versions = {
         side: ", ".join(f"{name} {version}" for name, version in runs[side][0]["versions"].items()) for side in runs
     }
     return [
         f"ratio TRL / Penstock of the median step: {ratio:.2f} "
-        f"(Penstock's step takes {1 / ratio:.2f} of the time of TRL's)",
+        f"(Penstock's step takes {1 / ratio:.2f} times as long as TRL's)",
         f"medians of the rounds, s: Penstock {', '.join(medians['penstock'])}; TRL {', '.join(medians['trl'])}",
-        f"machine: {machine['cpu']}, {machine['cores']} cores, up to {busy:.0f} % busy before a run"
-        + (": NOT ALONE, measure again" if busy > QUIET_PERCENT else ""),
+        f"machine: {machine['cpu']}, {machine['cores']} cores, of which others had up to {others:.0f} % during a run"
+        + (": NOT ALONE, no valid comparison" if others > QUIET_PERCENT else ""),
         f"both: {shared['policy']}, {shared['batch_groups']} groups × {shared['group_size']} trajectories, at most "
         f"{shared['max_new_tokens']} tokens, temperature {shared['temperature']}, lr {shared['lr']}, no KL term",
         f"TRL: transformers generate, per_device_train_batch_size {shared['micro_batch']}, {shared['threads']} threads",

@@ -48,7 +48,7 @@ async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: P
         {
             "policy": f"{path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)",
             "batch": f"{sft.batch_size} worked examples",
-            "stop": "never early" if sft.stop_at_accuracy is None else f"at held-out accuracy {sft.stop_at_accuracy}",
+            "stop": "never early" if sft.stop_at_accuracy is None else f"at sampled accuracy {sft.stop_at_accuracy}",
             "run": str(run_dir),
         },
     )
@@ -82,11 +82,13 @@ async def _learn(
         if step % sft.eval_every_steps and step != sft.max_steps:
             hub.log(step, metrics)
             continue
-        accuracy = await trainer.teacher_forced_accuracy(held_out)
-        hub.log(step, metrics | {"sft/accuracy": accuracy})
+        greedy, sampled = await trainer.teacher_forced(held_out)
+        hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
         elapsed = format_duration(time.monotonic() - started)
-        console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  held-out accuracy {accuracy:.3f}  {elapsed}")
-        if sft.stop_at_accuracy is not None and accuracy >= sft.stop_at_accuracy:
+        console.note(
+            f"step {step:4d}  loss {metrics['sft/loss']:.4f}  held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy  {elapsed}"
+        )
+        if sft.stop_at_accuracy is not None and sampled >= sft.stop_at_accuracy and greedy <= sft.max_greedy_accuracy:
             return
 
 

@@ -13,7 +13,7 @@ class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
@@ -77,8 +77,10 @@ class SftConfig(BaseModel):
         max_steps: Upper limit of optimizer steps.
         eval_every_steps: Held-out accuracy is measured this often.
         eval_tasks: Held-out tasks per measurement.
-        stop_at_accuracy: Stop when the share of held-out tasks whose gold answer is the greedy
-            answer reaches this; None trains for `max_steps`.
+        stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
+            probability of the whole answer); None trains for `max_steps`.
+        max_greedy_accuracy: Do not stop while greedy decoding is better than this: a warm start that leaves
+            reinforcement learning something to show. 1 is no condition.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,3 +90,4 @@ class SftConfig(BaseModel):
     eval_every_steps: int = Field(default=10, gt=0)
     eval_tasks: int = Field(default=256, gt=0)
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
+    max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)

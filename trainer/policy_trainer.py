@@ -49,6 +49,18 @@ class StepSettings:
     max_new_tokens: int
 
 
+class TeacherForced(NamedTuple):
+    """How well a policy knows given answers.
+
+    Attributes:
+        greedy_accuracy: Share of examples whose every response token is the argmax: those that greedy decoding gives.
+        sampled_accuracy: Mean probability of the whole response: the expected share that one sample at T = 1 gives.
+    """
+
+    greedy_accuracy: float
+    sampled_accuracy: float
+
+
 class _LossTerms(NamedTuple):
     """Per loss token of one micro-batch, `[K]`: what is summed with the token weights, and two flags for metrics."""
 
@@ -105,17 +117,21 @@ class PolicyTrainer:
         kept["trainer/step_s"] = time.perf_counter() - start
         return kept
 
-    def teacher_forced_accuracy(self, examples: Sequence[Example]) -> float:
-        """Share of examples whose every response token is the argmax: exactly those that greedy decoding reproduces."""
+    def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
+        """Measure examples without sampling: what greedy decoding and one sample would answer."""
         sequences = supervised_sequences(examples)
         num_wrong = 0
+        gold_logprobs = np.full(len(sequences), -np.inf)  # sequences of other ranks count 0
         with self.backend.evaluation():
             for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
-                _, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
-                wrong = ~is_argmax[: micro_batch.num_tokens].cpu().numpy()
-                num_wrong += len(np.unique(micro_batch.sequence_index[wrong]))
-        total_wrong = float(self.backend.all_reduce(np.array([num_wrong], np.float64), "sum")[0])
-        return 1.0 - total_wrong / len(examples)
+                logprobs, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
+                index = micro_batch.sequence_index
+                num_wrong += len(np.unique(index[~is_argmax[: micro_batch.num_tokens].cpu().numpy()]))
+                gold_logprobs[np.unique(index)] = 0.0
+                np.add.at(gold_logprobs, index, logprobs[: micro_batch.num_tokens].double().cpu().numpy())
+        mine = np.array([num_wrong, np.exp(gold_logprobs).sum()], np.float64)
+        wrong, gold = self.backend.all_reduce(mine, "sum")
+        return TeacherForced(1.0 - float(wrong) / len(examples), float(gold) / len(examples))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""

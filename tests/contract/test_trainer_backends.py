@@ -146,7 +146,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     result = {
         "reports": reports,
         "sft_loss": [metrics["sft/loss"] for metrics in supervised],
-        "accuracy": trainer.teacher_forced_accuracy(examples),
+        "accuracy": trainer.teacher_forced(examples),
         "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
         "weights": weights_of(trainer),
         "saved": saved,

@@ -221,14 +221,14 @@ def test_supervised_steps_reach_teacher_forced_accuracy_one_and_greedy_agrees(po
 
     trainer = trainer_of(policy, lr=1e-2)
     examples = [([2, 3, 4], [5, 6, 1]), ([3, 3], [7, 1]), ([9], [8, 8, 8, 1])]
-    assert trainer.teacher_forced_accuracy(examples) == 0.0
+    assert trainer.teacher_forced(examples).greedy_accuracy == 0.0
     first = trainer.supervised_step(examples)
     for _ in range(30):
         last = trainer.supervised_step(examples)
     assert last["sft/loss"] < 0.1 * first["sft/loss"]
     assert not [name for name in last if name.startswith(("ratio/", "mismatch/"))]
-    assert trainer.teacher_forced_accuracy(examples) == 1.0
-    assert trainer.teacher_forced_accuracy([*examples, ([2, 3, 4], [5, 6, 2])]) == pytest.approx(0.75)
+    assert trainer.teacher_forced(examples).greedy_accuracy == 1.0
+    assert trainer.teacher_forced([*examples, ([2, 3, 4], [5, 6, 2])]).greedy_accuracy == pytest.approx(0.75)
 
     saved = str(Path(policy).parent / "sft")
     save_policy(trainer, saved, policy)
