@@ -85,9 +85,8 @@ async def _learn(
         greedy, sampled = await trainer.teacher_forced(held_out)
         hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
         elapsed = format_duration(time.monotonic() - started)
-        console.note(
-            f"step {step:4d}  loss {metrics['sft/loss']:.4f}  held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy  {elapsed}"
-        )
+        scores = f"held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+        console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
         if sft.stop_at_accuracy is not None and sampled >= sft.stop_at_accuracy and greedy <= sft.max_greedy_accuracy:
             return
 
