@@ -216,6 +216,21 @@ def test_packed_rows_score_like_single_sequences(architecture) -> None:
     torch.testing.assert_close(scores((0,), (1,), (2,), (3,), (4,)), single, rtol=1e-5, atol=1e-5)
 
 
+def test_sampled_accuracy_is_the_mean_probability_of_the_whole_answer(policy) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    examples = [([2, 3, 4], [5]), ([3, 3], [7, 1]), ([9], [8, 8, 1])]
+    probabilities = []
+    for prompt, response in examples:
+        with torch.no_grad():
+            softmax = model(torch.tensor([[*prompt, *response]])).logits[0].double().softmax(-1).numpy()
+        probabilities.append(np.prod([softmax[len(prompt) + i - 1, token] for i, token in enumerate(response)]))
+    assert trainer_of(policy).teacher_forced(examples).sampled_accuracy == pytest.approx(
+        np.mean(probabilities), rel=1e-4
+    )
+
+
 def test_supervised_steps_reach_teacher_forced_accuracy_one_and_greedy_agrees(policy) -> None:
     from transformers import AutoModelForCausalLM
 
