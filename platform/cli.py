@@ -92,6 +92,7 @@ def doctor() -> None:
 def main() -> None:
     """Console entry point."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # this process computes nothing; trainer ranks set their own
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # else Ray answers SIGTERM with a C++ stack trace
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # `reward.fn=my_module.my_reward` finds a file beside the user
     app()

@@ -77,6 +77,7 @@ def test_a_signal_ends_every_process(
     assert took_s < LIMIT_S
     assert process.returncode == 128 + signum
     assert "Traceback" not in stderr, stderr
+    assert len(stderr.splitlines()) <= 4, stderr
     if marker == " 2/1000":
         assert read_summary(workspace / "runs" / name)["status"] == "interrupted"
 
