@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Resources:
 async def ray_session(address: str) -> AsyncIterator[None]:
     """Ray for the length of a run: started here for `local`, joined otherwise. Worker output stays in Ray's logs."""
     os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
         address="local" if address == "local" else address,
         include_dashboard=False,
@@ -68,6 +70,7 @@ async def ray_session(address: str) -> AsyncIterator[None]:
         logging_level=logging.ERROR,
         configure_logging=True,
     )
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray replaces it by one that exits at once and leaves processes behind
     try:
         yield
     finally:

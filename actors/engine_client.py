@@ -99,7 +99,7 @@ class RemoteEngine:
     async def wake(self) -> None:
         await self._actor.wake.remote()
 
-    async def close(self, timeout_s: float = 5.0) -> None:
+    async def close(self, timeout_s: float = 2.0) -> None:
         """Stop polling and ask the engine to end; its process is ended by the cluster either way."""
         self._poll.cancel()
         for call in self._calls:

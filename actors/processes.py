@@ -6,7 +6,7 @@ import contextlib
 
 import psutil
 
-GRACE_S = 4.0
+GRACE_S = 2.0
 
 
 def descendants() -> list[psutil.Process]:

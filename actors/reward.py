@@ -53,7 +53,7 @@ class RewardClient:
             loop.call_soon(self._flush)
         return await answer
 
-    async def close(self, timeout_s: float = 3.0) -> None:
+    async def close(self, timeout_s: float = 2.0) -> None:
         for call in self._calls:
             call.cancel()
         try:

@@ -64,7 +64,7 @@ class TrainerClient:
         """Write the policy in Hugging Face form to `path`."""
         await self._all("save_hf", path)
 
-    async def close(self, timeout_s: float = 5.0) -> None:
+    async def close(self, timeout_s: float = 2.0) -> None:
         with contextlib.suppress(TrainingError):  # its process is ended by the cluster either way
             await self._all("shutdown", timeout_s=timeout_s)
 
