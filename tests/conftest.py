@@ -126,6 +126,8 @@ def warm_policy(workspace: Path) -> Path:
         "experiment=arithmetic_sft",
         "env.args.digits=2",
         "sft.stop_at_accuracy=0.2",
+        "sft.max_greedy_accuracy=0.75",
+        "sft.eval_every_steps=3",
         "name=warm",
         cwd=workspace,
         timeout_s=280,
