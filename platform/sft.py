@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -57,11 +58,9 @@ async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: P
         async with ray_session(config.cluster.address):
             trainer = await start_trainer_group(config, path)
             try:
-                await _learn(trainer, sft, Examples(source, load_codec(path)), hub, console)
-                await trainer.save(str(run_dir / "policy"))
+                await _learn(trainer, sft, Examples(source, load_codec(path)), hub, console, run_dir / "policy")
             finally:
                 await trainer.close()
-        console.note(f"policy written to {run_dir / 'policy'}")
     except BaseException as error:
         write_failure(run_dir, error)
         raise
@@ -71,11 +70,12 @@ async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: P
 
 
 async def _learn(
-    trainer: TrainerClient, sft: SftConfig, examples: Examples, hub: MetricsHub, console: RunConsole
+    trainer: TrainerClient, sft: SftConfig, examples: Examples, hub: MetricsHub, console: RunConsole, policy: Path
 ) -> None:
-    """Optimizer steps until the accuracy is reached or the steps are used up."""
+    """Optimizer steps until the accuracy is reached or the steps are used up; writes `policy`."""
     held_out = examples.held_out(sft.eval_tasks)
     stream = examples.train()
+    rule = StopRule(sft)
     started = time.monotonic()
     for step in range(1, sft.max_steps + 1):
         metrics = await trainer.supervised_step(list(islice(stream, sft.batch_size)))
@@ -87,8 +87,43 @@ async def _learn(
         elapsed = format_duration(time.monotonic() - started)
         scores = f"held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
         console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
-        if sft.stop_at_accuracy is not None and sampled >= sft.stop_at_accuracy and greedy <= sft.max_greedy_accuracy:
-            return
+        if rule.is_best(step, sampled, greedy):
+            await trainer.save(str(policy))
+        if rule.is_over(sampled):
+            break
+    if rule.best_step is None:
+        await trainer.save(str(policy))
+        kept = "the last step: none was within sft.max_greedy_accuracy"
+    else:
+        kept = f"step {rule.best_step}: {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
+    console.note(f"policy written to {policy} ({kept})")
+
+
+@dataclass(slots=True)
+class StopRule:
+    """Which step of the warm start is kept, and when it is over.
+
+    Accuracy jumps up and down from step to step, so the target and the ceiling may never be met by one step.
+    Kept is the best sampled accuracy under the ceiling; the end is the target, or twice the target if the
+    ceiling was in the way.
+    """
+
+    sft: SftConfig
+    best_step: int | None = None
+    best_sampled: float = -1.0
+    best_greedy: float = 0.0
+
+    def is_best(self, step: int, sampled: float, greedy: float) -> bool:
+        """Take note of a measurement; True if its policy is the one to keep."""
+        if greedy > self.sft.max_greedy_accuracy or sampled <= self.best_sampled:
+            return False
+        self.best_step, self.best_sampled, self.best_greedy = step, sampled, greedy
+        return True
+
+    def is_over(self, sampled: float) -> bool:
+        """Whether the kept policy has reached the target, or training has clearly gone past it."""
+        target = self.sft.stop_at_accuracy
+        return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
 
 
 class Examples:

@@ -79,8 +79,8 @@ class SftConfig(BaseModel):
         eval_tasks: Held-out tasks per measurement.
         stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
             probability of the whole answer); None trains for `max_steps`.
-        max_greedy_accuracy: Do not stop while greedy decoding is better than this: a warm start that leaves
-            reinforcement learning something to show. 1 is no condition.
+        max_greedy_accuracy: Kept is the best step at which greedy decoding is no better than this: a warm start
+            that leaves reinforcement learning something to show. 1 is no condition.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
