@@ -57,8 +57,8 @@ class TrainerRank:
             self._outbound = Path(tempfile.mkdtemp(prefix="penstock-weights-", dir=default_directory()))
         return ray.get_runtime_context().get_node_id()
 
-    def step(self, payloads: list[ray.ObjectRef], version: int) -> StepReport:
-        return self._running().step(ray.get(payloads), version)
+    def step(self, payloads: list[ray.ObjectRef], version: int, min_versions: list[int]) -> StepReport:
+        return self._running().step(ray.get(payloads), version, min_versions)
 
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))

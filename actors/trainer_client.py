@@ -39,7 +39,8 @@ class TrainerClient:
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         """Train one batch; the version moves on unless the step was skipped."""
         groups = [group async for group in batch]
-        reports = await self._all("step", [group.handle for group in groups], self.version)
+        handles, min_versions = [group.handle for group in groups], [group.min_version for group in groups]
+        reports = await self._all("step", handles, self.version, min_versions)
         self.version = reports[0].version
         self.busy_s += reports[0].busy_s
         return reports[0]

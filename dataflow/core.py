@@ -1,19 +1,27 @@
 """The dataflow core: it decides who may start, who trains next and what everything ends as.
 
 Sans-I/O: it never waits, sleeps or logs, and has no clock. A driver (platform/flow.py over Ray
-actors, or the simulator in virtual time) tells it what happened and asks what may happen next.
+actors, or the simulator in virtual time) tells it what happened and asks what may happen next. The cost
+of an event does not grow with the number of live groups.
+
+Reports may come twice, late or for groups that never were: they are counted in `ignored` and change nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from penstock.dataflow.errors import AccountingError, FailureKind, StalenessError
+from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupRecord, GroupState, Ledger, LedgerCounts, Reason
-from penstock.dataflow.staleness import Candidate, FlowLimits, choose_batch, free_credits
+from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits, free_credits
 from penstock.dataflow.trajectory import GroupRef
+
+Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
+"""Why a report changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +29,37 @@ class GroupRules:
     """How groups are formed.
 
     Attributes:
-        group_size: Trajectories per group.
+        group_size: Trajectories per group, unless `admit` says otherwise.
         min_group_size: A group whose failed members are gone still trains with this many.
-        max_retries: Retries of one trajectory.
+        max_retries: Retries of one trajectory after its environment or reward failed (data).
+        max_engine_retries: Retries of one trajectory after its engine failed (infrastructure).
     """
 
     group_size: int
     min_group_size: int
     max_retries: int
+    max_engine_retries: int = 3
+
+    def budget(self, kind: FailureKind) -> int:
+        """Retries of one trajectory after failures of this kind."""
+        return self.max_engine_retries if kind == "engine" else self.max_retries
+
+
+class Cancelled(NamedTuple):
+    """A group the core has ended: its running work is to be cancelled, and its task may start again."""
+
+    group_id: GroupId
+    may_requeue: bool
 
 
 class Dataflow:
     """State machine over all groups of a run.
 
     Invariants checked here: I1 (staleness of what is trained), I2, I3, I5 (in the ledger), I6 (credits).
+
+    Attributes:
+        retries: Retries granted, by kind of failure.
+        ignored: Reports that changed nothing, by why.
     """
 
     def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0) -> None:
@@ -43,8 +68,11 @@ class Dataflow:
         self.version = version
         self.ledger = Ledger()
         self.retries: Counter[FailureKind] = Counter()
+        self.ignored: Counter[Ignored] = Counter()
+        self._gate = ConsumptionGate(limits)
         self._ready: dict[GroupId, GroupRef] = {}
-        self._in_training: tuple[GroupRef, ...] = ()
+        self._in_training: list[GroupRef] = []
+        self._cancelled: list[Cancelled] = []
 
     @property
     def free_credits(self) -> int:
@@ -53,67 +81,100 @@ class Dataflow:
         free = free_credits(self.limits, admitted=counts.admitted, returned=counts.returned, trained=counts.trained)
         if free < 0:
             raise AccountingError(f"dataflow: {free} free credits with {counts} (I6)")
+        if self.limits.max_live_trajectories is not None:
+            places = self.limits.max_live_trajectories - self.ledger.live_trajectories
+            free = min(free, max(0, places) // self.rules.group_size)
         return free
 
     @property
     def num_ready(self) -> int:
         return len(self._ready)
 
-    def admit(self, task_id: TaskId) -> GroupId:
+    def admit(self, task_id: TaskId, *, group_size: int | None = None, stream: str = "", requeues: int = 0) -> GroupId:
         """Start a group. Ask `free_credits` first."""
         if self.free_credits < 1:
             raise AccountingError(f"dataflow: no credit to admit {task_id} (I6)")
-        return self.ledger.admit(task_id, self.rules.group_size).group_id
+        group_id = self.ledger.admit(task_id, group_size or self.rules.group_size, stream, requeues).group_id
+        self._gate.add(group_id)
+        return group_id
 
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
-        self.ledger.find(group_id).member_versions[member] = version
+        record = self._expect(group_id, GroupState.GENERATING, GroupState.SCORING)
+        if record is not None:
+            record.member_versions[member] = version
+            self._date(record)
 
     def may_retry(self, kind: FailureKind, attempts: int) -> bool:
         """Count a failed attempt and say whether the trajectory gets another one.
 
         Args:
             kind: Which part failed.
-            attempts: Attempts made so far, this one included.
+            attempts: Attempts that failed in this way so far, this one included.
         """
-        if attempts > self.rules.max_retries:
+        if attempts > self.rules.budget(kind):
             return False
         self.retries[kind] += 1
         return True
 
     def generated(self, group_id: GroupId) -> None:
         """Every member has its tokens; some scores are still out."""
-        self.ledger.move(group_id, GroupState.SCORING)
+        if self._expect(group_id, GroupState.GENERATING) is not None:
+            self.ledger.move(group_id, GroupState.SCORING)
 
-    def ready(self, group: GroupRef) -> None:
-        """Every member that did not fail is scored and its payload stored."""
+    def ready(self, group: GroupRef) -> bool:
+        """Every member that did not fail is scored and its payload stored. False if the report was ignored."""
+        record = self._expect(group.group_id, GroupState.SCORING)
+        if record is None:
+            return False
+        self._check_stamps(record, group)
         self.ledger.move(group.group_id, GroupState.READY)
-        record = self.ledger.find(group.group_id)
         record.member_versions = [group.oldest_version]
+        self._date(record)
+        self._gate.mark_ready(group.group_id)
         self._ready[group.group_id] = group
+        if self.limits.on_expiry is not ExpiryPolicy.WAIT and self._is_too_old(group):
+            self._expire(record)
+        return True
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         """End a group untrained; its credit is free at once."""
+        record = self.ledger.find(group_id)
+        if record.state is not GroupState.TRAINING:
+            self._gate.remove(group_id)
         self.ledger.end(group_id, state, reason)
         self._ready.pop(group_id, None)
 
     def close_batch(self) -> tuple[GroupRef, ...] | None:
         """Take the next batch if it may close now, in deadline order; None while it has to wait.
 
+        With surplus groups under way, those that hold the batch back are given up as dropped(redundant).
+
         Raises:
             StalenessError: If a chosen group is over-age (I1), which the gate must have prevented.
         """
         assert not self._in_training, "one batch at a time"
-        live = [self._candidate(record) for record in self.ledger.live()]
-        chosen = choose_batch(self.limits, self.version, live)
-        if chosen is None:
+        shortfall = self._gate.shortfall(self.version)
+        if shortfall is None or shortfall > self._num_redundant():
             return None
-        batch = tuple(self._ready.pop(group_id) for group_id in chosen)
-        for group in batch:
-            self._check_age(group)
-            self.ledger.move(group.group_id, GroupState.TRAINING)
-        self._in_training = batch
-        return batch
+        for _ in range(self.limits.batch_groups):
+            self._take_next()
+        for group_id in self._gate.first_due(shortfall) if shortfall else ():
+            self._cancel(group_id, Reason.REDUNDANT)
+        return tuple(self._in_training)
+
+    def take_one(self) -> GroupRef | None:
+        """Put the next ready group into the batch before the batch is complete; None while it has to wait.
+
+        For trainers that begin before the batch is complete. The batch that comes out keeps the bound as
+        `close_batch` does.
+        """
+        places = self.limits.batch_groups - len(self._in_training)
+        return self._take_next() if self._gate.can_take(self.version, places) else None
+
+    @property
+    def is_batch_complete(self) -> bool:
+        return len(self._in_training) == self.limits.batch_groups
 
     def advance(self, version: int) -> None:
         """The batch in training was trained and published as `version`: its credits are free."""
@@ -121,25 +182,33 @@ class Dataflow:
             raise AccountingError(f"dataflow: version goes from {self.version} to {version}, expected +1")
         for group in self._in_training:
             self.ledger.move(group.group_id, GroupState.TRAINED)
-        self._in_training = ()
+        self._in_training = []
         self.version = version
+        if self.limits.on_expiry is not ExpiryPolicy.WAIT:
+            self._expire_overdue()
 
     def skip(self, reason: Reason = Reason.BAD_STEP) -> None:
-        """The step over the batch in training was not taken: its groups end as dropped, the version stays."""
+        """The step over the batch in training was not taken: its groups end untrained, the version stays."""
+        state = GroupState.FILTERED if reason is Reason.ZERO_VARIANCE else GroupState.DROPPED
         for group in self._in_training:
-            self.ledger.end(group.group_id, GroupState.DROPPED, reason)
-        self._in_training = ()
+            self.ledger.end(group.group_id, state, reason)
+        self._in_training = []
+
+    def take_cancelled(self) -> list[Cancelled]:
+        """Groups that ended by the core's own decision since the last call."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
 
     def finish(self) -> LedgerCounts:
         """The run is over: whatever lives is dropped(run_end)."""
-        for record in self.ledger.live():
+        for record in list(self.ledger.live()):
             self.end(record.group_id, GroupState.DROPPED, Reason.RUN_END)
-        self._in_training = ()
+        self._in_training = []
         return self.ledger.counts()
 
     def waiting_for(self, most: int = 8) -> str:
         """One sentence for time-outs: what the next batch waits for."""
-        unready = [record for record in self.ledger.live() if record.state is not GroupState.READY]
+        unready = [r for r in self.ledger.live() if r.state in (GroupState.GENERATING, GroupState.SCORING)]
         listed = ", ".join(f"{r.group_id}:{r.state}(oldest v{r.oldest_version})" for r in unready[:most])
         more = f" and {len(unready) - most} more" if len(unready) > most else ""
         return (
@@ -147,13 +216,70 @@ class Dataflow:
             f"unfinished: {listed or 'none'}{more}"
         )
 
-    def _candidate(self, record: GroupRecord) -> Candidate:
+    def _expect(self, group_id: GroupId, *states: GroupState) -> GroupRecord | None:
+        """The record if the group is in one of `states`; else the report is counted and None."""
+        record = self.ledger.get(group_id)
+        if record is not None and record.state in states:
+            return record
+        if record is None:
+            self.ignored["ended" if self.ledger.was_admitted(group_id) else "unknown"] += 1
+        else:
+            self.ignored["out_of_order" if record.state is GroupState.GENERATING else "repeated"] += 1
+        return None
+
+    def _date(self, record: GroupRecord) -> None:
         oldest = record.oldest_version
-        deadline = (self.version if oldest is None else oldest) + self.limits.max_staleness
-        return Candidate(record.group_id, deadline, record.state is GroupState.READY)
+        assert oldest is not None
+        self._gate.date(record.group_id, oldest)
+
+    def _take_next(self) -> GroupRef:
+        group_id = self._gate.next_ready()
+        assert group_id is not None, "the gate said that a group is ready"
+        group = self._ready.pop(group_id)
+        self._gate.remove(group_id)
+        self.ledger.move(group_id, GroupState.TRAINING)
+        floor = self.version - self.limits.max_staleness
+        if self.limits.on_expiry is ExpiryPolicy.TRIM and group.oldest_version < floor:
+            group = replace(group, min_version=floor)
+        self._check_age(group)
+        self._in_training.append(group)
+        return group
+
+    def _num_redundant(self) -> int:
+        """Live groups beyond the window without surplus: as many may be given up."""
+        return max(0, self.ledger.num_live - (self.limits.window - self.limits.surplus))
+
+    def _expire_overdue(self) -> None:
+        for group_id in self._gate.overdue(self.version):
+            group = self._ready.get(group_id)
+            if self.limits.on_expiry is ExpiryPolicy.DROP or (group is not None and self._is_too_old(group)):
+                self._expire(self.ledger.find(group_id))
+
+    def _is_too_old(self, group: GroupRef) -> bool:
+        """Whether nothing of a ready group may train any more."""
+        oldest_allowed = self.version - self.limits.max_staleness
+        newest_needed = group.newest_version if self.limits.on_expiry is ExpiryPolicy.TRIM else group.oldest_version
+        return newest_needed < oldest_allowed
+
+    def _expire(self, record: GroupRecord) -> None:
+        may_requeue = record.requeues < self.limits.max_requeues
+        self._cancel(record.group_id, Reason.STALE, may_requeue=may_requeue)
+
+    def _cancel(self, group_id: GroupId, reason: Reason, *, may_requeue: bool = False) -> None:
+        self.end(group_id, GroupState.DROPPED, reason)
+        self._cancelled.append(Cancelled(group_id, may_requeue))
+
+    def _check_stamps(self, record: GroupRecord, group: GroupRef) -> None:
+        """I8: no engine serves a version that was not published when it was dispatched, or not published at all."""
+        dispatched = record.oldest_version
+        if group.newest_version > self.version + 1 or (dispatched is not None and group.oldest_version < dispatched):
+            raise StalenessError(
+                f"dataflow: group {group.group_id} carries versions {group.oldest_version}..{group.newest_version}, "
+                f"but it was dispatched at v{dispatched} and v{self.version} is published (I8)"
+            )
 
     def _check_age(self, group: GroupRef) -> None:
-        age = self.version - group.oldest_version
+        age = group.staleness(self.version)
         if not 0 <= age <= self.limits.max_staleness:
             raise StalenessError(
                 f"dataflow: group {group.group_id} would train at staleness {age}, "

@@ -11,6 +11,7 @@ remain, so memory is bounded by the admission window.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -79,17 +80,34 @@ class GroupRecord:
     Attributes:
         member_versions: Per member, the version that bounds its oldest token from below: the engine's
             acknowledged version at dispatch, then the version of its first token; None before dispatch.
+        group_size: Trajectories it was admitted with.
+        stream: The task stream it came from.
+        requeues: How often its task was started before and dropped as too old.
     """
 
     group_id: GroupId
     task_id: TaskId
     member_versions: list[int | None]
+    group_size: int
+    stream: str = ""
+    requeues: int = 0
     state: GroupState = GroupState.GENERATING
 
     @property
     def oldest_version(self) -> int | None:
         """Lower bound of the group's oldest token; None before anything was dispatched."""
         return min((version for version in self.member_versions if version is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEvent:
+    """A group went into `state`; `generating` is its admission."""
+
+    group_id: GroupId
+    state: GroupState
+    task_id: TaskId
+    stream: str
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +138,52 @@ class Ledger:
 
     Attributes:
         reasons: (terminal state, reason) -> groups.
+        live_trajectories: Members of all live groups, as admitted.
+        live_by_stream: Live groups of each task stream.
+        admitted_by_stream: Groups ever admitted of each task stream.
+        sink: Told every event, in order; a journal, or nothing.
     """
 
+    reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
+    live_trajectories: int = 0
+    live_by_stream: Counter[str] = field(default_factory=Counter)
+    admitted_by_stream: Counter[str] = field(default_factory=Counter)
+    sink: Callable[[LedgerEvent], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _admitted: int = 0
-    reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
 
-    def admit(self, task_id: TaskId, group_size: int) -> GroupRecord:
+    def admit(self, task_id: TaskId, group_size: int, stream: str = "", requeues: int = 0) -> GroupRecord:
         """Open a record under the next admission number."""
-        record = GroupRecord(GroupId(self._admitted), task_id, [None] * group_size)
+        record = GroupRecord(GroupId(self._admitted), task_id, [None] * group_size, group_size, stream, requeues)
         self._live[record.group_id] = record
         self._admitted += 1
+        self.live_trajectories += group_size
+        self.live_by_stream[stream] += 1
+        self.admitted_by_stream[stream] += 1
+        self._tell(record)
         return record
 
-    def live(self) -> list[GroupRecord]:
+    @property
+    def num_admitted(self) -> int:
+        """Groups ever admitted."""
+        return self._admitted
+
+    @property
+    def num_live(self) -> int:
+        """Groups under way."""
+        return len(self._live)
+
+    def live(self) -> Iterator[GroupRecord]:
         """Live groups in admission order."""
-        return list(self._live.values())
+        return iter(self._live.values())
+
+    def get(self, group_id: GroupId) -> GroupRecord | None:
+        """The record of a live group; None if it was never admitted or has ended."""
+        return self._live.get(group_id)
+
+    def was_admitted(self, group_id: GroupId) -> bool:
+        return 0 <= group_id < self._admitted
 
     def find(self, group_id: GroupId) -> GroupRecord:
         """The record of a live group.
@@ -146,7 +193,7 @@ class Ledger:
         """
         record = self._live.get(group_id)
         if record is None:
-            how = "has already ended" if 0 <= group_id < self._admitted else "was never admitted"
+            how = "has already ended" if self.was_admitted(group_id) else "was never admitted"
             raise AccountingError(f"ledger: group {group_id} {how}; {self._admitted} were admitted (I2)")
         return record
 
@@ -158,6 +205,7 @@ class Ledger:
         record.state = state
         if state is GroupState.TRAINED:
             self._end(record)
+        self._tell(record)
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         """End a group untrained, from any live state, with a reason that fits."""
@@ -167,6 +215,7 @@ class Ledger:
         record.state = state
         self.reasons[state, reason] += 1
         self._end(record)
+        self._tell(record, reason)
 
     def counts(self) -> LedgerCounts:
         """Absolute counts, balanced (I3).
@@ -189,3 +238,9 @@ class Ledger:
     def _end(self, record: GroupRecord) -> None:
         del self._live[record.group_id]
         self._ended[record.state] += 1
+        self.live_trajectories -= record.group_size
+        self.live_by_stream[record.stream] -= 1
+
+    def _tell(self, record: GroupRecord, reason: Reason | None = None) -> None:
+        if self.sink is not None:
+            self.sink(LedgerEvent(record.group_id, record.state, record.task_id, record.stream, reason))

@@ -19,8 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from penstock.dataflow.ids import GroupId
+
+
+class ExpiryPolicy(StrEnum):
+    """What happens to groups that would become too old.
+
+    Attributes:
+        WAIT: A batch is held open for them. Unbiased; nothing ever expires.
+        TRIM: Their over-old tokens lose their loss weight, the rest trains.
+        DROP: They are given up and their tasks start again behind the others. Biased to short answers.
+    """
+
+    WAIT = "wait"
+    TRIM = "trim"
+    DROP = "drop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +47,18 @@ class FlowLimits:
         max_staleness: η, in versions.
         total_steps: Batches the run trains.
         surplus: Groups admitted beyond the credits (redundant groups); 0 is none.
+        on_expiry: What happens to groups that would become too old.
+        max_requeues: How often a task starts again after its group was dropped as too old.
+        max_live_trajectories: Trajectories under way at once, so that reserved bytes stay bounded; None is no limit.
     """
 
     batch_groups: int
     max_staleness: int
     total_steps: int
     surplus: int = 0
+    on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
+    max_requeues: int = 3
+    max_live_trajectories: int | None = None
 
     @property
     def window(self) -> int:

@@ -90,6 +90,7 @@ class GroupRef:
         handle: What the trainer's side resolves to the payload (a Ray ObjectRef, or the payload itself).
         spans: Version spans of every member, for staleness accounting.
         rewards: One scalar per member, in member order.
+        min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
     """
 
     group_id: GroupId
@@ -98,17 +99,34 @@ class GroupRef:
     spans: tuple[Spans, ...]
     rewards: tuple[float, ...]
     num_tokens: int
+    min_version: int = 0
 
     @property
     def oldest_version(self) -> int:
+        """Version of the oldest sampled token, trimmed or not."""
         return min(spans[0].version for spans in self.spans)
 
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest sampled token."""
+        return max(spans[-1].version for spans in self.spans)
+
+    @property
+    def num_trimmed_tokens(self) -> int:
+        """Sampled tokens that carry no loss weight because they are too old."""
+        return sum(span.num_tokens for spans in self.spans for span in spans if span.version < self.min_version)
+
+    def staleness(self, version: int) -> int:
+        """Of its oldest token that carries loss weight, if trained at `version`; in versions."""
+        return version - max(self.oldest_version, self.min_version)
+
     def staleness_tokens(self, version: int) -> dict[int, int]:
-        """Histogram `staleness in versions -> sampled tokens` if trained at `version`."""
+        """Histogram `staleness in versions -> sampled tokens that carry loss weight` if trained at `version`."""
         histogram: dict[int, int] = {}
         for span in (span for spans in self.spans for span in spans):
-            lag = version - span.version
-            histogram[lag] = histogram.get(lag, 0) + span.num_tokens
+            if span.version >= self.min_version:
+                lag = version - span.version
+                histogram[lag] = histogram.get(lag, 0) + span.num_tokens
         return histogram
 
 

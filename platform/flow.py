@@ -1,31 +1,35 @@
 """The flow: drives the sans-I/O dataflow core with real work, and hands batches to the trainer.
 
 Consumes: tasks, while the admission gate has credits. Waits for: credits, engine slots, scores.
-Unblocked by: `advance` (credits), a finished trajectory, a batch that closes. Every group runs in
-one asyncio task; nothing here knows Ray, so the simulator runs the same code in virtual time.
+Unblocked by: `advance` (credits), a finished trajectory, a batch that closes. Every trajectory runs in
+one asyncio task (platform/group_run.py); nothing here knows Ray, so the simulator runs the same code in
+virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.filters import FilterChain
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import PayloadStore, RewardWorker, SamplingParams
-from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
+from penstock.dataflow.streams import TaskLine
+from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
+from penstock.platform.group_run import GroupRun
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.rollout.runner import TrajectoryRunner
 
 FEWEST_FAILURES = 8
 """Failed groups in a row that stop the run, where the admission window is smaller."""
 
-_OnGenerated = Callable[[], None]
+_Taken = TypeVar("_Taken")
 _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason.ENGINE}
 
 
@@ -39,134 +43,181 @@ class FlowPorts:
     sampling: SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class FlowOptions:
+    """How the flow hands out batches.
+
+    Attributes:
+        batch_timeout_s: Longest wait for a batch, seconds.
+        streams_micro_batches: The trainer gets groups before their batch is complete.
+    """
+
+    batch_timeout_s: float
+    streams_micro_batches: bool = False
+
+
 class Flow:
     """Generators and reward workers at work; `async with` starts and ends them."""
 
     def __init__(
-        self, core: Dataflow, tasks: Iterator[Task], ports: FlowPorts, stats: FlowStats, batch_timeout_s: float
+        self,
+        core: Dataflow,
+        tasks: TaskLine,
+        filters: FilterChain,
+        ports: FlowPorts,
+        stats: FlowStats,
+        options: FlowOptions,
     ) -> None:
         self.core = core
         self.stats = stats
+        self.ports = ports
         self._tasks = tasks
-        self._ports = ports
-        self._batch_timeout_s = batch_timeout_s
+        self._filters = filters
+        self._options = options
         self._changed = asyncio.Event()
         self._credits = asyncio.Event()
-        self._groups: set[asyncio.Task[None]] = set()
-        self._admission: asyncio.Task[None] | None = None
+        self._groups: dict[GroupId, GroupRun] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
 
     async def __aenter__(self) -> Self:
         self._credits.set()
-        self._admission = asyncio.create_task(self._admit(), name="admission")
-        self._admission.add_done_callback(self._watch)
+        self.start(self._admit())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        under_way = [task for task in (self._admission, *self._groups) if task is not None]
-        for task in under_way:
-            task.cancel()
+        under_way = list(self._jobs)
+        for job in under_way:
+            job.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)
         self.core.finish()
 
     async def next_batch(self) -> AsyncIterator[GroupRef]:
-        """The groups of the next batch in deadline order, once it may close.
+        """The groups of the next batch in deadline order, once it may close, or each as soon as it may go in.
 
         Raises:
             PenstockError: If nothing closes within the time limit; the message lists what it waits for.
         """
-        for group in await self._close_batch():
-            yield group
+        if self._options.streams_micro_batches:
+            batch = []
+            while not self.core.is_batch_complete:
+                batch.append(await self._wait_for(self.core.take_one))
+                yield batch[-1]
+            self._batch_closed(batch)
+        else:
+            closed = await self._wait_for(self.core.close_batch)
+            self._batch_closed(closed)
+            for group in closed:
+                yield group
 
     def advance(self, version: int) -> None:
         """The batch was trained and published: frees its credits."""
         self.core.advance(version)
-        self._credits.set()
+        self._tasks.follow_curriculum(version, self.core.ledger)
+        self._settle()
 
     def skip(self) -> None:
         """The step was not taken: its groups are dropped(bad_step), their credits are free."""
         self.core.skip()
-        self._credits.set()
+        self._settle()
 
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
 
-    async def _close_batch(self) -> tuple[GroupRef, ...]:
-        with self.stats.trainer_waits():
-            try:
-                async with asyncio.timeout(self._batch_timeout_s):
-                    while (batch := self._try_close()) is None:
-                        await self._changed.wait()
-            except TimeoutError:
-                raise PenstockError(
-                    f"dataflow: no batch within batch_timeout_s={self._batch_timeout_s:.0f}: "
-                    f"{self.core.waiting_for()}. The trainer stands still until it closes. "
-                    "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
-                ) from None
-        self.stats.batch_closed(batch, self.core.version)
-        return batch
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine as part of the flow: it is cancelled with it, and its error stops the run."""
+        job = asyncio.get_running_loop().create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._watch)
+        return job
 
-    def _try_close(self) -> tuple[GroupRef, ...] | None:
-        if self._failure is not None:
-            raise self._failure
-        self._changed.clear()
-        return self.core.close_batch()
-
-    async def _admit(self) -> None:
-        while True:
-            while self.core.free_credits > 0:
-                task = self._next_task()
-                group_id = self.core.admit(task.task_id)
-                job = asyncio.create_task(self._run_group(group_id, task), name=f"group {group_id}")
-                self._groups.add(job)
-                job.add_done_callback(self._watch)
-            self._credits.clear()
-            await self._credits.wait()
-
-    def _next_task(self) -> Task:
-        try:
-            return next(self._tasks)
-        except StopIteration:
-            raise PenstockError(
-                f"env: the task source ended after {self.core.ledger.counts().admitted} tasks. The run needs more: "
-                "train() has to be endless (start over when the data ends), or lower total_steps."
-            ) from None
-
-    def _watch(self, job: asyncio.Task[None]) -> None:
-        self._groups.discard(job)
-        if not job.cancelled() and (error := job.exception()) is not None and self._failure is None:
-            self._failure = error
-        self._changed.set()
-
-    async def _run_group(self, group_id: GroupId, task: Task) -> None:
-        outstanding = self.core.rules.group_size
-
-        def member_generated() -> None:
-            nonlocal outstanding
-            outstanding -= 1
-            if outstanding == 0:
-                self.core.generated(group_id)
-
-        async with asyncio.TaskGroup() as members:
-            runs = [
-                members.create_task(self._run_member(group_id, member, task, member_generated))
-                for member in range(self.core.rules.group_size)
-            ]
-        outcomes = [run.result() for run in runs]
+    async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
+        """Every member of a group ended one way or the other: store it, filter it or fail it."""
+        group_id = run.group_id
         good = tuple(outcome for outcome in outcomes if isinstance(outcome, Trajectory))
-        if len(good) < self.core.rules.min_group_size:
+        if len(good) < min(self.core.rules.min_group_size, len(outcomes)):
             failure = next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError))
             self.stats.group_failed(failure)
-            self.core.end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
-            self._credits.set()
+            self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
             self._count_failure(failure)
             return
         self._failures_in_a_row = 0
-        self.core.ready(await self._store(group_id, task, good))
+        self._tasks.group_scored(run.queued, good)
+        if (reason := self._filters.judge(good)) is not None:
+            self._end(group_id, GroupState.FILTERED, reason)
+            return
+        self.stats.group_ready(group_id, good)
+        self.core.ready(await self._store(run, good))
+        self._settle()
+
+    async def _wait_for(self, take: Callable[[], _Taken | None]) -> _Taken:
+        """What the core hands out, as soon as it does."""
+        with self.stats.trainer_waits():
+            try:
+                async with asyncio.timeout(self._options.batch_timeout_s):
+                    while True:
+                        if self._failure is not None:
+                            raise self._failure
+                        self._changed.clear()
+                        if (taken := take()) is not None:
+                            return taken
+                        await self._changed.wait()
+            except TimeoutError:
+                raise PenstockError(
+                    f"dataflow: no batch within batch_timeout_s={self._options.batch_timeout_s:.0f}: "
+                    f"{self.core.waiting_for()}. The trainer stands still until it closes. "
+                    "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
+                ) from None
+
+    def _batch_closed(self, batch: Sequence[GroupRef]) -> None:
+        for group in batch:
+            del self._groups[group.group_id]
+        self._filters.batch_closed()
+        self.stats.batch_closed(batch, self.core.version)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Carry out what the core has decided, and let admission and trainer look again."""
+        for cancelled in self.core.take_cancelled():
+            run = self._groups.pop(cancelled.group_id, None)
+            self.stats.group_dropped(cancelled.group_id)
+            if run is not None:
+                run.cancel()
+                if cancelled.may_requeue:
+                    self._tasks.requeue(run.queued, self.core.ledger)
+        self._credits.set()
         self._changed.set()
+
+    async def _admit(self) -> None:
+        while True:
+            for _ in range(self.core.free_credits):
+                queued = self._tasks.next(self.core.ledger)
+                if queued is None:
+                    break  # every stream is at its quota: a group that ends unblocks it
+                group_id = self.core.admit(
+                    queued.task.task_id,
+                    group_size=queued.group_size,
+                    stream=queued.stream,
+                    requeues=queued.requeues,
+                )
+                self._groups[group_id] = run = GroupRun(self, group_id, queued)
+                run.start()
+            self._credits.clear()
+            await self._credits.wait()
+
+    def _watch(self, job: asyncio.Task[None]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled() and (error := job.exception()) is not None and self._failure is None:
+            self._failure = error
+            self._changed.set()
+
+    def _end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
+        del self._groups[group_id]
+        self.core.end(group_id, state, reason)
+        self._settle()
 
     def _count_failure(self, failure: TrajectoryError) -> None:
         """Failed groups are replaced; a whole window of them in a row means that nothing will ever succeed."""
@@ -174,45 +225,16 @@ class Flow:
         if self._failures_in_a_row >= max(self.core.limits.window, FEWEST_FAILURES):
             raise PenstockError(
                 f"dataflow: {self._failures_in_a_row} groups in a row failed, and none succeeded, after "
-                f"{self.core.rules.max_retries} retries per trajectory. The last one: {failure.summary}"
+                f"{self.core.rules.budget(failure.kind)} retries per trajectory. The last one: {failure.summary}"
             ) from failure
 
-    async def _store(self, group_id: GroupId, task: Task, members: tuple[Trajectory, ...]) -> GroupRef:
-        handle = await self._ports.store.put(GroupPayload(group_id, members))
-        self.stats.group_ready(group_id, members)
+    async def _store(self, run: GroupRun, members: tuple[Trajectory, ...]) -> GroupRef:
+        handle = await self.ports.store.put(GroupPayload(run.group_id, members))
         return GroupRef(
-            group_id=group_id,
-            task_id=task.task_id,
+            group_id=run.group_id,
+            task_id=run.queued.task.task_id,
             handle=handle,
             spans=tuple(member.spans for member in members),
             rewards=tuple(member.reward for member in members if member.reward is not None),
             num_tokens=sum(len(member.token_ids) for member in members),
         )
-
-    async def _run_member(
-        self, group_id: GroupId, member: int, task: Task, on_generated: _OnGenerated
-    ) -> Trajectory | TrajectoryError:
-        """One member with its retries: a scored trajectory, or the failure that used up its budget."""
-        attempts = 0
-        counted = False
-        while True:
-            attempts += 1
-            try:
-                trajectory = await self._ports.runner.run(
-                    task,
-                    TrajectoryId(f"{group_id}/{member}"),
-                    self._ports.sampling,
-                    lambda version: self.core.member_at(group_id, member, version),
-                )
-                self.stats.trajectory_generated(trajectory)
-                if not counted:
-                    counted = True
-                    on_generated()
-                score = await self._ports.rewards.score(task, trajectory)
-                return replace(trajectory, reward=score.reward, reward_parts=score.parts)
-            except TrajectoryError as failure:
-                if self.core.may_retry(failure.kind, attempts):
-                    continue
-                if not counted:
-                    on_generated()
-                return failure

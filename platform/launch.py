@@ -9,15 +9,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from penstock import __version__
-from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.staleness import FlowLimits
 from penstock.envs.loading import load_task_source
 from penstock.platform import controller
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluator
-from penstock.platform.flow import Flow, FlowPorts
+from penstock.platform.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.flow_parts import make_core, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, prepare_run_dir, run_to_end, write_failure
 from penstock.platform.observability.console import RunConsole
 from penstock.platform.observability.flow_stats import FlowStats
@@ -114,7 +113,9 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
 
         def make_flow(stats: FlowStats) -> Flow:
             ports = FlowPorts(runner, actors.rewards, actors.store, sampling)
-            return Flow(make_core(config), tasks.train(), ports, stats, config.dataflow.batch_timeout_s)
+            options = FlowOptions(config.dataflow.batch_timeout_s)
+            filters = make_filters(config.dataflow.filters)
+            return Flow(make_core(config), make_task_line(config), filters, ports, stats, options)
 
         parts = Parts(
             trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,
@@ -127,15 +128,6 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         run = Run(config, parts, instruments)
         stack.push_async_callback(run.close)
         yield run
-
-
-def make_core(config: RunConfig) -> Dataflow:
-    """The sans-I/O core under this configuration's bounds."""
-    flow = config.dataflow
-    return Dataflow(
-        FlowLimits(flow.batch_groups, flow.max_staleness, config.total_steps),
-        GroupRules(flow.group_size, flow.min_group_size, flow.max_retries),
-    )
 
 
 def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.dataflow.errors import TrainingError
@@ -48,7 +47,7 @@ class Instruments:
 class Progress:
     """Where the run stands."""
 
-    last_step_at: float = field(default_factory=time.monotonic)
+    last_step_at: float = 0.0
     trainer_wait_s: float = 0.0
     tokens_generated: int = 0
     bad_steps_in_a_row: int = 0
@@ -76,7 +75,7 @@ class Run:
     def flow(self) -> Flow:
         """The streaming dataflow of this run; `async with` starts and ends it."""
         self.current_flow = self._parts.make_flow(self.stats)
-        self._progress.last_step_at = time.monotonic()
+        self._progress.last_step_at = asyncio.get_running_loop().time()
         return self.current_flow
 
     async def publish(self, version: int) -> None:
@@ -91,8 +90,8 @@ class Run:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row.
         """
         assert self.current_flow is not None
-        now = time.monotonic()
-        wall_s = now - self._progress.last_step_at
+        now = asyncio.get_running_loop().time()
+        wall_s = max(now - self._progress.last_step_at, 1e-9)
         self._progress.last_step_at = now
         self._count_skips(report)
         metrics = {
@@ -172,6 +171,8 @@ class Run:
             "staleness/max_versions": last.max_versions,
             "staleness/stale_token_share": last.stale_share,
             "staleness/multi_version_trajectories": last.multi_version_trajectories,
+            "staleness/trimmed_token_share": last.trimmed_share,
+            "length/trained_share": self.stats.length_bias,
             "flow/admitted": counts.admitted,
             "flow/trained": counts.trained,
             "flow/dropped": counts.dropped,
@@ -181,6 +182,7 @@ class Run:
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
             "flow/retries": flow.core.retries.total(),
+            "flow/ignored_reports": flow.core.ignored.total(),
             "throughput/generated_tokens_per_s": generated / wall_s,
             "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
             "throughput/step_s": wall_s,

@@ -86,18 +86,21 @@ class PolicyTrainer:
         self._correction = behavior_correction(algorithm)
         self._num_steps = 0
 
-    def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
+    def step(
+        self, payloads: Sequence[GroupPayload], version: int, min_versions: Sequence[int] | None = None
+    ) -> StepReport:
         """Train one batch once.
 
         Args:
             payloads: The batch's groups with rewards.
             version: Policy version before the step.
+            min_versions: Per group, tokens sampled before this version carry no loss weight; None: none is trimmed.
 
         Returns:
             version + 1 and metrics, or the same version if the step was skipped.
         """
         start = time.perf_counter()
-        sequences = policy_sequences(payloads, self._algorithm, self._settings.max_new_tokens)
+        sequences = policy_sequences(payloads, self._algorithm, self._settings.max_new_tokens, min_versions)
         metrics, is_skipped = self._optimize(sequences, self._rl_terms)
         metrics |= batch_metrics(payloads)
         busy_s = time.perf_counter() - start

@@ -15,6 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.platform.config.checks_cluster import check_cluster, check_pools
+from penstock.platform.config.checks_flow import (
+    check_expiry,
+    check_gang,
+    check_hooks,
+    check_live_memory,
+    check_streams,
+    check_surplus,
+)
 from penstock.platform.config.findings import Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 
@@ -202,6 +210,7 @@ def _unequal_work(key: str, value: int, num_ranks: int) -> Iterator[Finding]:
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
         check_run_dir_name, check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
+        check_live_memory, check_surplus, check_gang, check_expiry, check_hooks, check_streams,
     ),
     "sft": (check_run_dir_name, check_model, check_sft_section, check_trainer),
     "eval": (check_model, check_has_policy, check_sampling),

@@ -7,41 +7,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from penstock.envs.config import EnvConfig, RewardConfig
+from penstock.platform.config.dataflow import DataflowConfig
+from penstock.platform.config.section import Section
 from penstock.rollout.config import RolloutConfig
 from penstock.trainer.config import AlgorithmConfig, SftConfig, TrainerConfig
 from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values never change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataflowConfig(Section):
-    """Batching, staleness and retries (docs/concepts/staleness.md).
-
-    Attributes:
-        batch_groups: B, groups per training batch.
-        group_size: Trajectories per group; they share a baseline.
-        max_staleness: η, the oldest a trained token may be, in policy versions. 0 is the synchronous algorithm.
-        on_expiry: What happens to groups that would become too old; `wait` holds the batch open for them.
-        max_retries: Retries of one trajectory after an env, reward or engine failure.
-        min_group_size: A group whose failed members are gone still trains with this many.
-        batch_timeout_s: Longest wait for a batch, seconds, before the run stops and lists what it waits for.
-    """
-
-    batch_groups: int = Field(ge=1)
-    group_size: int = Field(ge=2)
-    max_staleness: int = Field(default=2, ge=0)
-    on_expiry: Literal["wait"] = "wait"
-    max_retries: int = Field(default=2, ge=0)
-    min_group_size: int = Field(default=2, ge=2)
-    batch_timeout_s: float = Field(default=1800.0, gt=0)
 
 
 class PoolConfig(Section):

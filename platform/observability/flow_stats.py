@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupRef, Trajectory
+from penstock.dataflow.versions import num_tokens
 
 MAX_FAILURES_KEPT = 20
 
@@ -22,10 +23,12 @@ class BatchStaleness:
     Attributes:
         tokens_by_lag: Staleness -> tokens.
         multi_version_trajectories: Trajectories that hold tokens of two or more versions.
+        trimmed_tokens: Sampled tokens that lost their loss weight because they were too old.
     """
 
     tokens_by_lag: Counter[int]
-    multi_version_trajectories: int
+    multi_version_trajectories: int = 0
+    trimmed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +46,11 @@ class BatchStaleness:
     def stale_share(self) -> float:
         return 1 - self.tokens_by_lag[0] / max(self.num_tokens, 1)
 
+    @property
+    def trimmed_share(self) -> float:
+        """Share of sampled tokens that were trained without loss weight."""
+        return self.trimmed_tokens / max(self.num_tokens + self.trimmed_tokens, 1)
+
 
 def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     """Staleness of the groups of a batch trained at `version`."""
@@ -50,7 +58,23 @@ def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     for group in batch:
         by_lag.update(group.staleness_tokens(version))
     mixed = sum(len(spans) > 1 for group in batch for spans in group.spans)
-    return BatchStaleness(by_lag, mixed)
+    return BatchStaleness(by_lag, mixed, sum(group.num_trimmed_tokens for group in batch))
+
+
+@dataclass(slots=True)
+class MeanLength:
+    """A running mean of trajectory lengths, in sampled tokens."""
+
+    num_trajectories: int = 0
+    num_tokens: int = 0
+
+    def add(self, length: int) -> None:
+        self.num_trajectories += 1
+        self.num_tokens += length
+
+    @property
+    def tokens(self) -> float:
+        return self.num_tokens / max(self.num_trajectories, 1)
 
 
 @dataclass(slots=True)
@@ -62,36 +86,50 @@ class FlowStats:
         last: Staleness of the newest batch.
         trainer_wait_s: Absolute seconds the trainer waited for batches.
         tokens_generated: Tokens sampled for training so far, trained or not.
+        population: Lengths of all trajectories that were sampled to their end.
+        trained: Lengths of those that were trained.
         samples: A few trajectories of the newest batch, those with several versions first.
         last_version: The version the newest batch was trained at.
         failures: The first failures of groups, with their traceback.
     """
 
     samples_per_step: int = 16
-    total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter(), 0))
-    last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter(), 0))
+    total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
+    last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     trainer_wait_s: float = 0.0
     tokens_generated: int = 0
+    population: MeanLength = field(default_factory=MeanLength)
+    trained: MeanLength = field(default_factory=MeanLength)
     failures: list[TrajectoryError] = field(default_factory=list)
     samples: list[Trajectory] = field(default_factory=list)
     last_version: int = 0
     _candidates: dict[GroupId, tuple[Trajectory, ...]] = field(default_factory=dict)
 
+    @property
+    def length_bias(self) -> float:
+        """Mean length of trained trajectories ÷ of all that were sampled to their end; 1 before the first batch."""
+        return self.trained.tokens / self.population.tokens if self.trained.num_trajectories else 1.0
+
     @contextmanager
     def trainer_waits(self) -> Iterator[None]:
         """Count the time inside as the trainer waiting for data."""
-        started = time.monotonic()
+        started = asyncio.get_running_loop().time()
         try:
             yield
         finally:
-            self.trainer_wait_s += time.monotonic() - started
+            self.trainer_wait_s += asyncio.get_running_loop().time() - started
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         self.tokens_generated += trajectory.num_sampled_tokens
+        self.population.add(trajectory.num_sampled_tokens)
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Remember two members until the group trains (bounded by the admission window)."""
         self._candidates[group_id] = tuple(members[:2])
+
+    def group_dropped(self, group_id: GroupId) -> None:
+        """The core gave the group up: too old, or redundant."""
+        self._candidates.pop(group_id, None)
 
     def group_failed(self, failure: TrajectoryError) -> None:
         if len(self.failures) < MAX_FAILURES_KEPT:
@@ -102,6 +140,9 @@ class FlowStats:
         self.last = batch_staleness(batch, version)
         self.total.tokens_by_lag.update(self.last.tokens_by_lag)
         self.total.multi_version_trajectories += self.last.multi_version_trajectories
+        self.total.trimmed_tokens += self.last.trimmed_tokens
+        for length in (num_tokens(spans) for group in batch for spans in group.spans):
+            self.trained.add(length)
         self.last_version = version
         chosen = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
         # Those that lived through an update first: they are what is worth looking at.

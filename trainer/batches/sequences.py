@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms.advantages import advantage_estimator, is_zero_variance
 from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.batches.collate import TrainingSequence
@@ -22,9 +23,19 @@ Example = tuple[Sequence[int], Sequence[int]]
 
 
 def policy_sequences(
-    payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig, max_new_tokens: int
+    payloads: Sequence[GroupPayload],
+    algorithm: AlgorithmConfig,
+    max_new_tokens: int,
+    min_versions: Sequence[int] | None = None,
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with its advantage and the aggregation weight of its tokens.
+
+    Args:
+        payloads: The groups of the batch.
+        algorithm: Which advantage and aggregation.
+        max_new_tokens: The sampling limit, tokens.
+        min_versions: Per group, tokens sampled before this version carry no loss weight and do not count in
+            the normaliser; None: all sampled tokens do.
 
     Raises:
         TrainingError: If there is no group, or a trajectory has no finite reward.
@@ -34,7 +45,12 @@ def policy_sequences(
     estimate = advantage_estimator(algorithm)
     trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
     advantages = np.concatenate([estimate(group_rewards(payload)) for payload in payloads])
-    targets = [np.flatnonzero(trajectory.loss_mask) for trajectory in trajectories]
+    floors = [0] * len(payloads) if min_versions is None else min_versions
+    targets = [
+        loss_tokens(trajectory, floor)
+        for payload, floor in zip(payloads, floors, strict=True)
+        for trajectory in payload.trajectories
+    ]
     weights = token_weights(np.array([len(index) for index in targets]), algorithm.aggregation, max_new_tokens)
     return [
         TrainingSequence(
@@ -46,6 +62,14 @@ def policy_sequences(
         )
         for trajectory, index, advantage, weight in zip(trajectories, targets, advantages, weights, strict=True)
     ]
+
+
+def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:
+    """Positions of the sampled tokens that are not older than `min_version`, `[n] int64`."""
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    if trajectory.oldest_version >= min_version:
+        return sampled
+    return sampled[versions_per_token(trajectory.spans) >= min_version]
 
 
 def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:

@@ -56,4 +56,4 @@ def test_untrained_ends_are_counted_by_reason(ledger: Ledger) -> None:
 def test_records_of_ended_groups_are_let_go(ledger: Ledger) -> None:
     for _ in range(100):
         ledger.end(ledger.admit(TaskId("t"), 2).group_id, GroupState.DROPPED, Reason.STALE)
-    assert ledger.live() == []
+    assert list(ledger.live()) == []

@@ -37,6 +37,15 @@ def refused(experiment: str, *overrides: str, command: str = "train") -> str:
         (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
         (["run_dir=."], ["working directory"]),
+        (["dataflow.max_live_gib=0.0001"], ["room for 52 trajectories", "a batch is 256", "Use at least 0.000493"]),
+        (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
+        (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),
+        (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
+        (["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"], ["8 trajectories", "0.001 GiB", "preempted"]),
+        (["dataflow.group_sizing=penstock.dataflow.ids:TaskId"], ["has no method group_size"]),
+        (["env.curriculum=penstock.dataflow.nothing:x"], ["env.curriculum", "attribute 'nothing'"]),
+        (["dataflow.filters.user=penstock.dataflow.core:BATCH"], ["dataflow.filters.user", "no attribute 'BATCH'"]),
+        (["+env.streams.a={quota: 0.4}", "+env.streams.b={quota: 0.5}"], ["quotas sum to 0.9, below 1"]),
     ],
 )
 def test_the_demo_with_a_contradiction_is_refused(overrides, words):

@@ -1,0 +1,84 @@
+"""Filters of ready groups: what is not worth a gradient is filtered with its reason, and its credit refilled.
+
+A filter says None (keep) or the reason. Filters are asked in order and the first reason counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.ledger import Reason
+from penstock.dataflow.trajectory import Trajectory
+
+GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
+
+
+def zero_variance(reward_part: str | None = None) -> GroupFilter:
+    """Filter groups whose members all earned the same: their advantages are 0 (DAPO, arXiv 2503.14476).
+
+    Args:
+        reward_part: Compare this named part of the reward, e.g. raw correctness, instead of the shaped sum.
+    """
+
+    def judge(members: Sequence[Trajectory]) -> Reason | None:
+        rewards = {member.reward if reward_part is None else member.reward_parts[reward_part] for member in members}
+        return Reason.ZERO_VARIANCE if len(rewards) == 1 else None
+
+    return judge
+
+
+def overlong(max_share: float) -> GroupFilter:
+    """Filter groups of which more than `max_share` were cut off at the length limit."""
+
+    def judge(members: Sequence[Trajectory]) -> Reason | None:
+        cut = sum(member.finish_reason == "length" for member in members)
+        return Reason.OVERLONG if cut > max_share * len(members) else None
+
+    return judge
+
+
+def user(keep: Callable[[Sequence[Trajectory]], bool]) -> GroupFilter:
+    """Filter groups for which the user's function is not true."""
+    return lambda members: None if keep(members) else Reason.USER
+
+
+@dataclass(slots=True)
+class FilterChain:
+    """All filters of a run, with a limit on refills.
+
+    Attributes:
+        max_refills: Groups filtered since the last batch closed that stop the run: the engines would otherwise
+            sample for ever and train nothing.
+    """
+
+    filters: Sequence[GroupFilter]
+    max_refills: int
+    since_batch: Counter[Reason] = field(default_factory=Counter)
+
+    def judge(self, members: Sequence[Trajectory]) -> Reason | None:
+        """The reason to filter a group, or None.
+
+        Raises:
+            PenstockError: If too many were filtered since the last batch; names the filter that caused most of it.
+        """
+        reason = next((reason for judge in self.filters if (reason := judge(members)) is not None), None)
+        if reason is not None:
+            self.since_batch[reason] += 1
+            self._check_refills()
+        return reason
+
+    def batch_closed(self) -> None:
+        self.since_batch.clear()
+
+    def _check_refills(self) -> None:
+        if (total := self.since_batch.total()) <= self.max_refills:
+            return
+        worst, count = self.since_batch.most_common(1)[0]
+        raise PenstockError(
+            f"dataflow: {total} groups were filtered since the last batch closed, dataflow.max_refills is "
+            f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample and nothing is trained. "
+            "Use tasks of other difficulty, a larger group_size, or take the filter out of dataflow.filters."
+        )

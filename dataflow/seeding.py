@@ -1,0 +1,66 @@
+"""Where every random draw of sampling comes from: a hash of (seed, group, member, position), and nothing else.
+
+A stateful generator would make a draw depend on who else is in the batch and on what was drawn before. A counter-based
+one is a pure function of its key, so a trajectory is drawn the same alone or in company, early or late, on whichever
+engine, and a resumed one goes on where it stopped.
+
+The hash is the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), folded over the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ports import SamplingParams
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_UNIFORM_BITS = 52
+"""Not 53: u · total must stay below total after rounding, so that inverse-CDF sampling never runs off the end."""
+
+
+def derive_seed(seed: int, *keys: int) -> int:
+    """Hash a seed and a key into another seed, 0 ≤ result < 2⁶³."""
+    state = np.array([seed & _MASK], dtype=np.uint64)
+    for key in keys:
+        state = _mixed(state, np.array([key & _MASK], dtype=np.uint64))
+    return int(state[0]) >> 1
+
+
+def trajectory_sampling(sampling: SamplingParams, group_id: GroupId, member: int) -> SamplingParams:
+    """The run's sampling with this trajectory's own seed; unchanged if the run's has none."""
+    if sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=derive_seed(sampling.seed, group_id, member))
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """One draw from [0, 1) per (seed, position).
+
+    Args:
+        seeds: `[N]`, of each trajectory, below 2⁶⁴.
+        positions: `[N]`, of the token to draw, counted from the first token of the trajectory's prompt.
+
+    Returns:
+        `[N] float64`, multiples of 2⁻⁵².
+    """
+    mixed = _mixed(np.array(seeds, dtype=np.uint64), np.array(positions, dtype=np.uint64))
+    return np.asarray((mixed >> np.uint64(64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS, dtype=np.float64)
+
+
+def _mixed(state: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`[N] uint64`: SplitMix64's finaliser over a hashed state, advanced `key + 1` steps."""
+    return _finalised(_finalised(state) + (key + np.uint64(1)) * np.uint64(_GOLDEN))
+
+
+def _finalised(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    return z ^ (z >> np.uint64(31))

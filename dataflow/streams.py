@@ -1,0 +1,184 @@
+"""Which task is admitted next: several task streams, mixed by weight, held to quotas, with hooks for curricula.
+
+Everything acts at admission; what was admitted is never held back. Symbols: w_i weight of stream i, a_i groups
+admitted of it since the weights last changed, l_i its live groups, q_i its quota, W the admission window.
+
+    next stream = argmin (a_i + ½) / w_i   over streams with   l_i < ceil(q_i · W)
+
+These are Sainte-Laguë's divisors, from absolute counters: after n admissions every stream that was never at its
+quota has had its share of n, up to about one group. A requeued task waits until a whole window of other
+tasks was admitted after it, so it never starves them and is never forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.trajectory import Task, Trajectory
+
+MIN_GROUP_SIZE = 2
+REWARDS_KEPT = 64
+"""Groups of each stream whose mean reward a curriculum sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStream:
+    """One source of tasks.
+
+    Attributes:
+        tasks: Endless.
+        weight: Share of admissions, relative to the other streams; ≥ 0.
+        quota: Largest share of the admission window that its live groups take; in (0, 1].
+    """
+
+    name: str
+    tasks: Iterator[Task]
+    weight: float = 1.0
+    quota: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedTask:
+    """A task on its way to admission."""
+
+    task: Task
+    stream: str
+    group_size: int
+    requeues: int = 0
+
+
+class Curriculum(Protocol):
+    """Says how streams are mixed from now on; asked after every publish."""
+
+    def weights(self, version: int, rewards: Mapping[str, float]) -> Mapping[str, float]:
+        """New weights by stream name, from the mean reward of each stream's newest `REWARDS_KEPT` groups."""
+        ...
+
+
+class GroupSizing(Protocol):
+    """Says how many trajectories a task gets: 2 to `dataflow.group_size`, for which room is reserved."""
+
+    def group_size(self, task: Task, stream: str) -> int: ...
+
+
+@dataclass(slots=True)
+class TaskLine:
+    """The line of tasks before the admission gate.
+
+    Attributes:
+        window: W, groups; the admission gate's.
+        group_size: Trajectories per group; at most so many where `sizing` decides.
+    """
+
+    streams: Sequence[TaskStream]
+    window: int
+    group_size: int
+    sizing: GroupSizing | None = None
+    curriculum: Curriculum | None = None
+    _weights: dict[str, float] = field(init=False)
+    _base: Counter[str] = field(default_factory=Counter)
+    _rewards: dict[str, deque[float]] = field(default_factory=dict)
+    _requeued: deque[tuple[int, QueuedTask]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._weights = {stream.name: stream.weight for stream in self.streams}
+        violations = list(stream_violations(self.streams))
+        if violations:
+            raise ConfigError(violations)
+
+    def next(self, ledger: Ledger) -> QueuedTask | None:
+        """The task to admit now; None while every stream that may go on is at its quota.
+
+        Raises:
+            PenstockError: If the chosen stream has ended.
+        """
+        open_streams = [stream for stream in self.streams if self._is_open(stream, ledger)]
+        names = {stream.name for stream in open_streams}
+        if self._requeued and self._requeued[0][0] <= ledger.num_admitted and self._requeued[0][1].stream in names:
+            return self._requeued.popleft()[1]
+        if not open_streams:
+            return None
+        stream = min(open_streams, key=lambda stream: self._position(stream.name, ledger))
+        try:
+            task = next(stream.tasks)
+        except StopIteration:
+            raise PenstockError(
+                f"env: the task source{f' {stream.name}' if stream.name else ''} ended after "
+                f"{ledger.admitted_by_stream[stream.name]} tasks. The run needs more: train() has to be endless "
+                "(start over when the data ends), or lower total_steps."
+            ) from None
+        return QueuedTask(task, stream.name, self._size(task, stream.name))
+
+    def requeue(self, queued: QueuedTask, ledger: Ledger) -> None:
+        """Put a task whose group was dropped behind a window of others."""
+        again = replace(queued, requeues=queued.requeues + 1)
+        self._requeued.append((ledger.num_admitted + self.window, again))
+
+    def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
+        """Remember how a stream does, for the curriculum."""
+        if self.curriculum is not None:
+            rewards = self._rewards.setdefault(queued.stream, deque(maxlen=REWARDS_KEPT))
+            rewards.append(sum(member.reward or 0.0 for member in members) / len(members))
+
+    def follow_curriculum(self, version: int, ledger: Ledger) -> None:
+        """Mix as the curriculum says from now on; what was admitted before is not made up for."""
+        if self.curriculum is None:
+            return
+        means = {name: sum(kept) / len(kept) for name, kept in self._rewards.items()}
+        weights = dict(self.curriculum.weights(version, means))
+        if not weights.keys() <= self._weights.keys() or not any(weight > 0 for weight in weights.values()):
+            raise PenstockError(
+                f"dataflow: the curriculum gave the weights {weights} at v{version}; streams are "
+                f"{sorted(self._weights)}, and one weight at least must be above 0, or nothing could be admitted."
+            )
+        weights = {name: weights.get(name, 0.0) for name in self._weights}
+        if weights != self._weights:
+            self._weights = weights
+            self._base = Counter(ledger.admitted_by_stream)
+
+    def _size(self, task: Task, stream: str) -> int:
+        if self.sizing is None:
+            return self.group_size
+        size = self.sizing.group_size(task, stream)
+        if not MIN_GROUP_SIZE <= size <= self.group_size:
+            raise PenstockError(
+                f"dataflow: group_size({task.task_id}) gave {size}; room is reserved for dataflow.group_size="
+                f"{self.group_size} trajectories, and fewer than {MIN_GROUP_SIZE} share no baseline. "
+                f"Return {MIN_GROUP_SIZE}..{self.group_size}."
+            )
+        return size
+
+    def _is_open(self, stream: TaskStream, ledger: Ledger) -> bool:
+        if self._weights[stream.name] <= 0:
+            return False
+        return ledger.live_by_stream[stream.name] < math.ceil(stream.quota * self.window)
+
+    def _position(self, name: str, ledger: Ledger) -> float:
+        return (ledger.admitted_by_stream[name] - self._base[name] + 0.5) / self._weights[name]
+
+
+def stream_violations(streams: Sequence[TaskStream]) -> Iterator[str]:
+    """What is wrong with a mix of streams, a sentence each."""
+    names = [stream.name for stream in streams]
+    if len(set(names)) != len(names):
+        yield f"env.streams: the names {names} are not unique: their groups could not be told apart."
+    for stream in streams:
+        if stream.weight < 0 or not 0 < stream.quota <= 1:
+            yield (
+                f"env.streams.{stream.name}: weight={stream.weight:g}, quota={stream.quota:g}; a weight is at least 0, "
+                "a quota in (0, 1]."
+            )
+    if not any(stream.weight > 0 for stream in streams):
+        yield "env.streams: no stream has a weight above 0, so nothing could be admitted."
+    total = sum(stream.quota for stream in streams if stream.weight > 0)
+    if total < 1 - 1e-9:
+        yield (
+            f"env.streams: the quotas sum to {total:g}, below 1: part of the admission window could never be filled. "
+            "Raise one of them."
+        )

@@ -1,0 +1,134 @@
+"""Cross-field checks of `dataflow` and `env`: what would deadlock, what would bias, what does not resolve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.dataflow.streams import stream_violations
+from penstock.envs.import_path import load_object
+from penstock.envs.streams import load_task_streams
+from penstock.platform.config.findings import Finding, error, warning
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.flow_parts import PAYLOAD_BYTES_PER_TOKEN, max_live_trajectories
+from penstock.platform.memory import kv_cache_gib, sequence_kv_gib
+from penstock.rollout.config import VllmEngineConfig
+
+
+def check_live_memory(config: RunConfig) -> Iterator[Finding]:
+    """A whole batch must fit in what is reserved for live groups."""
+    flow, room = config.dataflow, max_live_trajectories(config)
+    needed = flow.batch_groups * flow.group_size
+    if room is not None and room < needed:
+        gib = 1.01 * needed * config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN / 2**30
+        yield error(
+            f"dataflow.max_live_gib={flow.max_live_gib:g} has room for {room} trajectories of "
+            f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}: it could never be "
+            f"complete and the run would wait for ever. Use at least {gib:.3g}.",
+            "dataflow.max_live_gib",
+            "dataflow.batch_groups",
+            "dataflow.group_size",
+            "model.max_context_tokens",
+        )
+
+
+def check_surplus(config: RunConfig) -> Iterator[Finding]:
+    """Redundant groups are given up one by one, and only while a batch waits for them."""
+    flow = config.dataflow
+    if not flow.surplus:
+        return
+    if flow.gang:
+        yield error(
+            f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its slowest "
+            "member ends, so redundant gangs take the slots that they should free. Use one of the two.",
+            "dataflow.surplus",
+            "dataflow.gang",
+        )
+    if flow.on_expiry is not ExpiryPolicy.WAIT:
+        yield error(
+            f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are given up "
+            "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0.",
+            "dataflow.surplus",
+            "dataflow.on_expiry",
+        )
+    yield warning(
+        f"dataflow.surplus={flow.surplus}: stragglers are given up, so answers that are trained are shorter than those "
+        "that are sampled. Watch length/trained_share; surplus=0 is unbiased.",
+        "dataflow.surplus",
+    )
+
+
+def check_gang(config: RunConfig) -> Iterator[Finding]:
+    """All members of a gang fit on one engine at once."""
+    flow, engine = config.dataflow, config.rollout.engine
+    if not flow.gang:
+        return
+    if flow.group_size > engine.max_num_seqs:
+        yield error(
+            f"dataflow.gang=true: a group of dataflow.group_size={flow.group_size} does not fit in the "
+            f"rollout.engine.max_num_seqs={engine.max_num_seqs} slots of one engine and could never start. "
+            f"Use max_num_seqs of at least {flow.group_size}.",
+            "dataflow.gang",
+            "dataflow.group_size",
+            "rollout.engine",
+        )
+    pool = config.cluster.pools.get(config.cluster.rollout_pool)
+    if pool is None or not isinstance(engine, VllmEngineConfig):
+        return
+    needed, available = flow.group_size * sequence_kv_gib(config), kv_cache_gib(config, pool)
+    if needed > available:
+        yield error(
+            f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of KV "
+            f"cache, one engine has {available:.3g} GiB: its members would be preempted for one another. Raise "
+            "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
+            "dataflow.gang",
+            "dataflow.group_size",
+            "rollout.engine",
+        )
+
+
+def check_expiry(config: RunConfig) -> Iterator[Finding]:
+    """`drop` is biased, and says so."""
+    flow = config.dataflow
+    if flow.on_expiry is ExpiryPolicy.DROP:
+        yield warning(
+            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes long, so trained answers "
+            "are shorter than sampled ones (length/trained_share in the metrics; docs/concepts/staleness.md has "
+            "measured values). on_expiry=wait is unbiased.",
+            "dataflow.on_expiry",
+            "dataflow.max_staleness",
+        )
+
+
+def check_hooks(config: RunConfig) -> Iterator[Finding]:
+    """What is named by import path resolves and has the method that is called."""
+    flow, env = config.dataflow, config.env
+    hooks = (
+        ("dataflow.group_sizing", flow.group_sizing, "group_size"),
+        ("env.curriculum", env.curriculum, "weights"),
+        ("dataflow.filters.user", flow.filters.user, "__call__"),
+    )
+    for key, path, method in hooks:
+        if path is None:
+            continue
+        try:
+            target = load_object(path, key)
+        except ConfigError as problem:
+            yield from (error(violation, key) for violation in problem.violations)
+            continue
+        if not callable(getattr(target, method, None)) or isinstance(target, type):
+            what = "is not callable" if method == "__call__" else f"has no method {method}(...)"
+            yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.", key)
+
+
+def check_streams(config: RunConfig) -> Iterator[Finding]:
+    """Every stream loads, and their quotas can fill the window."""
+    if not config.env.streams:
+        return
+    try:
+        streams = load_task_streams(config.env, config.seed)
+    except ConfigError as problem:
+        yield from (error(violation, "env.streams") for violation in problem.violations)
+        return
+    yield from (error(violation, "env.streams") for violation in stream_violations(streams))

@@ -1,0 +1,71 @@
+"""From the configuration to the parts of the flow: bounds, tasks in line, filters."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.filters import FilterChain, GroupFilter, overlong, user, zero_variance
+from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.streams import Curriculum, GroupSizing, TaskLine
+from penstock.envs.import_path import load_object
+from penstock.envs.streams import load_task_streams
+from penstock.platform.config.dataflow import FilterConfig
+from penstock.platform.config.schema import RunConfig
+
+PAYLOAD_BYTES_PER_TOKEN = 16
+"""Of a trajectory in the store: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
+
+
+def flow_limits(config: RunConfig) -> FlowLimits:
+    """The bounds of the flow."""
+    flow = config.dataflow
+    return FlowLimits(
+        batch_groups=flow.batch_groups,
+        max_staleness=flow.max_staleness,
+        total_steps=config.total_steps,
+        surplus=flow.surplus,
+        on_expiry=flow.on_expiry,
+        max_requeues=flow.max_requeues,
+        max_live_trajectories=max_live_trajectories(config),
+    )
+
+
+def max_live_trajectories(config: RunConfig) -> int | None:
+    """Trajectories of full length whose payloads fit in `dataflow.max_live_gib`; None is no limit."""
+    if config.dataflow.max_live_gib is None:
+        return None
+    return int(config.dataflow.max_live_gib * 2**30 / (config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN))
+
+
+def make_core(config: RunConfig) -> Dataflow:
+    """The sans-I/O core under this configuration's bounds."""
+    flow = config.dataflow
+    rules = GroupRules(flow.group_size, flow.min_group_size, flow.max_retries, flow.max_engine_retries)
+    return Dataflow(flow_limits(config), rules)
+
+
+def make_task_line(config: RunConfig) -> TaskLine:
+    """The tasks in line for admission: streams, curriculum and group sizes."""
+    flow, env = config.dataflow, config.env
+    sizing = None if flow.group_sizing is None else load_object(flow.group_sizing, "dataflow.group_sizing")
+    curriculum = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
+    return TaskLine(
+        load_task_streams(env, config.seed),
+        window=flow_limits(config).window,
+        group_size=flow.group_size,
+        sizing=cast("GroupSizing | None", sizing),
+        curriculum=cast("Curriculum | None", curriculum),
+    )
+
+
+def make_filters(config: FilterConfig) -> FilterChain:
+    """The filters that are switched on, cheapest first."""
+    filters: list[GroupFilter] = []
+    if config.zero_variance:
+        filters.append(zero_variance(config.zero_variance_part))
+    if config.max_overlong_share is not None:
+        filters.append(overlong(config.max_overlong_share))
+    if config.user is not None:
+        filters.append(user(load_object(config.user, "dataflow.filters.user")))
+    return FilterChain(filters, config.max_refills)

@@ -1,0 +1,90 @@
+"""One group at work: its members sample and are scored side by side, each with its own retries.
+
+Consumes: a queued task. Waits for: an engine slot and the tokens of each member, then its score. Unblocked by:
+the members, one by one; whichever ends last reports the group. A group that the core gave up is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from penstock.dataflow.errors import FailureKind, TrajectoryError
+from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.seeding import trajectory_sampling
+from penstock.dataflow.streams import QueuedTask
+from penstock.dataflow.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from penstock.platform.flow import Flow
+
+
+class GroupRun:
+    """The running work of one group.
+
+    Attributes:
+        queued: The task and how many trajectories it gets.
+    """
+
+    __slots__ = ("_flow", "_jobs", "_outcomes", "_unfinished", "_ungenerated", "group_id", "queued")
+
+    def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
+        self.group_id = group_id
+        self.queued = queued
+        self._flow = flow
+        self._ungenerated = self._unfinished = queued.group_size
+        self._outcomes: list[Trajectory | TrajectoryError | None] = [None] * queued.group_size
+        self._jobs: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start every member."""
+        self._jobs = [self._flow.start(self._run_member(member)) for member in range(self.queued.group_size)]
+
+    def cancel(self) -> None:
+        """Stop what still runs; engines are told to abort."""
+        for job in self._jobs:
+            job.cancel()
+
+    async def _run_member(self, member: int) -> None:
+        self._outcomes[member] = await self._sample_and_score(member)
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            outcomes = [outcome for outcome in self._outcomes if outcome is not None]
+            await self._flow.group_finished(self, outcomes)
+
+    async def _sample_and_score(self, member: int) -> Trajectory | TrajectoryError:
+        """A scored trajectory, or the failure that used up its budget."""
+        flow, ports = self._flow, self._flow.ports
+        trajectory_id = TrajectoryId(f"{self.group_id}/{member}")
+        sampling = trajectory_sampling(ports.sampling, self.group_id, member)
+        failures: Counter[FailureKind] | None = None
+        is_generated = False
+        while True:
+            try:
+                trajectory = await ports.runner.run(
+                    self.queued.task,
+                    trajectory_id,
+                    sampling,
+                    lambda version: flow.core.member_at(self.group_id, member, version),
+                )
+                flow.stats.trajectory_generated(trajectory)
+                if not is_generated:
+                    is_generated = True
+                    self._member_generated()
+                score = await ports.rewards.score(self.queued.task, trajectory)
+                return replace(trajectory, reward=score.reward, reward_parts=score.parts)
+            except TrajectoryError as failure:
+                failures = failures or Counter()
+                failures[failure.kind] += 1
+                if flow.core.may_retry(failure.kind, failures[failure.kind]):
+                    continue
+                if not is_generated:
+                    self._member_generated()
+                return failure
+
+    def _member_generated(self) -> None:
+        self._ungenerated -= 1
+        if self._ungenerated == 0:
+            self._flow.core.generated(self.group_id)

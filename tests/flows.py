@@ -1,0 +1,71 @@
+"""A flow over fakes, for tests that need no Ray."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.filters import FilterChain, GroupFilter
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
+from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.trajectory import GroupRef, Task
+from penstock.platform.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.observability.flow_stats import FlowStats
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from tests.fakes import FakeEngine, FakeRewards, FakeStore
+
+CODEC = TokenCodec(character_tokenizer())
+
+
+def tasks(name: str = "t") -> Iterator[Task]:
+    return (Task(TaskId(f"{name}{index}"), "1+1=", {"answer": "2"}) for index in itertools.count())
+
+
+def make_flow(
+    engines: Sequence[FakeEngine],
+    rewards: FakeRewards,
+    *,
+    batch: int = 2,
+    eta: int = 1,
+    steps: int = 4,
+    retries: int = 1,
+    timeout_s: float = 5.0,
+    silence_s: float = 5.0,
+    slots: int = 64,
+    surplus: int = 0,
+    on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT,
+    filters: Sequence[GroupFilter] = (),
+    max_refills: int = 100,
+    streams: Sequence[TaskStream] = (),
+    streamed: bool = False,
+) -> Flow:
+    """Groups of two over `engines`; what is not said is small and quick."""
+    limits = FlowLimits(batch, eta, steps, surplus, on_expiry)
+    core = Dataflow(limits, GroupRules(2, 2, max_retries=retries, max_engine_retries=retries))
+    runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
+    ports = FlowPorts(runner, rewards, FakeStore(), SamplingParams(8, stop_token_ids=CODEC.stop_token_ids))
+    line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size=2)
+    chain = FilterChain(filters, max_refills)
+    return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed))
+
+
+async def next_groups(flow: Flow) -> list[GroupRef]:
+    return [group async for group in flow.next_batch()]
+
+
+async def train_all(flow: Flow, engines: Sequence[FakeEngine]) -> list[GroupRef]:
+    """Train every batch of the run; the engines move on with each."""
+    trained: list[GroupRef] = []
+    async with flow:
+        for version in range(1, flow.core.limits.total_steps + 1):
+            trained += await next_groups(flow)
+            for engine in engines:
+                engine.version = version
+            flow.advance(version)
+            assert flow.counts().live <= flow.core.limits.window
+    return trained

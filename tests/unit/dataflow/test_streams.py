@@ -1,0 +1,137 @@
+"""Task streams: mixing, quotas, requeueing, curricula and group sizes, all at admission."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ledger import GroupState, Ledger, Reason
+from penstock.dataflow.streams import QueuedTask, TaskLine, TaskStream
+from penstock.dataflow.trajectory import Task, Trajectory
+
+
+def endless(name: str) -> Iterator[Task]:
+    return (Task(TaskId(f"{name}{index}"), "") for index in itertools.count())
+
+
+def stream(name: str, weight: float = 1.0, quota: float = 1.0) -> TaskStream:
+    return TaskStream(name, endless(name), weight, quota)
+
+
+def admit(line: TaskLine, ledger: Ledger) -> QueuedTask | None:
+    queued = line.next(ledger)
+    if queued is not None:
+        ledger.admit(queued.task.task_id, queued.group_size, queued.stream, queued.requeues)
+    return queued
+
+
+def test_shares_follow_the_weights_at_every_point() -> None:
+    line, ledger = TaskLine([stream("a", 5), stream("b", 2), stream("c", 1)], 1000, 2), Ledger()
+    seen: Counter[str] = Counter()
+    for count in range(1, 161):
+        queued = admit(line, ledger)
+        assert queued is not None
+        seen[queued.stream] += 1
+        for name, weight in (("a", 5), ("b", 2), ("c", 1)):
+            assert abs(seen[name] - count * weight / 8) <= 1.5
+
+
+def test_a_stream_at_its_quota_waits_and_the_others_go_on() -> None:
+    line, ledger = TaskLine([stream("a", 1, quota=0.25), stream("b", 1, quota=0.75)], 8, 2), Ledger()
+    admitted = [admit(line, ledger) for _ in range(8)]
+    assert Counter(queued.stream for queued in admitted if queued) == {"a": 2, "b": 6}
+    assert line.next(ledger) is None
+    first_of_a = next(record.group_id for record in ledger.live() if record.stream == "a")
+    ledger.end(first_of_a, GroupState.DROPPED, Reason.ABORTED)
+    assert line.next(ledger).stream == "a"  # type: ignore[union-attr]
+
+
+def test_a_requeued_task_comes_back_after_a_window_of_others_and_not_before() -> None:
+    line, ledger = TaskLine([stream("a")], window=3, group_size=2), Ledger()
+    first = admit(line, ledger)
+    assert first is not None
+    line.requeue(first, ledger)
+    names, requeues = [], []
+    for _ in range(5):
+        ledger.end(next(ledger.live()).group_id, GroupState.DROPPED, Reason.STALE)
+        queued = admit(line, ledger)
+        assert queued is not None
+        names.append(queued.task.task_id)
+        requeues.append(queued.requeues)
+    assert names == ["a1", "a2", "a3", "a0", "a4"]
+    assert requeues == [0, 0, 0, 1, 0]
+
+
+class Harder:
+    """Once the easy stream earns enough, only hard tasks."""
+
+    def weights(self, version: int, rewards: Mapping[str, float]) -> Mapping[str, float]:
+        return {"easy": 0.0 if rewards.get("easy", 0.0) > 0.8 else 1.0, "hard": 1.0}
+
+
+def scored(reward: float) -> Trajectory:
+    trajectory = object.__new__(Trajectory)
+    object.__setattr__(trajectory, "reward", reward)
+    return trajectory
+
+
+def test_a_curriculum_changes_the_mix_and_makes_nothing_up() -> None:
+    ledger = Ledger()
+    line = TaskLine([stream("easy"), stream("hard")], 100, 2, curriculum=Harder())
+    queued = [admit(line, ledger) for _ in range(10)]
+    line.follow_curriculum(1, ledger)
+    assert Counter(task.stream for task in queued if task) == {"easy": 5, "hard": 5}
+    for task in queued:
+        assert task is not None
+        line.group_scored(task, [scored(1.0), scored(0.9)])
+    line.follow_curriculum(2, ledger)
+    assert {admit(line, ledger).stream for _ in range(10)} == {"hard"}  # type: ignore[union-attr]
+
+
+class NoWeights:
+    def weights(self, version: int, rewards: Mapping[str, float]) -> Mapping[str, float]:
+        return {"easy": 0.0}
+
+
+def test_a_curriculum_that_admits_nothing_is_refused() -> None:
+    line = TaskLine([stream("easy")], 4, 2, curriculum=NoWeights())
+    with pytest.raises(PenstockError, match="nothing could be admitted"):
+        line.follow_curriculum(1, Ledger())
+
+
+class ByName:
+    def group_size(self, task: Task, stream: str) -> int:
+        return 4 if task.task_id.endswith("0") else 9
+
+
+def test_group_sizes_stay_within_what_room_is_reserved_for() -> None:
+    line, ledger = TaskLine([stream("a")], 4, group_size=8, sizing=ByName()), Ledger()
+    assert line.next(ledger).group_size == 4  # type: ignore[union-attr]
+    with pytest.raises(PenstockError, match=r"group_size\(a1\) gave 9"):
+        line.next(ledger)
+
+
+@pytest.mark.parametrize(
+    ("streams", "message"),
+    [
+        ([stream("a", quota=0.5), stream("b", quota=0.3)], "quotas sum to 0.8, below 1"),
+        ([stream("a"), stream("a")], "not unique"),
+        ([stream("a", weight=0.0)], "no stream has a weight above 0"),
+        ([stream("a", weight=-1.0), stream("b")], "weight=-1"),
+    ],
+)
+def test_a_mix_that_cannot_work_is_refused(streams: list[TaskStream], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TaskLine(streams, 4, 2)
+
+
+def test_a_stream_that_ends_says_so() -> None:
+    line, ledger = TaskLine([TaskStream("short", iter([Task(TaskId("only"), "")]))], 4, 2), Ledger()
+    admit(line, ledger)
+    with pytest.raises(PenstockError, match="task source short ended after 1 tasks"):
+        line.next(ledger)

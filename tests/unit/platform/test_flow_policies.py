@@ -1,0 +1,116 @@
+"""The flow under every expiry policy, with filters, redundant groups, task streams and streamed batches."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.filters import zero_variance
+from penstock.dataflow.ledger import GroupState, Reason
+from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.dataflow.streams import TaskStream
+from penstock.dataflow.trajectory import Trajectory
+from tests.fakes import FakeEngine, FakeRewards
+from tests.flows import make_flow, next_groups, tasks, train_all
+
+LONG_TAIL = [2, 3, 2, 40, 2, 3, 2, 2]
+
+
+def long_tailed() -> FakeEngine:
+    return FakeEngine(length=lambda serial: LONG_TAIL[serial % len(LONG_TAIL)])
+
+
+@pytest.mark.parametrize("policy", list(ExpiryPolicy))
+async def test_no_policy_trains_a_token_older_than_the_bound(policy: ExpiryPolicy) -> None:
+    engines = [long_tailed()]
+    flow = make_flow(engines, FakeRewards(), batch=2, eta=1, steps=20, on_expiry=policy)
+    trained = await train_all(flow, engines)
+    assert flow.stats.total.max_versions <= 1
+    assert len({group.group_id for group in trained}) == 40
+    assert flow.counts().is_balanced
+    assert flow.counts().live == 0
+
+
+async def test_waiting_gives_nothing_up() -> None:
+    engines = [long_tailed()]
+    flow = make_flow(engines, FakeRewards(), batch=2, eta=1, steps=20)
+    await train_all(flow, engines)
+    assert flow.counts().admitted == flow.counts().trained
+    assert flow.stats.trained.tokens == pytest.approx(flow.stats.population.tokens)
+
+
+async def test_dropping_aborts_the_late_and_starts_their_tasks_again() -> None:
+    engines = [long_tailed()]
+    flow = make_flow(engines, FakeRewards(), batch=2, eta=1, steps=20, on_expiry=ExpiryPolicy.DROP)
+    trained = await train_all(flow, engines)
+    stale = flow.core.ledger.reasons[GroupState.DROPPED, Reason.STALE]
+    assert stale > 0
+    assert engines[0].aborted, "the engine is told to stop what can no longer train"
+    assert flow.counts().admitted == flow.counts().trained + flow.counts().dropped
+    again = [task for task, count in itertools.groupby(sorted(group.task_id for group in trained)) if count]
+    assert len(again) == len(trained), "no task is trained twice"
+
+
+async def test_trimming_takes_the_weight_of_old_tokens_only() -> None:
+    engines = [long_tailed()]
+    flow = make_flow(engines, FakeRewards(), batch=2, eta=1, steps=20, on_expiry=ExpiryPolicy.TRIM)
+    trained = await train_all(flow, engines)
+    trimmed = [group for group in trained if group.num_trimmed_tokens]
+    assert trimmed, "the long tail outlives the bound"
+    assert all(group.oldest_version < group.min_version for group in trimmed)
+    assert flow.stats.total.trimmed_tokens == sum(group.num_trimmed_tokens for group in trimmed)
+
+
+async def test_redundant_groups_do_not_hold_a_batch_open() -> None:
+    engines = [FakeEngine(length=lambda serial: 4000 if serial == 0 else 3)]
+    flow = make_flow(engines, FakeRewards(), batch=2, eta=0, steps=3, surplus=1)
+    await train_all(flow, engines)
+    assert flow.core.ledger.reasons[GroupState.DROPPED, Reason.REDUNDANT] >= 1
+    assert flow.counts().trained == 6
+
+
+async def test_filtered_groups_are_replaced_and_never_trained() -> None:
+    equal = itertools.cycle([0.0, 0.0, 0.0, 1.0])
+    engines = [FakeEngine()]
+    flow = make_flow(engines, FakeRewards(lambda _t: next(equal)), steps=4, filters=[zero_variance()])
+    trained = await train_all(flow, engines)
+    assert all(len(set(group.rewards)) > 1 for group in trained)
+    assert flow.core.ledger.reasons[GroupState.FILTERED, Reason.ZERO_VARIANCE] == flow.counts().filtered > 0
+
+
+async def test_a_filter_that_lets_nothing_through_stops_the_run_by_name() -> None:
+    flow = make_flow([FakeEngine()], FakeRewards(lambda _t: 0.0), filters=[zero_variance()], max_refills=10)
+    async with flow:
+        with pytest.raises(PenstockError, match=r"11 groups were filtered .* 11 of them by the filter zero_variance"):
+            await next_groups(flow)
+
+
+async def test_streams_are_mixed_by_weight() -> None:
+    engines = [FakeEngine()]
+    streams = [TaskStream("easy", tasks("easy"), weight=3.0), TaskStream("hard", tasks("hard"), weight=1.0)]
+    flow = make_flow(engines, FakeRewards(), batch=4, eta=1, steps=10, streams=streams)
+    trained = await train_all(flow, engines)
+    assert sum(group.task_id.startswith("easy") for group in trained) == 30
+
+
+async def test_a_streamed_batch_is_handed_out_group_by_group() -> None:
+    engines = [long_tailed()]
+    flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=10, streamed=True)
+    trained = await train_all(flow, engines)
+    assert len({group.group_id for group in trained}) == 30
+    assert flow.stats.total.max_versions <= 2
+
+
+async def test_a_failed_member_is_never_a_reward_of_zero() -> None:
+    calls = itertools.count()
+
+    def reward(_trajectory: Trajectory) -> float | TrajectoryError:
+        return TrajectoryError("reward", "planted") if next(calls) % 5 == 0 else 1.0
+
+    engines = [FakeEngine()]
+    flow = make_flow(engines, FakeRewards(reward), steps=10, retries=0)
+    trained = await train_all(flow, engines)
+    assert all(reward == 1.0 for group in trained for reward in group.rewards)
+    assert flow.counts().failed > 0
