@@ -62,11 +62,11 @@ class Dataflow:
         ignored: Reports that changed nothing, by why.
     """
 
-    def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0) -> None:
+    def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0, ledger: Ledger | None = None) -> None:
         self.limits = limits
         self.rules = rules
         self.version = version
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
         self.retries: Counter[FailureKind] = Counter()
         self.ignored: Counter[Ignored] = Counter()
         self._gate = ConsumptionGate(limits)
@@ -184,6 +184,7 @@ class Dataflow:
             self.ledger.move(group.group_id, GroupState.TRAINED)
         self._in_training = []
         self.version = version
+        self.ledger.mark(version)
         if self.limits.on_expiry is not ExpiryPolicy.WAIT:
             self._expire_overdue()
 

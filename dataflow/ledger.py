@@ -73,13 +73,17 @@ REASONS = {
 }
 
 
+UNDATED = 1 << 62
+"""Stands for the version of a member that was not dispatched yet: newer than any."""
+
+
 @dataclass(slots=True)
 class GroupRecord:
     """A live group.
 
     Attributes:
         member_versions: Per member, the version that bounds its oldest token from below: the engine's
-            acknowledged version at dispatch, then the version of its first token; None before dispatch.
+            acknowledged version at dispatch, then the version of its first token; `UNDATED` before dispatch.
         group_size: Trajectories it was admitted with.
         stream: The task stream it came from.
         requeues: How often its task was started before and dropped as too old.
@@ -87,7 +91,7 @@ class GroupRecord:
 
     group_id: GroupId
     task_id: TaskId
-    member_versions: list[int | None]
+    member_versions: list[int]
     group_size: int
     stream: str = ""
     requeues: int = 0
@@ -96,7 +100,8 @@ class GroupRecord:
     @property
     def oldest_version(self) -> int | None:
         """Lower bound of the group's oldest token; None before anything was dispatched."""
-        return min((version for version in self.member_versions if version is not None), default=None)
+        oldest = min(self.member_versions)
+        return None if oldest == UNDATED else oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,19 @@ class LedgerEvent:
     state: GroupState
     task_id: TaskId
     stream: str
+    group_size: int
+    requeues: int = 0
     reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMark:
+    """Everything before it is part of policy version `version`, which was trained and published."""
+
+    version: int
+
+
+JournalEntry = LedgerEvent | VersionMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,28 +158,36 @@ class Ledger:
         live_trajectories: Members of all live groups, as admitted.
         live_by_stream: Live groups of each task stream.
         admitted_by_stream: Groups ever admitted of each task stream.
-        sink: Told every event, in order; a journal, or nothing.
+        tasks_by_stream: Tasks ever taken from each stream: admissions that were no second start of a task.
+        sink: Told every event, in order (dataflow/journal.py).
     """
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
     live_trajectories: int = 0
     live_by_stream: Counter[str] = field(default_factory=Counter)
     admitted_by_stream: Counter[str] = field(default_factory=Counter)
-    sink: Callable[[LedgerEvent], None] | None = None
+    tasks_by_stream: Counter[str] = field(default_factory=Counter)
+    sink: Callable[[JournalEntry], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _admitted: int = 0
 
     def admit(self, task_id: TaskId, group_size: int, stream: str = "", requeues: int = 0) -> GroupRecord:
         """Open a record under the next admission number."""
-        record = GroupRecord(GroupId(self._admitted), task_id, [None] * group_size, group_size, stream, requeues)
+        record = GroupRecord(GroupId(self._admitted), task_id, [UNDATED] * group_size, group_size, stream, requeues)
         self._live[record.group_id] = record
         self._admitted += 1
         self.live_trajectories += group_size
         self.live_by_stream[stream] += 1
         self.admitted_by_stream[stream] += 1
+        self.tasks_by_stream[stream] += not requeues
         self._tell(record)
         return record
+
+    def mark(self, version: int) -> None:
+        """What was trained up to now is published as `version`."""
+        if self.sink is not None:
+            self.sink(VersionMark(version))
 
     @property
     def num_admitted(self) -> int:
@@ -243,4 +268,7 @@ class Ledger:
 
     def _tell(self, record: GroupRecord, reason: Reason | None = None) -> None:
         if self.sink is not None:
-            self.sink(LedgerEvent(record.group_id, record.state, record.task_id, record.stream, reason))
+            event = LedgerEvent(
+                record.group_id, record.state, record.task_id, record.stream, record.group_size, record.requeues, reason
+            )
+            self.sink(event)

@@ -1,0 +1,130 @@
+"""The ledger as an append-only journal: what happened, in order, so that a run goes on after its driver died.
+
+    admit, ready, …, trained × B, mark v1, admit, …, trained × B, mark v2, …
+
+A run resumes from a checkpoint of version v. Entries after mark v are void: the weights that they speak of are
+lost. The groups that lived at mark v are dropped(rollback), because what they had sampled died with the
+driver, and their tasks start again. So the books balance (I3) and nothing is trained twice into one policy (I5).
+
+One entry is one line of JSON with a CRC-32 before it. A torn or damaged line ends the journal: it and what
+follows are void.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from penstock.dataflow.errors import CheckpointError
+from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ledger import (
+    GroupRecord,
+    GroupState,
+    JournalEntry,
+    Ledger,
+    LedgerEvent,
+    Reason,
+    VersionMark,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A ledger as it was at a version, and the groups that were under way then: their tasks start again."""
+
+    ledger: Ledger
+    interrupted: tuple[GroupRecord, ...]
+
+
+def resume(entries: Iterable[JournalEntry], version: int) -> Resumed:
+    """Replay a journal up to the mark of `version` and end what lived as dropped(rollback).
+
+    Raises:
+        CheckpointError: If the journal does not reach that version.
+    """
+    ledger = replay(entries, version)
+    interrupted = tuple(ledger.live())
+    for record in interrupted:
+        ledger.end(record.group_id, GroupState.DROPPED, Reason.ROLLBACK)
+    return Resumed(ledger, interrupted)
+
+
+def replay(entries: Iterable[JournalEntry], version: int) -> Ledger:
+    """The ledger as it was when `version` was published. Version 0 is an empty one."""
+    ledger = Ledger()
+    if version == 0:
+        return ledger
+    newest = 0
+    for entry in entries:
+        if isinstance(entry, LedgerEvent):
+            _apply(ledger, entry)
+            continue
+        newest = entry.version
+        if newest == version:
+            return ledger
+    raise CheckpointError(
+        f"ledger: the journal ends at v{newest}, the checkpoint is of v{version}. Groups trained since v{newest} could "
+        f"not be told from others and might be trained twice. Resume from a checkpoint of v{newest} or before."
+    )
+
+
+def encode(entry: JournalEntry) -> bytes:
+    """One line, with its checksum and the end of line."""
+    if isinstance(entry, VersionMark):
+        body: list[object] = ["v", entry.version]
+    elif entry.state is GroupState.GENERATING:
+        body = ["a", entry.group_id, entry.task_id, entry.stream, entry.group_size, entry.requeues]
+    else:
+        body = ["s", entry.group_id, entry.state, entry.reason]
+    line = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    return b"%08x %b\n" % (zlib.crc32(line), line)
+
+
+def decode(lines: Iterable[bytes]) -> Iterator[JournalEntry]:
+    """Entries up to the first line that is torn or damaged."""
+    tasks: dict[int, LedgerEvent] = {}
+    for line in lines:
+        checksum, _, body = line.partition(b" ")
+        if not body.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body[:-1]):
+            return
+        kind, *fields = json.loads(body)
+        if kind == "v":
+            yield VersionMark(fields[0])
+        elif kind == "a":
+            group_id, task_id, stream, size, requeues = fields
+            event = LedgerEvent(GroupId(group_id), GroupState.GENERATING, TaskId(task_id), stream, size, requeues)
+            tasks[group_id] = event
+            yield event
+        else:
+            yield _with_state(tasks, *fields)
+
+
+def _with_state(admissions: dict[int, LedgerEvent], group_id: int, state: str, reason: str | None) -> LedgerEvent:
+    """An event of a group that was admitted before; the admission is let go when the group ends."""
+    ended = state in (GroupState.TRAINED, GroupState.DROPPED, GroupState.FILTERED, GroupState.FAILED)
+    admission = admissions.pop(group_id) if ended else admissions[group_id]
+    return LedgerEvent(
+        admission.group_id,
+        GroupState(state),
+        admission.task_id,
+        admission.stream,
+        admission.group_size,
+        admission.requeues,
+        None if reason is None else Reason(reason),
+    )
+
+
+def _apply(ledger: Ledger, event: LedgerEvent) -> None:
+    if event.state is GroupState.GENERATING:
+        record = ledger.admit(event.task_id, event.group_size, event.stream, event.requeues)
+        if record.group_id != event.group_id:
+            raise CheckpointError(
+                f"ledger: the journal admits group {event.group_id} where {record.group_id} is next: entries are "
+                "missing. Resume from an older checkpoint, or start anew."
+            )
+    elif event.reason is None:
+        ledger.move(event.group_id, event.state)
+    else:
+        ledger.end(event.group_id, event.state, event.reason)
