@@ -23,7 +23,8 @@ class SamplingParams:
         max_new_tokens: Upper limit of sampled tokens for this request.
         temperature: 0 is greedy. Behavior logprobs are those after the temperature.
         stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
-        seed: Makes one request's draw repeatable on one engine; None draws from the engine's stream.
+        seed: Makes one request's draw repeatable; None draws from the engine's stream. The torch engine keys each draw
+            by (seed, position in the sequence), so a request that goes on from its tokens goes on with its draws.
     """
 
     max_new_tokens: int
@@ -69,6 +70,7 @@ class EngineLoad:
         kv_cache_usage: Share of KV-cache blocks in use, 0..1.
         tokens_generated: Absolute counter since the engine started.
         busy_s: Absolute seconds with at least one request running, since the engine started.
+        num_preemptions: Absolute counter of requests whose KV cache was given up to make room for others.
     """
 
     version: int
@@ -77,6 +79,7 @@ class EngineLoad:
     kv_cache_usage: float
     tokens_generated: int
     busy_s: float
+    num_preemptions: int = 0
 
 
 class Engine(Protocol):
@@ -177,13 +180,19 @@ class WeightAck:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """One publish: bytes per engine, seconds end to end, longest stall of generation, all acknowledgements."""
+    """One publish: bytes per engine, seconds end to end, longest stall of generation, all acknowledgements.
+
+    Attributes:
+        acks: Those there were at its end; with `multi_version` the first one only.
+        drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
+    """
 
     version: int
     num_bytes: int
     export_s: float
     total_s: float
     acks: Sequence[WeightAck]
+    drain_timeouts: int = 0
 
     @property
     def max_stall_s(self) -> float:

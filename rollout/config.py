@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.rollout.routing import RoutingName
+
 CPU_KV_CACHE_GIB = 0.25
 
 
@@ -35,13 +37,19 @@ class VllmEngineConfig(BaseModel):
 
 
 class TorchEngineConfig(BaseModel):
-    """The plain torch engine (rollout/torch_engine.py): for machines without vLLM and for fast tests."""
+    """The plain torch engine (rollout/torch_engine.py): for machines without vLLM and for fast tests.
+
+    Attributes:
+        deterministic: Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that
+            what a request samples does not depend on its company (docs/concepts/determinism.md). Slower.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["torch"]
     max_num_seqs: int = Field(default=256, ge=1)
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
+    deterministic: bool = False
 
 
 EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminator="type")]
@@ -70,6 +78,11 @@ class RolloutConfig(BaseModel):
     Attributes:
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
+        max_resumes: Interruptions that one trajectory survives, going on from its tokens (rollout/runner.py).
+        routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
+            (rollout/routing.py).
+        adaptive_concurrency: Lower the number of requests of an engine that runs out of KV cache, and raise it again
+            (rollout/concurrency.py); `engine.max_num_seqs` is the upper limit.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -78,4 +91,7 @@ class RolloutConfig(BaseModel):
     num_engines: int = Field(default=1, ge=1)
     sampling: SamplingConfig
     request_timeout_s: float = Field(default=600.0, gt=0)
+    max_resumes: int = Field(default=3, ge=0)
+    routing: RoutingName = "prefix_aware"
+    adaptive_concurrency: bool = True
     start_timeout_s: float = Field(default=300.0, gt=0)

@@ -6,19 +6,29 @@ No thread, clock or event loop here: `TorchEngine` calls `DecodeBatch` between a
 thread. Running requests occupy slots 0..N-1 without holes, so a decode step works on views of the cache and never
 gathers. Prefilling means "fill the cache for all tokens but the last"; the last one is the input of the next decode
 step, which alone samples. So a prompt, a resumed request and a recomputed cache are all the same operation.
+
+Float32 results depend on the shape of a forward pass, not on what the other rows hold. With `deterministic` there is
+one shape: decode steps of `max_num_seqs` rows over `max_context_tokens` positions, through which prompts go as well,
+token by token. Draws are keyed by (seed, position). So what a request samples depends on nothing but itself and the
+weights (docs/concepts/determinism.md).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
+from torch.nn import functional
 
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.seeding import derive_seed, uniforms
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Span, join_spans
 from penstock.rollout.torch_cache import SlotCache
@@ -26,17 +36,20 @@ from penstock.rollout.torch_cache import SlotCache
 PREFILL_BUDGET_TOKENS = 8192
 """Padded tokens of one prefill pass: bounds its memory, and how long it holds up those already decoding."""
 
-_SMALLEST_FLOAT = torch.finfo(torch.float32).tiny
-
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Sizes of a `DecodeBatch`, and the device its tensors are on."""
+    """Sizes of a `DecodeBatch`, and the device its tensors are on.
+
+    Attributes:
+        deterministic: Every forward pass has the same shape.
+    """
 
     max_num_seqs: int
     max_context_tokens: int
     journal_interval_tokens: int
     device: str
+    deterministic: bool = False
 
 
 @dataclass(slots=True)
@@ -44,8 +57,10 @@ class RunningRequest:
     """One request and what it has sampled.
 
     Attributes:
-        token_ids: Prompt and sampled tokens; all but the last are in the cache while it runs.
-        generator: Its own random stream if the request has a seed.
+        token_ids: Prompt and sampled tokens.
+        seed: Key of its draws; None until the batch gives one to a request that came without.
+        num_cached: Leading tokens that are in the cache. The next step takes the token after them; it samples if that
+            is the last one.
         unreported_*: Sampled since the last delta; spans as (version, count) pairs.
     """
 
@@ -53,7 +68,8 @@ class RunningRequest:
     token_ids: list[int]
     max_tokens: int
     stop_token_ids: frozenset[int]
-    generator: torch.Generator | None
+    seed: int | None
+    num_cached: int = 0
     unreported_ids: list[int] = field(default_factory=list)
     unreported_logprobs: list[float] = field(default_factory=list)
     unreported_spans: list[Span] = field(default_factory=list)
@@ -62,18 +78,22 @@ class RunningRequest:
     def of(cls, request: GenerateRequest, limits: BatchLimits) -> RunningRequest:
         """A request that has not sampled yet."""
         prompt, sampling = request.prompt_token_ids, request.sampling
-        seeded = None if sampling.seed is None else torch.Generator(limits.device).manual_seed(sampling.seed)
         return cls(
             request=request,
             token_ids=list(prompt),
             max_tokens=min(len(prompt) + sampling.max_new_tokens, limits.max_context_tokens),
             stop_token_ids=frozenset(sampling.stop_token_ids),
-            generator=seeded,
+            seed=sampling.seed,
         )
 
     @property
     def request_id(self) -> RequestId:
         return self.request.request_id
+
+    @property
+    def is_at_end(self) -> bool:
+        """All tokens are in the cache: the newest logits are those of the next token."""
+        return self.num_cached == len(self.token_ids)
 
     def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
         """Take one sampled token; return why the request ends with it, if it does."""
@@ -124,7 +144,8 @@ class DecodeBatch:
         self.waiting: deque[RunningRequest] = deque()
         self.running: list[RunningRequest] = []
         self._device = torch.device(limits.device)
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._seed = seed
+        self._unseeded = itertools.count()
 
     @property
     def has_requests(self) -> bool:
@@ -142,6 +163,8 @@ class DecodeBatch:
 
     def submit(self, request: RunningRequest) -> None:
         """Queue a request; it joins at the next step that has a free slot."""
+        if request.seed is None:
+            request.seed = derive_seed(self._seed, next(self._unseeded))
         self.waiting.append(request)
 
     @torch.inference_mode()
@@ -159,18 +182,20 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> Deltas:
-        """Admit what fits, then sample one token for every running request. Deltas that became due are returned."""
+        """Admit what fits, then take every running request one token on. Deltas that became due are returned."""
         if self.is_frozen:
             return []
         self._admit()
         if not self.running:
             return []
-        logits = self._forward_last_tokens()
-        token_ids, logprobs = self._sample(logits)
-        self.tokens_generated += len(self.running)
+        token_ids, logprobs = self._sample(self._forward())
         deltas: Deltas = []
         finished: list[int] = []
         for slot, request in enumerate(self.running):
+            request.num_cached += 1
+            if not request.is_at_end:  # a prompt on its way into the cache
+                continue
+            self.tokens_generated += 1
             reason = request.append(token_ids[slot], logprobs[slot], self.version)
             if reason is not None:
                 finished.append(slot)
@@ -193,13 +218,18 @@ class DecodeBatch:
             self.running += joining
 
     def _prefill(self, requests: Sequence[RunningRequest], first_slot: int) -> None:
-        """Cache all tokens but the last of `requests`, which own the slots from `first_slot` on."""
+        """Cache all tokens but the last of `requests`, which own the slots from `first_slot` on.
+
+        Deterministic batches do it in the decode steps that follow, which have the only shape there is.
+        """
+        for request in requests:
+            request.num_cached = 0 if self.limits.deterministic else len(request.token_ids) - 1
         slot = first_slot
-        for chunk in _chunks(requests, PREFILL_BUDGET_TOKENS):
-            length = max(len(request.token_ids) for request in chunk) - 1
+        for chunk in _chunks([] if self.limits.deterministic else requests, PREFILL_BUDGET_TOKENS):
+            length = max(request.num_cached for request in chunk)
             self.cache.reserve(slot + len(chunk), length)
             if length > 0:
-                rows = [request.token_ids[:-1] + [0] * (length + 1 - len(request.token_ids)) for request in chunk]
+                rows = [request.token_ids[:-1] + [0] * (length - request.num_cached) for request in chunk]
                 order = torch.arange(length, device=self._device)
                 positions = order.expand(len(chunk), -1)
                 self.cache.aim(slot, positions, length)
@@ -211,17 +241,21 @@ class DecodeBatch:
                 )
             slot += len(chunk)
 
-    def _forward_last_tokens(self) -> torch.Tensor:
-        """One forward pass over the newest token of every running request: logits `[N, V] float32`."""
-        last = torch.tensor([request.token_ids[-1] for request in self.running], device=self._device)
-        lengths = [len(request.token_ids) for request in self.running]
-        positions = torch.tensor(lengths, device=self._device)[:, None] - 1
-        length = max(lengths)
-        self.cache.reserve(len(lengths), length)
+    def _forward(self) -> torch.Tensor:
+        """One forward pass over the next token of every running request: logits `[R, V] float32`.
+
+        R is N, or in a deterministic batch `max_num_seqs`: rows from N on are idle and hold anything finite.
+        """
+        num_rows, length = len(self.running), 1 + max(request.num_cached for request in self.running)
+        if self.limits.deterministic:
+            num_rows, length = self.limits.max_num_seqs, self.limits.max_context_tokens
+        inputs = self._column([request.token_ids[request.num_cached] for request in self.running], num_rows)
+        positions = self._column([request.num_cached for request in self.running], num_rows)
+        self.cache.reserve(num_rows, length)
         self.cache.aim(0, positions, length)
         visible = torch.arange(length, device=self._device)[None, :] <= positions
         output = self.model(
-            input_ids=last[:, None],
+            input_ids=inputs,
             attention_mask=visible[:, None, None, :],
             position_ids=positions,
             past_key_values=self.cache,
@@ -230,29 +264,33 @@ class DecodeBatch:
         return logits.float()
 
     def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Draw one token per row and its behavior logprob.
+        """Draw one token per row of `[R, V]` and its behavior logprob.
 
-        Gumbel-max: `argmax(log p − log e)` with e ~ Exp(1) draws from p. Temperature 0 takes the arg max, with
-        logprobs at temperature 1.
+        Inverse CDF: with u from [0, 1), keyed by (seed, position), take the first token whose cumulative probability
+        exceeds u. Temperature 0 takes the arg max, with logprobs at temperature 1.
         """
-        temperatures = torch.tensor([request.request.sampling.temperature for request in self.running])
-        temperatures = temperatures.to(self._device)[:, None]
+        num_rows = len(logits)
+        temperatures = self._column([request.request.sampling.temperature for request in self.running], num_rows)
+        draws = uniforms(
+            [request.seed or 0 for request in self.running], [request.num_cached + 1 for request in self.running]
+        )
         is_greedy = temperatures == 0
-        logprobs = torch.log_softmax(logits / temperatures.masked_fill(is_greedy, 1.0), dim=-1)
-        noise = torch.empty_like(logprobs).exponential_(generator=self._generator)
-        for slot, request in enumerate(self.running):
-            if request.generator is not None:
-                noise[slot].exponential_(generator=request.generator)
-        gumbel = noise.clamp_(min=_SMALLEST_FLOAT).log_().neg_()
-        token_ids = (logprobs + gumbel.masked_fill_(is_greedy, 0.0)).argmax(dim=-1)
-        chosen = logprobs.gather(1, token_ids[:, None])[:, 0]
-        return token_ids.tolist(), chosen.tolist()
+        logprobs = torch.log_softmax(logits / temperatures.masked_fill(is_greedy, 1.0).float(), dim=-1)
+        cumulative = logprobs.double().exp_().cumsum(dim=-1)
+        drawn = torch.searchsorted(cumulative, self._column(draws, num_rows) * cumulative[:, -1:], right=True)
+        token_ids = torch.where(is_greedy, logprobs.argmax(dim=-1, keepdim=True), drawn)
+        return token_ids[:, 0].tolist(), logprobs.gather(1, token_ids)[:, 0].tolist()
+
+    def _column(self, values: Sequence[float] | NDArray[np.float64], num_rows: int) -> torch.Tensor:
+        """`[num_rows, 1]` int64, or float64 for floats: one value per running request, 0 in idle rows."""
+        column = torch.tensor(np.asarray(values))[:, None]
+        return functional.pad(column, (0, 0, 0, num_rows - len(column))).to(self._device)
 
     def _release(self, slot: int) -> None:
         """Free a slot: the last running request moves into it, so that running slots stay without holes."""
         last = self.running.pop()
         if slot < len(self.running):
-            self.cache.move(len(self.running), slot, len(last.token_ids) - 1)
+            self.cache.move(len(self.running), slot, last.num_cached)
             self.running[slot] = last
 
 

@@ -248,6 +248,7 @@ def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
         max_context_tokens=spec.model.max_context_tokens,
         journal_interval_tokens=config.journal_interval_tokens,
         device=spec.device,
+        deterministic=config.deterministic,
     )
     return DecodeBatch(model, cache, spec.seed, limits)
 
