@@ -50,10 +50,12 @@ class FlowOptions:
     Attributes:
         batch_timeout_s: Longest wait for a batch, seconds.
         streams_micro_batches: The trainer gets groups before their batch is complete.
+        gang: All members of a group run on one engine, from one version on.
     """
 
     batch_timeout_s: float
     streams_micro_batches: bool = False
+    gang: bool = False
 
 
 class Flow:
@@ -73,7 +75,7 @@ class Flow:
         self.ports = ports
         self._tasks = tasks
         self._filters = filters
-        self._options = options
+        self.options = options
         self._changed = asyncio.Event()
         self._credits = asyncio.Event()
         self._groups: dict[GroupId, GroupRun] = {}
@@ -101,7 +103,7 @@ class Flow:
         Raises:
             PenstockError: If nothing closes within the time limit; the message lists what it waits for.
         """
-        if self._options.streams_micro_batches:
+        if self.options.streams_micro_batches:
             batch = []
             while not self.core.is_batch_complete:
                 batch.append(await self._wait_for(self.core.take_one))
@@ -157,7 +159,7 @@ class Flow:
         """What the core hands out, as soon as it does."""
         with self.stats.trainer_waits():
             try:
-                async with asyncio.timeout(self._options.batch_timeout_s):
+                async with asyncio.timeout(self.options.batch_timeout_s):
                     while True:
                         if self._failure is not None:
                             raise self._failure
@@ -167,7 +169,7 @@ class Flow:
                         await self._changed.wait()
             except TimeoutError:
                 raise PenstockError(
-                    f"dataflow: no batch within batch_timeout_s={self._options.batch_timeout_s:.0f}: "
+                    f"dataflow: no batch within batch_timeout_s={self.options.batch_timeout_s:.0f}: "
                     f"{self.core.waiting_for()}. The trainer stands still until it closes. "
                     "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
                 ) from None

@@ -16,6 +16,7 @@ from penstock.dataflow.ids import GroupId, TrajectoryId
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.streams import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
+from penstock.rollout.lease import Gang
 
 if TYPE_CHECKING:
     from penstock.platform.flow import Flow
@@ -28,7 +29,17 @@ class GroupRun:
         queued: The task and how many trajectories it gets.
     """
 
-    __slots__ = ("_flow", "_jobs", "_outcomes", "_unfinished", "_ungenerated", "group_id", "queued")
+    __slots__ = (
+        "_all_generated",
+        "_flow",
+        "_gang",
+        "_jobs",
+        "_outcomes",
+        "_unfinished",
+        "_ungenerated",
+        "group_id",
+        "queued",
+    )
 
     def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
         self.group_id = group_id
@@ -37,15 +48,31 @@ class GroupRun:
         self._ungenerated = self._unfinished = queued.group_size
         self._outcomes: list[Trajectory | TrajectoryError | None] = [None] * queued.group_size
         self._jobs: list[asyncio.Task[None]] = []
+        self._gang: Gang | None = None
+        self._all_generated = asyncio.Event()
 
     def start(self) -> None:
-        """Start every member."""
-        self._jobs = [self._flow.start(self._run_member(member)) for member in range(self.queued.group_size)]
+        """Start every member; as a gang, once one engine has room for all of them."""
+        if self._flow.options.gang:
+            self._jobs = [self._flow.start(self._run_gang())]
+        else:
+            self._start_members()
+
+    def _start_members(self) -> None:
+        self._jobs += [self._flow.start(self._run_member(member)) for member in range(self.queued.group_size)]
 
     def cancel(self) -> None:
         """Stop what still runs; engines are told to abort."""
         for job in self._jobs:
             job.cancel()
+
+    async def _run_gang(self) -> None:
+        """Hold the slots of one engine until every member has its tokens."""
+        pool = self._flow.ports.runner.pool
+        async with pool.gang(self.queued.task.task_id, self.queued.group_size) as self._gang:
+            self._start_members()
+            await self._all_generated.wait()
+            self._gang = None  # a member that is sampled again takes any slot
 
     async def _run_member(self, member: int) -> None:
         self._outcomes[member] = await self._sample_and_score(member)
@@ -68,6 +95,7 @@ class GroupRun:
                     trajectory_id,
                     sampling,
                     lambda version: flow.core.member_at(self.group_id, member, version),
+                    slots=self._gang,
                 )
                 flow.stats.trajectory_generated(trajectory)
                 if not is_generated:
@@ -88,3 +116,4 @@ class GroupRun:
         self._ungenerated -= 1
         if self._ungenerated == 0:
             self._flow.core.generated(self.group_id)
+            self._all_generated.set()

@@ -17,7 +17,7 @@ from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
-from penstock.platform.lifecycle import EXIT_OK, Interrupted, prepare_run_dir, run_to_end, write_failure
+from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
 from penstock.platform.observability.console import RunConsole
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
@@ -34,8 +34,9 @@ from penstock.platform.observability.summary import (
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.roles import start_actors
 from penstock.platform.run import Instruments, Parts, Run
+from penstock.platform.run_dir import prepare_run_dir
 from penstock.platform.trackers.build import build_trackers
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool import make_pool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
 
@@ -101,25 +102,31 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         tasks = load_task_source(config.env, config.seed)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
         actors = await stack.enter_async_context(start_actors(config))
-        pool = EnginePool(actors.engines, config.rollout.engine.max_num_seqs, config.seed)
+        pool = make_pool(actors.engines, config.rollout, config.seed)
         codec = load_codec(actors.model_path)
-        runner = TrajectoryRunner(pool, codec, config.rollout.request_timeout_s)
-        monitor = await stack.enter_async_context(EngineMonitor(pool).running())
+        runner = TrajectoryRunner(pool, codec, config.rollout.request_timeout_s, config.rollout.max_resumes)
+        monitor = await stack.enter_async_context(
+            EngineMonitor(pool, adapts_concurrency=config.rollout.adaptive_concurrency).running()
+        )
         sampling = SamplingParams(
             max_new_tokens=config.rollout.sampling.max_new_tokens,
             temperature=config.rollout.sampling.temperature,
             stop_token_ids=codec.stop_token_ids,
+            # vLLM would sample seeded requests one by one, and start their stream anew when they are resumed.
+            seed=config.seed if config.rollout.engine.type == "torch" else None,
         )
 
         def make_flow(stats: FlowStats) -> Flow:
             ports = FlowPorts(runner, actors.rewards, actors.store, sampling)
-            options = FlowOptions(config.dataflow.batch_timeout_s)
+            options = FlowOptions(config.dataflow.batch_timeout_s, gang=config.dataflow.gang)
             filters = make_filters(config.dataflow.filters)
             return Flow(make_core(config), make_task_line(config), filters, ports, stats, options)
 
+        publisher = actors.publisher(pool, config.weights)
+        stack.push_async_callback(publisher.close)
         parts = Parts(
             trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,
-            publisher=actors.publisher(pool, config.weights),
+            publisher=publisher,
             evaluator=Evaluator(runner, actors.rewards, config.rollout.sampling.max_new_tokens),
             held_out=tasks.held_out(config.evaluation.num_tasks),
             make_flow=make_flow,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator
 
 import pytest
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import zero_variance
+from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, Reason
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import TaskStream
 from penstock.dataflow.trajectory import Trajectory
@@ -114,3 +117,26 @@ async def test_a_failed_member_is_never_a_reward_of_zero() -> None:
     trained = await train_all(flow, engines)
     assert all(reward == 1.0 for group in trained for reward in group.rewards)
     assert flow.counts().failed > 0
+
+
+async def test_a_gang_runs_on_one_engine() -> None:
+    engines = [FakeEngine(engine_id=EngineId(f"fake-{index}")) for index in range(3)]
+    served_by: dict[str, set[str]] = {}
+
+    def remember(engine: FakeEngine) -> None:
+        generate = engine.generate
+
+        def spy(request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+            group = request.request_id.partition("/")[0]
+            served_by.setdefault(group, set()).add(engine.engine_id)
+            return generate(request)
+
+        engine.generate = spy  # type: ignore[method-assign]
+
+    for engine in engines:
+        remember(engine)
+    flow = make_flow(engines, FakeRewards(), batch=4, eta=1, steps=6, gang=True, slots=4)
+    await train_all(flow, engines)
+    assert all(len(names) == 1 for names in served_by.values())
+    assert len(set.union(*served_by.values())) == 3, "gangs are spread over the engines"
+    assert all(engine.most_running <= 4 for engine in engines)
