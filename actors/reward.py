@@ -1,21 +1,17 @@
-"""Reward workers as Ray actors, and the driver's client that batches calls to them."""
+"""Reward workers as Ray actors: jobs come in batches, scores leave in batches, each as soon as it is known."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Sequence
 
-import ray
-from ray.actor import ActorHandle
-
-from penstock.dataflow.errors import TrajectoryError
+from penstock.actors.outbox import Outbox
+from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.scoring import RewardRunner
 
-Job = tuple[Task, Trajectory]
-MAX_JOBS_PER_CALL = 256
+Job = tuple[int, Task, Trajectory]
+Result = Score | TrajectoryError | PenstockError
 
 
 class RewardActor:
@@ -23,68 +19,28 @@ class RewardActor:
 
     def __init__(self, fn_path: str, timeout_s: float) -> None:
         self._runner = RewardRunner(fn_path, timeout_s)
+        self._outbox: Outbox[tuple[int, Result]] = Outbox()
+        self._jobs: set[asyncio.Task[None]] = set()
 
-    async def score_many(self, jobs: list[Job]) -> list[Score | TrajectoryError]:
-        return await self._runner.score_many(jobs)
+    async def submit(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            scoring = asyncio.create_task(self._score(*job))
+            self._jobs.add(scoring)
+            scoring.add_done_callback(self._jobs.discard)
+
+    async def collect(self, wait_s: float) -> list[tuple[int, Result]]:
+        """Scores that are known since the last call; waits at most `wait_s` seconds for the first."""
+        return await self._outbox.collect(wait_s)
 
     async def shutdown(self) -> None:
+        for job in list(self._jobs):
+            job.cancel()
         await self._runner.shutdown()
 
-
-class RewardClient:
-    """All reward workers as one `RewardWorker`: jobs of one tick of the loop travel in one call, round-robin."""
-
-    def __init__(self, workers: Sequence[ActorHandle]) -> None:
-        self._workers = workers
-        self._next_worker = itertools.cycle(workers)
-        self._waiting: list[tuple[Job, asyncio.Future[Score]]] = []
-        self._calls: set[asyncio.Task[None]] = set()
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """Score one trajectory. The worker's own time-out bounds the wait.
-
-        Raises:
-            TrajectoryError: kind `reward`.
-        """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Score] = loop.create_future()
-        self._waiting.append(((task, trajectory), answer))
-        if len(self._waiting) == 1:
-            loop.call_soon(self._flush)
-        return await answer
-
-    async def close(self, timeout_s: float = 2.0) -> None:
-        for call in self._calls:
-            call.cancel()
+    async def _score(self, number: int, task: Task, trajectory: Trajectory) -> None:
+        result: Result
         try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*(worker.shutdown.remote() for worker in self._workers))
-        except (TimeoutError, ray.exceptions.RayError):
-            pass
-
-    def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for start in range(0, len(waiting), MAX_JOBS_PER_CALL):
-            call = asyncio.create_task(self._score_many(waiting[start : start + MAX_JOBS_PER_CALL]))
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
-
-    async def _score_many(self, chunk: list[tuple[Job, asyncio.Future[Score]]]) -> None:
-        worker = next(self._next_worker)
-        try:
-            results = await worker.score_many.remote([job for job, _ in chunk])
-        except ray.exceptions.RayTaskError as error:  # not a trajectory's fault: the run stops with the cause
-            for _, answer in chunk:
-                if not answer.done():
-                    answer.set_exception(error.cause)
-            return
-        except ray.exceptions.RayError as error:
-            lost = TrajectoryError("reward", f"reward worker died: {str(error).splitlines()[0]}")
-            results = [lost] * len(chunk)
-        for (_, answer), result in zip(chunk, results, strict=True):
-            if answer.done():  # its trajectory was cancelled
-                continue
-            if isinstance(result, TrajectoryError):
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
+            result = await self._runner.score(task, trajectory)
+        except (TrajectoryError, PenstockError) as error:
+            result = error
+        self._outbox.send((number, result))
