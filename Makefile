@@ -13,7 +13,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.penstock-setup
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 SEED ?= 0
-SFT_POLICY := runs/arithmetic_sft-seed$(SEED)/policy
 
 HAS_DRIVER := $(shell if nvidia-smi -L >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo yes; fi)
 FLAVOR ?= $(if $(HAS_DRIVER),cuda,cpu)
@@ -45,7 +44,7 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 	echo "Installed."
 
 demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on this machine (SEED=0)
-	@if [ ! -d $(SFT_POLICY) ]; then $(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true; fi
+	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true
 	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
 
 test: setup  ## Run the whole test suite

@@ -16,7 +16,9 @@ import ray
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
-from penstock.actors.reward import RewardActor, RewardClient
+from penstock.actors.ray_errors import ray_boundary
+from penstock.actors.reward import RewardActor
+from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer import TrainerRank
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError
@@ -64,7 +66,7 @@ async def ray_session(address: str) -> AsyncIterator[None]:
     os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
     on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(
-        address="local" if address == "local" else address,
+        address=address,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -129,15 +131,12 @@ def start_rewards(config: RewardConfig) -> RewardClient:
 
 async def _started(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
     try:
-        async with asyncio.timeout(timeout_s):
-            return list(await asyncio.gather(*calls))
+        with ray_boundary(EngineLostError, f"cluster: starting the {what}"):
+            async with asyncio.timeout(timeout_s):
+                return list(await asyncio.gather(*calls))
     except TimeoutError:
         raise PlacementError(
             f"cluster: {len(calls)} {what} were not up within {timeout_s:.0f} s. Ray has "
             f"{ray.available_resources()} free of {ray.cluster_resources()}. "
             "Lower rollout.num_engines or raise rollout.start_timeout_s."
         ) from None
-    except ray.exceptions.RayTaskError as error:
-        raise EngineLostError(f"cluster: {what} did not start: {type(error.cause).__name__}: {error.cause}") from error
-    except ray.exceptions.RayActorError as error:
-        raise EngineLostError(f"cluster: {what} died at start: {str(error).splitlines()[0]}") from error

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from penstock.actors.ray_errors import ray_boundary
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
@@ -70,18 +71,15 @@ class TrainerClient:
             await self._all("shutdown", timeout_s=timeout_s)
 
     async def _all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call every rank; the first failure fails the call with its cause and names the rank."""
+        """Call every rank; the first failure fails the call, with its cause."""
         limit = timeout_s or self._step_timeout_s
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         try:
-            async with asyncio.timeout(limit):
-                return list(await asyncio.gather(*calls))
+            with ray_boundary(TrainingError, f"trainer: {method}"):
+                async with asyncio.timeout(limit):
+                    return list(await asyncio.gather(*calls))
         except TimeoutError:
             raise TrainingError(
                 f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. "
                 "A rank hangs or the step is too large; raise trainer.step_timeout_s if it only is slow."
             ) from None
-        except ray.exceptions.RayTaskError as error:
-            raise TrainingError(f"trainer: {method} failed: {type(error.cause).__name__}: {error.cause}") from error
-        except ray.exceptions.RayActorError as error:
-            raise TrainingError(f"trainer: a rank died during {method}: {str(error).splitlines()[0]}") from error

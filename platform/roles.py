@@ -11,7 +11,7 @@ from typing import Literal
 from penstock.actors.cluster import ObjectStore, Resources, ray_session, start_engines, start_rewards, start_trainer
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.publisher import ActorWeightPublisher
-from penstock.actors.reward import RewardClient
+from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import EngineId
@@ -36,7 +36,7 @@ class RunActors:
     store: ObjectStore
 
     def publisher(self, pool: EnginePool, config: WeightsConfig) -> ActorWeightPublisher:
-        return ActorWeightPublisher(self.trainer, self.engines, pool, config)
+        return ActorWeightPublisher(self.trainer, pool, config)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)
@@ -90,7 +90,7 @@ async def start_engine_group(config: RunConfig, command: Command = "train") -> l
             model=config.model,
             engine=config.rollout.engine,
             device=pool_device(config, cluster.rollout_pool),
-            update_mode=config.weights.update_mode,
+            update_mode=config.weights.kv_mode,
             seed=config.seed + index,
             threads=cluster.threads_per_process,
         )

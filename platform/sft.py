@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 from penstock.actors.cluster import ray_session
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource
 from penstock.envs.loading import load_task_source
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.lifecycle import EXIT_OK, prepare_run_dir, run_to_end, write_failure
+from penstock.platform.lifecycle import EXIT_OK, run_to_end, write_failure
 from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.roles import model_path, start_trainer_group
+from penstock.platform.run_dir import is_finished, mark_finished, prepare_run_dir
 from penstock.platform.trackers.build import build_trackers
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer, load_codec
 from penstock.trainer.batches.sequences import Example
@@ -27,18 +28,14 @@ from penstock.trainer.config import SftConfig
 
 def run_sft(config: RunConfig) -> int:
     """Run `penstock sft` to its end; returns the exit code."""
-    source = load_task_source(config.env, config.seed)
-    if config.sft is None:
-        raise ConfigError(
-            ["sft is not set: `penstock sft` needs the section (see conf/experiment/arithmetic_sft.yaml)."]
-        )
-    if not hasattr(source, "gold_response"):
-        raise ConfigError(
-            [f"env.factory={config.env.factory}: has no gold_response(task), so there is nothing to learn from in sft."]
-        )
     sft = config.sft
+    assert sft is not None, "checked at the door, as is that the task source knows gold responses"
+    if sft.reuse and is_finished(config):
+        print(f"{config.run_dir}/policy is there, made by the same configuration: it is used again (sft.reuse=true).")
+        return EXIT_OK
+    source = cast("GoldSource", load_task_source(config.env, config.seed))
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _sft(config, sft, source, run_dir))  # type: ignore[arg-type]
+    return run_to_end(lambda: _sft(config, sft, source, run_dir))
 
 
 async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
@@ -66,6 +63,7 @@ async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: P
         raise
     finally:
         hub.close(None)
+    mark_finished(config)
     return EXIT_OK
 
 

@@ -11,67 +11,40 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from penstock.dataflow.ports import WeightManifest
-from penstock.weights.model_config import ModelConfig, ModelShape
+from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version
 from tests.command_line import run_cli
+from tests.tiny_policy import tiny_shape
 
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("untimed")
 pytest.register_assert_rewrite("tests.contract.engine_contract", "tests.contract.engine_harness")
 
-TINY_SHAPE = ModelShape(
-    vocab_size=32,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,  # the smallest that vLLM's CPU attention supports
-    tie_word_embeddings=True,
-)
+TINY_SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)  # the smallest head of vLLM's CPU attention
 TINY_MAX_CONTEXT = 512
 
 Tensors = dict[str, torch.Tensor]
 """HF name -> tensor, each once (a tied lm_head is left out)."""
 
 
-def build_tiny_policy(directory: Path, seed: int = 0) -> Path:
-    """Save a random Qwen3 policy and the character tokenizer in HF form.
-
-    The initialiser is wide (0.15), so that distributions are peaked and stale weights cannot look like fresh ones.
-    """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from penstock.rollout.tokenizers import character_tokenizer
-
-    torch.manual_seed(seed)
-    shape = TINY_SHAPE
-    config = Qwen3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=TINY_MAX_CONTEXT,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        initializer_range=0.15,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-    character_tokenizer().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="session")
 def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory: Qwen3, hidden 64, 2 layers, vocabulary 32, float32, and its tokenizer."""
-    return build_tiny_policy(tmp_path_factory.mktemp("tiny-policy"))
+    """A Hugging Face directory: Qwen3, hidden 64, 2 layers, vocabulary 32, float32, and its tokenizer.
+
+    The initialiser is wide, so that distributions are peaked and stale weights cannot look like fresh ones.
+    """
+    from penstock.rollout.tokenizers import character_tokenizer
+
+    directory = tmp_path_factory.mktemp("tiny-policy")
+    model = ModelConfig(max_context_tokens=TINY_MAX_CONTEXT, shape=TINY_SHAPE)
+    create_policy(model, character_tokenizer(), str(directory), seed=0, initializer_range=0.15)
+    return directory
 
 
 @pytest.fixture(scope="session")

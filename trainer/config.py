@@ -81,6 +81,7 @@ class SftConfig(BaseModel):
             probability of the whole answer); None trains for `max_steps`.
         max_greedy_accuracy: Kept is the best step at which greedy decoding is no better than this: a warm start
             that leaves reinforcement learning something to show. 1 is no condition.
+        reuse: Do nothing where the run directory holds a finished run of the same configuration.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -91,3 +92,4 @@ class SftConfig(BaseModel):
     eval_tasks: int = Field(default=256, gt=0)
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
     max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)
+    reuse: bool = False

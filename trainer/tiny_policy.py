@@ -9,7 +9,7 @@ import torch
 from penstock.weights.model_config import ModelConfig
 
 
-def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int) -> None:
+def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int, *, initializer_range: float = 0.02) -> None:
     """Save a randomly initialised Qwen3-architecture policy and its tokenizer in Hugging Face form.
 
     The same seed gives the same weights.
@@ -19,6 +19,7 @@ def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int) -> N
         tokenizer: A Hugging Face tokenizer; gives the ids of the special tokens.
         path: Directory to write; created.
         seed: Of the weights.
+        initializer_range: Standard deviation of the weights; 0.02 is Qwen3's.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -38,6 +39,7 @@ def create_policy(model: ModelConfig, tokenizer: Any, path: str, seed: int) -> N
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        initializer_range=initializer_range,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):

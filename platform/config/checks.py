@@ -12,7 +12,6 @@ slots nor η nor B can deadlock a run by itself; too few slots only make it slow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from penstock.platform.config.checks_cluster import check_cluster, check_pools
 from penstock.platform.config.checks_flow import (
@@ -185,16 +184,6 @@ def check_flow(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_run_dir_name(config: RunConfig) -> Iterator[Finding]:
-    """A run directory is a directory of its own."""
-    if Path(config.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
-        yield error(
-            f"run_dir={config.run_dir!r} is the working directory or above it: a run owns its directory, and "
-            "overwrite=true would delete it. Use e.g. runs/${name}.",
-            "run_dir",
-        )
-
-
 def _unequal_work(key: str, value: int, num_ranks: int) -> Iterator[Finding]:
     if value % num_ranks:
         below = value - value % num_ranks
@@ -209,9 +198,9 @@ def _unequal_work(key: str, value: int, num_ranks: int) -> Iterator[Finding]:
 
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
-        check_run_dir_name, check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
+        check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_expiry, check_hooks, check_streams,
     ),
-    "sft": (check_run_dir_name, check_model, check_sft_section, check_trainer),
+    "sft": (check_model, check_sft_section, check_trainer),
     "eval": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

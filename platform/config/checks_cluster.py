@@ -25,6 +25,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_kv_cache(config)
     if command == "train":
         yield from check_colocated(config)
+        yield from check_update_mode(config)
         yield from check_transport(config)
 
 
@@ -62,6 +63,28 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
             "cluster.colocated",
             "cluster.trainer_pool",
             "cluster.rollout_pool",
+        )
+
+
+def check_update_mode(config: RunConfig) -> Iterator[Finding]:
+    """Modes that keep engines serving during a publish need engines that are free to."""
+    mode, num_engines = config.weights.update_mode, config.rollout.num_engines
+    if mode not in ("drain", "multi_version"):
+        return
+    if config.cluster.colocated:
+        yield error(
+            f"weights.update_mode={mode} with cluster.colocated=true: the engines sleep while the trainer computes, so "
+            "at a publish no request runs that could be drained, and no engine may serve meanwhile. "
+            "Use weights.update_mode=keep_kv.",
+            "weights.update_mode",
+            "cluster.colocated",
+        )
+    if mode == "multi_version" and num_engines < 2:
+        yield error(
+            f"weights.update_mode=multi_version with rollout.num_engines={num_engines}: while one engine is updated "
+            "the others serve, and there are none. Use 2 or more engines, or weights.update_mode=drain.",
+            "weights.update_mode",
+            "rollout.num_engines",
         )
 
 

@@ -17,6 +17,7 @@ from penstock.platform.config.findings import Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
+from penstock.platform.run_dir import is_finished, occupied
 from penstock.weights.model_config import ModelShape
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -50,19 +51,22 @@ def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
     """The run directory is new, empty, or may be overwritten; and it can be written."""
     path = Path(config.run_dir)
+    if path.resolve() in (Path.cwd(), *Path.cwd().parents):
+        yield error(
+            f"run_dir={path} is the working directory or above it: a run owns its directory, and overwrite=true would "
+            "delete it. Use e.g. runs/${name}.",
+            "run_dir",
+        )
+        return
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
         yield error(f"run_dir={path}: {existing} is a file. Use a new name=... or another run_dir.", "run_dir", "name")
     elif not os.access(existing, os.W_OK):
         yield error(f"run_dir={path} cannot be written: no permission in {existing}. Use another run_dir.", "run_dir")
-    elif path.exists() and any(path.iterdir()) and not config.overwrite:
-        yield error(
-            f"run_dir={path} exists and is not empty: a run never mixes with another one's files. Use overwrite=true "
-            "to delete it, or a new name=...",
-            "run_dir",
-            "name",
-            "overwrite",
-        )
+    elif config.sft is not None and config.sft.reuse and is_finished(config):
+        return
+    elif refusal := occupied(config):
+        yield error(refusal, "run_dir", "name", "overwrite")
 
 
 def check_model_path(config: RunConfig) -> Iterator[Finding]:
@@ -73,6 +77,10 @@ def check_model_path(config: RunConfig) -> Iterator[Finding]:
     directory = Path(path).expanduser()
     if directory.is_dir():
         yield from _check_checkpoint(config, directory)
+    elif directory.exists():
+        yield error(
+            f"model.path={path} is a file. Give the directory that holds config.json and weights.", "model.path"
+        )
     elif "arithmetic_sft" in path:
         yield absent(
             f"model.path={path} does not exist: there is no policy to start from. Make it first: "

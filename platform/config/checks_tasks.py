@@ -1,35 +1,44 @@
-"""Checks of what the user plugs in: import paths resolve, held-out tasks are unseen, prompts fit the context.
+"""Checks of what the user plugs in: import paths resolve, the reward takes the tasks, held-out tasks are unseen.
 
 Only some thousand tasks are read: enough to catch a wrong split, cheap enough to do before every run.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
+from typing import NamedTuple, cast
 
-from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.contract import TaskSource
+from penstock.envs.contract import GoldSource, RewardFunction, TaskSource
 from penstock.envs.loading import load_reward, load_task_source
+from penstock.envs.streams import load_task_streams
+from penstock.platform.config.checks_lengths import check_examples, check_prompts
 from penstock.platform.config.findings import Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 
 NUM_TRAIN_TASKS = 4096
 """Training tasks that are compared with the held-out ones."""
-NUM_MEASURED_PROMPTS = 1024
-"""Prompts per split that are tokenised."""
+NUM_MEASURED_TASKS = 1024
+"""Tasks per split that are tokenised."""
 
-_ENV_KEYS = ("env", "evaluation")
+
+class TaskSample(NamedTuple):
+    """The first tasks of both sides."""
+
+    train: list[Task]
+    held_out: list[Task]
 
 
 def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Load the task source and the reward, and look at the first tasks."""
+    reward: RewardFunction | None = None
     if command != "sft":
         try:
-            load_reward(config.reward)
+            reward = load_reward(config.reward)
         except ConfigError as problem:
             yield from (error(violation, "reward") for violation in problem.violations)
     try:
@@ -40,13 +49,23 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
         yield error(f"env.factory={config.env.factory} raised {type(problem).__name__}: {problem}", "env")
         return
-    if command == "sft" and not hasattr(source, "gold_response"):
+    tasks = yield from _read_tasks(config, source, command)
+    if tasks is None:
+        return
+    yield from _check_overlap(tasks)
+    if reward is not None:
+        yield from _check_signature(config, reward, tasks)
+    measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
+    if command != "sft":
+        yield from check_prompts(config, measured)
+    elif hasattr(source, "gold_response"):
+        yield from check_examples(config, cast("GoldSource", source), measured)
+    else:
         yield error(
             f"env.factory={config.env.factory} has no gold_response(task): there is nothing to learn from in "
             "`penstock sft`. Add it (envs/contract.py, GoldSource).",
             "env",
         )
-    yield from _check_tasks(config, source, command)
 
 
 def overlap(train: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
@@ -55,54 +74,75 @@ def overlap(train: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
     return [task for task in train if _prompt_key(task) in unseen]
 
 
-def _check_tasks(config: RunConfig, source: TaskSource, command: Command) -> Iterator[Finding]:
-    num_held_out = config.sft.eval_tasks if command == "sft" and config.sft else config.evaluation.num_tasks
+def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Generator[Finding, None, TaskSample | None]:
+    """The first tasks, or findings and None."""
+    key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
+    if command == "sft" and config.sft is not None:
+        key, num_held_out = "sft.eval_tasks", config.sft.eval_tasks
     try:
-        held_out = source.held_out(num_held_out)
-        train = list(islice(source.train(), NUM_TRAIN_TASKS))
+        tasks = TaskSample(_first_train_tasks(config, source, command), source.held_out(num_held_out))
     except ConfigError as problem:  # a dataset that cannot be had, says envs/math_tasks.py
         yield from (absent(violation, "env") for violation in problem.violations)
-        return
+        return None
     except ValueError as problem:
-        yield error(f"evaluation.num_tasks={num_held_out}: {problem}", *_ENV_KEYS)
-        return
+        yield error(f"{key}={num_held_out}: {problem}", "env", key)
+        return None
     except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
         report = absent if isinstance(problem, OSError) else error
         raised = f"{type(problem).__name__}: {problem}"
         yield report(f"env.factory={config.env.factory}: its tasks cannot be read, {raised}", "env")
-        return
-    if seen := overlap(train, held_out):
+        return None
+    for method, found in (("train()", tasks.train), (f"held_out({num_held_out})", tasks.held_out)):
+        strange = next((task for task in found if not isinstance(task, Task)), None)
+        if strange is not None or not found:
+            gave = "no task" if not found else f"a {type(strange).__name__} where a Task was expected"
+            yield error(
+                f"env.factory={config.env.factory}: {method} gave {gave}. Let it give penstock.dataflow.trajectory."
+                "Task objects (envs/contract.py, TaskSource).",
+                "env",
+                key,
+            )
+            return None
+    return tasks
+
+
+def _first_train_tasks(config: RunConfig, source: TaskSource, command: Command) -> list[Task]:
+    """The same number of every stream; `sft` knows the factory's own tasks only."""
+    streams = [source.train()]
+    if command == "train" and config.env.streams:
+        streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
+    return [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
+
+
+def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
+    if seen := overlap(tasks.train, tasks.held_out):
         yield error(
-            f"env: {len(seen)} of the first {len(train)} training tasks are also among the {len(held_out)} held-out "
-            f"ones, e.g. {_show(seen[0])}: accuracy would measure memory. Split by a hash of the prompt.",
-            *_ENV_KEYS,
+            f"env: {len(seen)} of the first {len(tasks.train)} training tasks are also among the "
+            f"{len(tasks.held_out)} held-out ones, e.g. {_show(seen[0])}: accuracy would measure memory. Split by a "
+            "hash of the prompt.",
+            "env",
+            "evaluation",
+            "sft.eval_tasks",
         )
-    if command != "sft":
-        yield from _check_lengths(config, [*train[:NUM_MEASURED_PROMPTS], *held_out[:NUM_MEASURED_PROMPTS]])
 
 
-def _check_lengths(config: RunConfig, tasks: list[Task]) -> Iterator[Finding]:
-    """The longest prompt and a full answer fit the context. Needs the policy's tokenizer on this machine."""
-    path, answer, context = config.model.path, config.rollout.sampling.max_new_tokens, config.model.max_context_tokens
-    if path is None or not (Path(path).expanduser() / "config.json").exists() or answer >= context:
-        return  # an absent policy, or no room for any prompt, has its own finding
-    from penstock.rollout.tokenizers import load_codec
-
-    keys = ("env", "model", "rollout.sampling.max_new_tokens")
+def _check_signature(config: RunConfig, reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
+    """The reward can be called with the fields of a task; what it returns is known only at run time."""
+    task = tasks.train[0]
     try:
-        codec = load_codec(path)
-        lengths = [len(codec.encode_prompt(task.prompt)) for task in tasks]
-    except (PenstockError, TrajectoryError) as problem:
-        yield error(f"env: a prompt cannot be tokenised by {path}: {problem}", *keys)
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a builtin without a signature
         return
-    longest = max(range(len(tasks)), key=lengths.__getitem__)
-    total = lengths[longest] + answer
-    if total > context:
+    try:
+        signature.bind(None, **task.fields)
+    except TypeError as problem:
+        call = ", ".join(["trajectory", *(f"{name}=…" for name in task.fields)])
         yield error(
-            f"env: the prompt of {tasks[longest].task_id} has {lengths[longest]} tokens; with rollout.sampling."
-            f"max_new_tokens={answer} that is {total}, above model.max_context_tokens={context}: the context would "
-            f"cut its answer. Use a context of at least {total}, or a smaller max_new_tokens.",
-            *keys,
+            f"reward.fn={config.reward.fn} takes {signature}, but would be called with ({call}), the fields of "
+            f"{task.task_id}: {problem}, so no trajectory could be scored. Name the fields it needs, and end with "
+            "**_ for the others.",
+            "reward",
+            "env",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
@@ -23,10 +23,11 @@ from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.checks import check_config
-from penstock.platform.config.field_errors import describe_errors
+from penstock.platform.config.field_errors import describe_errors, nearest_choice
 from penstock.platform.config.findings import Command, Finding
 from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups, shadowed_files, sort_overrides
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema_tree import locate, nearest_key
 
 Raw = dict[str, Any]
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
@@ -40,15 +41,17 @@ class Composition:
         config: The configuration, with wrong keys replaced where possible; None if too much is wrong.
         problems: One sentence per wrong override or key.
         wrong_paths: The keys that `problems` are about, dotted.
+        has_experiment: Whether one was chosen; without it most values are not what the user means.
     """
 
     config: RunConfig | None = None
     problems: list[str] = field(default_factory=list)
     wrong_paths: list[str] = field(default_factory=list)
+    has_experiment: bool = True
 
     def relevant(self, findings: Iterable[Finding]) -> list[Finding]:
         """Findings that do not rest on a replaced key."""
-        return [finding for finding in findings if not finding.touches(self.wrong_paths)]
+        return [finding for finding in findings if self.has_experiment and not finding.touches(self.wrong_paths)]
 
 
 def compose_config(overrides: list[str], *, config_dir: Path | None = None, command: Command = "train") -> RunConfig:
@@ -83,7 +86,8 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
         result.problems += shadowed_files(config_dir)
     groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])
     overrides = sort_overrides(typed, groups)
-    if not any(choice.startswith("experiment=") for choice in overrides.choices) and not overrides.problems:
+    result.has_experiment = any(choice.startswith("experiment=") for choice in overrides.choices)
+    if not result.has_experiment and not overrides.problems:
         choices = ", ".join(groups["experiment"])
         overrides.problems.append(f"experiment: none chosen. Add experiment=CHOICE, one of: {choices}.")
     result.problems += overrides.problems
@@ -111,7 +115,7 @@ def _compose_values(overrides: Overrides, config_dir: Path | None, result: Compo
         try:
             raw = _compose(overrides.choices, [*accepted, value], config_dir)
         except _COMPOSE_ERRORS as error:
-            result.problems.append(f"{_typed(value, overrides)}: {_one_line(error)}")
+            result.problems.append(f"{_typed(value, overrides)}: {_one_line(error)}{_nearest_deleted(value)}")
         else:
             accepted.append(value)
     assert len(accepted) < len(overrides.values), first
@@ -180,5 +184,19 @@ def _typed(value: str, overrides: Overrides) -> str:
     return next((typed for typed in overrides.typed.values() if typed.lstrip("+") == value.lstrip("+")), value)
 
 
+def _nearest_deleted(value: str) -> str:
+    """A ` Did you mean …?` for `~key` where `key` is misspelt."""
+    if not value.startswith("~"):
+        return ""
+    path = value[1:].partition("=")[0]
+    nearest = nearest_key(path, locate(path.split(".")).siblings)
+    return f" Did you mean ~{nearest}?" if nearest else ""
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).partition("full_key")[0].split())
+    """Hydra's own message without its internals."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        choices = [option for option in error.options if option]
+        return f"{group}={choice} is no valid choice. Choices: {', '.join(choices)}.{nearest_choice(choice, choices)}"
+    return " ".join(str(error).partition("full_key")[0].partition("Config search path")[0].split())

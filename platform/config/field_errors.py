@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from penstock.platform.config.schema_tree import Place, all_paths, expectation, locate, nearest_key, range_words
 
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
-_CHOICE_ERRORS = {"literal_error", "union_tag_invalid"}
+_CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
 
 def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dict[str, str]:

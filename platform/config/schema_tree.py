@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -111,6 +112,8 @@ def range_words(field: FieldInfo) -> str:
 def _kind_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of: " + ", ".join(map(str, get_args(kind)))
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of: " + ", ".join(str(member.value) for member in kind)
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
     if get_origin(kind) is dict or _sections(kind):

@@ -120,7 +120,7 @@ def render(record: RunRecord) -> str:
         ledger=_ledger(record),
         legend=[(f"{lag}" if lag < len(STALENESS_COLORS) - 1 else f"≥ {lag}", staleness_color(lag))
                 for lag in range(len(STALENESS_COLORS))],
-        trajectories=[_row_view(row, record) for row in record.trajectories],
+        trajectories=_row_views(record.trajectories),
         trajectory_steps=sorted({row["step"] for row in record.trajectories}),
         config_text=record.config_text,
     )  # fmt: skip
@@ -197,16 +197,22 @@ def _ledger(record: RunRecord) -> dict[str, Any] | None:
     return {"admitted": admitted, "ends": ends, "is_balanced": admitted == sum(count for _, count in ends)}
 
 
-def _row_view(row: dict[str, Any], record: RunRecord) -> dict[str, Any]:
-    """One trajectory for the template: its row, its span bar and the height of its reward in the run."""
+def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trajectories for the template: each row, its span bar, and whether its reward is in the upper half."""
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+
+    def is_high(reward: float | None) -> bool:
+        return reward is not None and high > low and reward >= (low + high) / 2
+
+    return [{**row, "bars": _bars(row), "is_high": is_high(row["reward"])} for row in rows]
+
+
+def _bars(row: dict[str, Any]) -> list[SpanBar]:
     spans = row["spans"]
     total = sum(tokens for _, tokens in spans) or 1
     trained_at = spans[0][0] + row["staleness"] if spans else 0
-    rewards = [other["reward"] for other in record.trajectories if other["reward"] is not None]
-    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-    is_high = row["reward"] is not None and high > low and row["reward"] >= (low + high) / 2
-    bars = [
+    return [
         SpanBar(version, tokens, trained_at - version, 100 * tokens / total, staleness_color(trained_at - version))
         for version, tokens in spans
     ]
-    return {**row, "bars": bars, "is_high": is_high}

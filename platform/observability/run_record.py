@@ -13,9 +13,8 @@ import yaml
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.observability.summary import STALENESS_FILE, SUMMARY_FILE
 from penstock.platform.observability.trajectory_table import TRAJECTORIES_DIR, read_trajectories
+from penstock.platform.run_dir import CONFIG_FILE
 from penstock.platform.trackers.jsonl import METRICS_FILE, read_metrics
-
-CONFIG_FILE = "config.yaml"
 
 _MAX_STEPS_SHOWN = 8
 

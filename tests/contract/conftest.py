@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
 
-from .engine_harness import Harness, Reference
+from penstock.dataflow.ports import WeightManifest
+from penstock.rollout.config import EngineConfig
+from penstock.rollout.local_engine import LocalEngine
+from penstock.weights.model_config import ModelConfig
+
+from .engine_harness import Harness, OpenHarness, Reference, make_spec, within
 
 
 @pytest.fixture(scope="session")
 def reference(tiny_policy_dir: Path, tiny_tensors: Callable[[int], dict[str, torch.Tensor]]) -> Reference:
     """The oracle of `EngineContract` over the tiny policy."""
     return Reference(tiny_policy_dir, tiny_tensors)
+
+
+@pytest.fixture(scope="session")
+def open_harness(
+    tiny_model_config: ModelConfig, reference: Reference, publish_tiny: Callable[..., WeightManifest]
+) -> OpenHarness:
+    """`async with open_harness(engine_type, config, update_mode) as harness`: starts at version 0."""
+
+    @asynccontextmanager
+    async def opened(engine_type: type[LocalEngine], config: EngineConfig, update_mode: str) -> AsyncIterator[Harness]:
+        spec = make_spec(tiny_model_config, config, update_mode)
+        engine = engine_type(spec)
+        try:
+            yield await Harness.begin(engine, spec, reference, publish_tiny)
+        finally:
+            await within(engine.shutdown())
+
+    return opened
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -195,6 +196,9 @@ class Harness:
         """Reference logprobs of an answer that one version wrote."""
         (span,) = output.spans
         return self.reference.logprobs(self.seed_of_version[span.version], prompt, output.token_ids, temperature)
+
+
+OpenHarness = Callable[[type[LocalEngine], EngineConfig, str], AbstractAsyncContextManager[Harness]]
 
 
 def prompt_of(length: int, shift: int = 0) -> list[int]:

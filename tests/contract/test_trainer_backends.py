@@ -1,7 +1,7 @@
 """The same training steps on every backend: plain torch is what DeepSpeed at any ZeRO stage and rank count must equal.
 
-Ranks are plain processes: this file is also their program (`python test_trainer_backends.py RANK WORLD PORT FOLDER`).
-Each process runs all cases of its world size, since starting one costs more than training in it.
+Ranks are plain processes: this file is also their program (RANK WORLD PORT FOLDER). Each runs all cases of its
+world size, since starting one costs more than training in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +24,12 @@ from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
-from penstock.weights.model_config import ModelConfig, ModelShape
+from penstock.weights.model_config import ModelConfig
+from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
 VOCAB = 24
-SHAPE = ModelShape(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-)
+SHAPE = tiny_shape(VOCAB)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +169,7 @@ def main() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("backends")
-    tokenizer = types.SimpleNamespace(
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, save_pretrained=lambda path: None
-    )
-    create_policy(ModelConfig(max_context_tokens=32, shape=SHAPE), tokenizer, str(folder / "policy"), seed=3)
+    create_policy(ModelConfig(max_context_tokens=32, shape=SHAPE), SPECIAL_TOKENS, str(folder / "policy"), seed=3)
     (folder / "policy" / "tokenizer.json").write_text("{}")
     return folder
 
@@ -202,7 +191,16 @@ def deepspeed_results(folder: Path) -> dict[tuple, dict]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(world_size), str(port), str(folder)],
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.contract.test_trainer_backends",
+                    str(rank),
+                    str(world_size),
+                    str(port),
+                    str(folder),
+                ],
+                cwd=ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

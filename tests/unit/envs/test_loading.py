@@ -42,6 +42,13 @@ def test_the_part_that_does_not_resolve_is_named(path: str, message: str) -> Non
     assert caught.value.violations[0].startswith(f"reward.fn={path!r}")
 
 
+@pytest.mark.parametrize("path", ["nope:f", "tokn:f", "penstock.envs.arithmetic:answer", "penstock.rewards:f"])
+def test_nothing_is_suggested_where_nothing_is_close(path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_object(path)
+    assert "Did you mean" not in str(caught.value)
+
+
 def test_a_module_that_raises_or_lacks_a_dependency_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "penstock_test_broken.py").write_text("1 / 0")
@@ -53,7 +60,7 @@ def test_a_module_that_raises_or_lacks_a_dependency_says_so(tmp_path: Path, monk
 
 
 def test_a_reward_that_is_not_callable_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is not callable, but a str"):
+    with pytest.raises(ConfigError, match=r"is not callable: it is .*, of type str"):
         load_reward(RewardConfig(fn="penstock.envs.arithmetic:ALPHABET"))
 
 

@@ -36,7 +36,6 @@ def refused(experiment: str, *overrides: str, command: str = "train") -> str:
         (["cluster.colocated=true"], ["max_staleness=0, not 2", "dataflow=synchronous"]),
         (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
-        (["run_dir=."], ["working directory"]),
         (["dataflow.max_live_gib=0.0001"], ["room for 52 trajectories", "a batch is 256", "Use at least 0.000493"]),
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
         (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),

@@ -19,14 +19,20 @@ not_callable = 3
 def reward(trajectory, **fields):
     return 1.0
 
+def needs_solution(trajectory, solution):
+    return 1.0
+
 class Source:
-    def __init__(self, seed, leaks=False, prompt_chars=4):
-        self.leaks, self.prompt_chars = leaks, prompt_chars
+    def __init__(self, seed, leaks=False, prompt_chars=4, first=0, num_tasks=None, gives=None, answer_chars=None):
+        self.leaks, self.prompt_chars, self.first = leaks, prompt_chars, first
+        self.num_tasks, self.gives = num_tasks, gives
+        if answer_chars:
+            self.gold_response = lambda task: "1" * answer_chars
 
     def train(self):
         index = 0
-        while True:
-            yield self._task(index)
+        while index != self.num_tasks:
+            yield self.gives or self._task(self.first + index)
             index += 1
 
     def held_out(self, num_tasks):
@@ -50,7 +56,7 @@ def overrides(tmp_path, monkeypatch):
     policy.mkdir()
     shape = {"vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": True}
     (policy / "config.json").write_text(json.dumps(shape))
-    monkeypatch.setattr("penstock.platform.config.checks_tasks.NUM_MEASURED_PROMPTS", 4)
+    monkeypatch.setattr("penstock.platform.config.checks_tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr("penstock.rollout.tokenizers.load_codec", lambda _: CharacterCodec())
     return ["experiment=arithmetic", f"model.path={policy}", "env.factory=my_plugin:Source", "env.args={}"]
 
@@ -102,6 +108,11 @@ def test_a_folder_that_is_no_model_is_refused(overrides, tmp_path):
     assert "has no config.json" in problem([*overrides, f"model.path={tmp_path}"])
 
 
+def test_a_file_is_no_model_directory(overrides, tmp_path):
+    (tmp_path / "model.bin").touch()
+    assert "model.bin is a file" in problem([*overrides, f"model.path={tmp_path / 'model.bin'}"])
+
+
 def test_a_shape_that_is_not_the_checkpoints_is_refused(overrides):
     found = problem([*overrides, "model.shape.num_layers=5"])
     assert "model.shape.num_layers=5 differs from the checkpoint's num_hidden_layers=4" in found
@@ -115,6 +126,18 @@ def test_a_run_directory_in_use_is_refused(overrides):
     assert "run_dir=runs/old exists and is not empty" in found
     assert "overwrite=true" in found
     load_config("train", [*overrides, "name=old", "overwrite=true"])
+
+
+def test_what_is_no_run_is_never_overwritten(overrides):
+    Path("thesis").mkdir()
+    Path("thesis/chapter.tex").touch()
+    found = problem([*overrides, "run_dir=thesis", "overwrite=true"], dry_run=True)
+    assert "run_dir=thesis holds files, but none that a run writes" in found
+    assert "overwrite=true deletes runs only" in found
+
+
+def test_the_working_directory_is_no_run_directory(overrides):
+    assert "is the working directory or above it" in problem([*overrides, "run_dir=."], dry_run=True)
 
 
 def test_a_file_in_the_way_of_the_run_directory_is_refused(overrides):
@@ -171,6 +194,10 @@ def test_too_little_shared_memory_is_refused(overrides, monkeypatch):
         ("env.factory=my_plugin:broken", ["env.factory=my_plugin:broken", "RuntimeError: no luck"]),
         ("env.args={depth: 3}", ["env.args", "depth"]),
         ("env.args={leaks: true}", ["training tasks are also among the", "held-out", "hash"]),
+        ("env.args={num_tasks: 0}", ["env.factory=my_plugin:Source", "train() gave no task"]),
+        ("env.args={gives: text}", ["env.factory=my_plugin:Source", "train() gave a str", "Task"]),
+        ("+env.streams.a.args={first: 10000}", ["1024 of the first 4096 training tasks are also among the"]),
+        ("reward.fn=my_plugin:needs_solution", ["reward.fn", "(trajectory, answer=…)", "'solution'", "**_"]),
         ("env.args={prompt_chars: 100}", ["100 tokens", "max_new_tokens=64", "164", "max_context_tokens=128"]),
     ],
 )
@@ -193,6 +220,23 @@ def test_too_few_held_out_tasks_are_refused_with_both_numbers(overrides):
 def test_a_warm_start_needs_worked_answers(overrides):
     with pytest.raises(ConfigError, match="gold_response"):
         load_config("sft", ["experiment=arithmetic_sft", *overrides[2:]])
+
+
+def test_a_worked_example_longer_than_the_context_is_refused(overrides):
+    typed = ["experiment=arithmetic_sft", *overrides[2:], "env.args={answer_chars: 200}"]
+    with pytest.raises(ConfigError, match=r"example of t10000 has 206 tokens, above model.max_context_tokens=128"):
+        load_config("sft", typed)
+    load_config("sft", [*typed[:-1], "env.args={answer_chars: 20}"])
+
+
+def test_a_new_policy_needs_an_embedding_for_every_token(overrides):
+    with pytest.raises(ConfigError, match=r"vocab_size=31 is below the 32 tokens of the character tokenizer"):
+        load_config("sft", ["experiment=arithmetic_sft", "model.shape.vocab_size=31"])
+
+
+def test_too_few_held_out_tasks_for_a_warm_start_name_its_own_key(overrides):
+    with pytest.raises(ConfigError, match=r"sft.eval_tasks=1000000: arithmetic with digits=3"):
+        load_config("sft", ["experiment=arithmetic_sft", "sft.eval_tasks=1000000"])
 
 
 def test_problems_of_keys_machine_and_plug_ins_come_in_one_message(overrides):

@@ -169,6 +169,7 @@ def test_a_value_out_of_range_states_the_range(override, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("dataflow.on_expiry=tim", ["Choices: wait, trim, drop", "Did you mean trim?"]),
         ("trainer.backend=deepsped", ['"deepsped"', "Choices: deepspeed, torch", "Did you mean deepspeed?"]),
         ("trainer.zero_stage=4", ["trainer.zero_stage=4", "Choices: 0, 1, 2, 3"]),
         ("rollout.engine.type=vlm", ['rollout.engine.type="vlm"', "Choices: vllm, torch", "Did you mean vllm?"]),
@@ -188,9 +189,20 @@ def test_an_unknown_experiment_lists_them():
     assert "Did you mean arithmetic?" in problems(experiment="arithmetik")[0]
 
 
-def test_no_experiment_lists_them():
-    with pytest.raises(ConfigError, match=r"none chosen.*gsm8k_qwen_1gpu"):
-        compose_config([])
+def test_no_experiment_lists_them_and_says_nothing_of_values_that_nobody_chose():
+    with pytest.raises(ConfigError, match=r"none chosen.*gsm8k_qwen_1gpu") as raised:
+        compose_config(["trainer.num_ranks=5", "seed=-1"])
+    _, seed = raised.value.violations
+    assert seed.startswith("seed=-1")
+
+
+def test_a_choice_inside_the_users_own_yaml_lists_the_choices(tmp_path):
+    own = tmp_path / "experiment" / "mine.yaml"
+    own.parent.mkdir()
+    own.write_text("# @package _global_\ndefaults:\n  - arithmetic\n  - override /rollout/engine: vlm\n")
+    (problem,) = problems(experiment="mine", config_dir=tmp_path)
+    assert problem.startswith("rollout/engine=vlm is no valid choice. Choices: torch, vllm")
+    assert problem.endswith("Did you mean vllm?")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +212,7 @@ def test_no_experiment_lists_them():
         ("seed=1,2", ["one run takes one value of seed"]),
         ("hydra.verbose=true", ["have no effect"]),
         ("~nothing", ["~nothing"]),
+        ("~dataflow.max_stalness", ["~dataflow.max_stalness", "Did you mean ~dataflow.max_staleness?"]),
         ("model.path=${nme}", ["model.path=${nme}", "nme"]),
         ("seed.foo=1", ["seed"]),
         ("name='a b'", ["not allowed", "letters, digits"]),

@@ -41,12 +41,12 @@ async def test_engine_slots_are_never_exceeded_and_work_is_spread() -> None:
     assert all(0 < engine.most_running <= 3 for engine in engines)
 
 
-async def test_a_lost_request_is_retried_and_counted() -> None:
+async def test_a_lost_request_is_resumed_and_costs_no_retry() -> None:
     engines = [FakeEngine(fail_first=2)]
     flow = make_flow(engines, FakeRewards(), steps=2, retries=2)
     await train_all(flow, engines)
-    assert flow.core.retries["engine"] == 2
-    assert flow.counts().failed == 0
+    assert flow.ports.runner.stats.interruptions == {"lost": 2}
+    assert flow.core.retries.total() == flow.counts().failed == 0
 
 
 async def test_a_group_beyond_its_retries_fails_with_its_reason_and_is_replaced() -> None:

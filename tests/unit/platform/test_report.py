@@ -78,7 +78,7 @@ def test_a_complete_run_gives_one_page_with_everything_on_it(run_dir: Path) -> N
     page = without_plotly(path.read_text(encoding="utf-8"))
     for text in (
         "demo-run", "completed", "87.5%", "Training reward", "Held-out accuracy", "Staleness of the trained tokens",
-        "Who waits for whom", "busy 75 %", "idle 75 %", "12 groups admitted", "balances", "47+85=", "v4·1", "v5·3",
+        "Who waits for whom", "busy 75%", "idle 75%", "12 groups admitted", "balances", "47+85=", "v4·1", "v5·3",
     ):  # fmt: skip
         assert text in page, text
     assert "Some pieces of this run are missing" not in page

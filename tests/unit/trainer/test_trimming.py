@@ -1,0 +1,71 @@
+"""Tokens that are too old carry no loss weight (`on_expiry: trim`): no gradient, no place in the normaliser."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.dataflow.versions import Span
+from penstock.trainer.batches.sequences import loss_tokens, policy_sequences
+from penstock.trainer.config import AlgorithmConfig
+
+from .torch_trainer import trainer_of
+
+
+@pytest.fixture
+def aged(batch: list[GroupPayload]) -> list[GroupPayload]:
+    """The batch with the first half of every trajectory at version 3, the rest at version 5."""
+
+    def age(one):
+        old = one.num_sampled_tokens // 2
+        return replace(one, spans=tuple(s for s in (Span(3, old), Span(5, one.num_sampled_tokens - old)) if s[1]))
+
+    return [GroupPayload(payload.group_id, tuple(map(age, payload.trajectories))) for payload in batch]
+
+
+def test_only_tokens_at_or_above_the_floor_are_loss_tokens(aged: list[GroupPayload]) -> None:
+    for one in (member for payload in aged for member in payload.trajectories):
+        sampled = np.flatnonzero(one.loss_mask)
+        assert loss_tokens(one, 3).tolist() == sampled.tolist()
+        assert loss_tokens(one, 4).tolist() == sampled[len(sampled) // 2 :].tolist()
+        assert loss_tokens(one, 6).tolist() == []
+
+
+def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None:
+    sequences = policy_sequences(aged, AlgorithmConfig(aggregation="token_mean"), 30, [4, 0, 6])
+    num_tokens = sum(len(sequence.targets) for sequence in sequences)
+    assert sum(sequence.token_weight * len(sequence.targets) for sequence in sequences) == pytest.approx(1.0)
+    assert all(sequence.token_weight == pytest.approx(1 / num_tokens) for sequence in sequences[:6])
+    assert all(sequence.num_inputs == 0 for sequence in sequences[6:]), "a trimmed trajectory costs no forward"
+
+
+def test_advantages_are_those_of_the_whole_group(aged: list[GroupPayload]) -> None:
+    whole = policy_sequences(aged, AlgorithmConfig(), 30)
+    trimmed = policy_sequences(aged, AlgorithmConfig(), 30, [4, 4, 4])
+    assert [s.advantage for s in trimmed] == [s.advantage for s in whole]
+
+
+def test_what_was_trimmed_changes_no_weight(policy: str, aged: list[GroupPayload]) -> None:
+    """Other behavior logprobs on trimmed tokens give the same new weights; on trained tokens they do not."""
+
+    def disturbed(below: int) -> list[GroupPayload]:
+        def shift(one):
+            keep = loss_tokens(one, 4)
+            others = np.setdiff1d(np.flatnonzero(one.loss_mask), keep)
+            logprobs = one.behavior_logprobs.copy()
+            logprobs[others if below else keep] -= 0.2
+            return replace(one, behavior_logprobs=logprobs)
+
+        return [GroupPayload(payload.group_id, tuple(map(shift, payload.trajectories))) for payload in aged]
+
+    def weights(payloads: list[GroupPayload]) -> torch.Tensor:
+        trainer = trainer_of(policy)
+        trainer.step(payloads, 5, [4, 4, 4])
+        return torch.cat([tensor.flatten() for _, tensor in trainer.export_weights()])
+
+    assert torch.equal(weights(aged), weights(disturbed(below=True)))
+    assert not torch.equal(weights(aged), weights(disturbed(below=False)))
