@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.actors.columns import BlockRef, ColumnBlock, ColumnHandle, Packing, Piece, plan_read, read
+from penstock.dataflow.columns import BlockRef, ColumnBlock, ColumnHandle, Packing, Piece, plan_read, read
 
 NAMES = ("token_ids", "reward")
 

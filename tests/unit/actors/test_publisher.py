@@ -1,4 +1,4 @@
-"""Publishing over fakes: every engine acknowledges, a slow or refusing one gets a second try and is then fenced off."""
+"""Publishing over fakes: engines acknowledge, a slow or refusing one gets a second try and is then fenced off."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Receiver:
     refuse: int = 0
     hang: bool = False
     node_id: str = "node-a"
+    version: int = -1
     received: list[tuple[int, object]] = field(default_factory=list)
 
     async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
@@ -42,20 +43,22 @@ class Receiver:
             await asyncio.sleep(3600)
         if len(self.received) <= self.refuse:
             raise WeightSyncError("planted refusal")
+        self.version = manifest.version
         return WeightAck(self.engine_id, manifest.version, 7, 0.0, 0.01 * len(self.received))
 
 
 def publisher(
-    *engines: Receiver, transport: str = "shared_memory"
+    *engines: Receiver, transport: str = "shared_memory", mode: str = "keep_kv"
 ) -> tuple[ActorWeightPublisher, EnginePool, FakeTrainer]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     trainer = FakeTrainer()
-    config = WeightsConfig(transport=transport, timeout_s=0.05)  # type: ignore[arg-type]
-    return ActorWeightPublisher(trainer, engines, pool, config), pool, trainer  # type: ignore[arg-type]
+    config = WeightsConfig(transport=transport, timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
+    return ActorWeightPublisher(trainer, pool, config), pool, trainer  # type: ignore[arg-type]
 
 
-async def test_every_engine_acknowledges() -> None:
-    publish, pool, trainer = publisher(Receiver(EngineId("a")), Receiver(EngineId("b")))
+@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain"])
+async def test_every_engine_acknowledges(mode: str) -> None:
+    publish, pool, trainer = publisher(Receiver(EngineId("a")), Receiver(EngineId("b")), mode=mode)
     report = await publish.publish(3)
     assert [ack.version for ack in report.acks] == [3, 3]
     assert report.num_bytes == 100
@@ -64,9 +67,20 @@ async def test_every_engine_acknowledges() -> None:
     assert trainer.read_back_calls == 0, "one node: nothing goes through the object store"
 
 
-async def test_a_refusal_is_tried_again() -> None:
+async def test_rolling_reports_the_first_engine_and_close_ends_what_follows() -> None:
+    engines = [Receiver(EngineId(name)) for name in "ab"]
+    publish, pool, _ = publisher(*engines, mode="multi_version")
+    assert len((await publish.publish(0)).acks) == 1
+    await publish.publish(1)
+    await publish.close()
+    assert max(engine.version for engine in engines) == 1
+    assert not pool.fenced
+
+
+@pytest.mark.parametrize("mode", ["keep_kv", "drain", "multi_version"])
+async def test_a_refusal_is_tried_again(mode: str) -> None:
     engine = Receiver(EngineId("a"), refuse=1)
-    publish, pool, _ = publisher(engine)
+    publish, pool, _ = publisher(engine, mode=mode)
     assert len((await publish.publish(1)).acks) == 1
     assert len(engine.received) == 2
     assert not pool.fenced
@@ -83,10 +97,20 @@ async def test_a_hanging_engine_is_fenced_off_and_the_rest_go_on() -> None:
     assert [engine.engine_id for engine in pool.engines()] == ["a"]
 
 
-async def test_no_engine_left_stops_the_run() -> None:
-    publish, _, _ = publisher(Receiver(EngineId("a"), refuse=9))
+@pytest.mark.parametrize("mode", ["keep_kv", "drain", "multi_version"])
+async def test_no_engine_left_stops_the_run(mode: str) -> None:
+    publish, _, _ = publisher(Receiver(EngineId("a"), refuse=9), mode=mode)
     with pytest.raises(WeightSyncError, match=r"no engine acknowledged it.*planted refusal"):
         await publish.publish(1)
+
+
+async def test_an_engine_that_joins_is_part_of_the_next_publish() -> None:
+    publish, pool, _ = publisher(Receiver(EngineId("a")))
+    await publish.publish(1)
+    late = Receiver(EngineId("late"))
+    pool.add(late)  # type: ignore[arg-type]
+    assert len((await publish.publish(2)).acks) == 2
+    assert late.version == 2
 
 
 @pytest.mark.parametrize("remote", [False, True])
