@@ -101,7 +101,7 @@ class Dataflow:
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
         record = self._expect(group_id, GroupState.GENERATING, GroupState.SCORING)
-        if record is not None:
+        if record is not None and record.member_versions[member] != version:
             record.member_versions[member] = version
             self._date(record)
 

@@ -62,7 +62,23 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
-        assert num_tokens(self.spans) == int(self.loss_mask.sum()), "I4: spans must sum to sampled tokens"
+        assert num_tokens(self.spans) == np.count_nonzero(self.loss_mask), "I4: spans must sum to sampled tokens"
+
+    def scored(self, reward: float, parts: Mapping[str, float]) -> Trajectory:
+        """This trajectory with its reward."""
+        return Trajectory(
+            self.trajectory_id,
+            self.task_id,
+            self.token_ids,
+            self.loss_mask,
+            self.behavior_logprobs,
+            self.spans,
+            self.prompt,
+            self.response,
+            self.finish_reason,
+            reward,
+            parts,
+        )
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -44,7 +44,7 @@ def join_spans(spans: Iterable[Span]) -> Spans:
 
 def num_tokens(spans: Spans) -> int:
     """Total of the span lengths, in tokens."""
-    return sum(span.num_tokens for span in spans)
+    return spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
 
 
 def versions_per_token(spans: Spans) -> NDArray[np.int32]:

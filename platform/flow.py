@@ -9,10 +9,10 @@ virtual time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import PenstockError, TrajectoryError
@@ -79,22 +79,23 @@ class Flow:
         self._changed = asyncio.Event()
         self._credits = asyncio.Event()
         self._groups: dict[GroupId, GroupRun] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None
+        self._admission: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
         self._failures_in_a_row = 0
 
     async def __aenter__(self) -> Self:
-        self._credits.set()
-        self.start(self._admit())
+        self._admission = asyncio.create_task(self._admit(), name="admission")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        under_way = list(self._jobs)
-        for job in under_way:
-            job.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
+        if self._admission is not None:
+            self._admission.cancel()
+        for run in self._groups.values():
+            self._ending.update(run.cancel())
+        await asyncio.gather(*(job for job in (self._admission, *self._ending) if job), return_exceptions=True)
         self.core.finish()
 
     async def next_batch(self) -> AsyncIterator[GroupRef]:
@@ -129,12 +130,11 @@ class Flow:
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine as part of the flow: it is cancelled with it, and its error stops the run."""
-        job = asyncio.get_running_loop().create_task(work)
-        self._jobs.add(job)
-        job.add_done_callback(self._watch)
-        return job
+    def fail(self, error: Exception) -> None:
+        """Something broke that is no failure of a trajectory: the trainer gets it, and the run stops."""
+        if self._failure is None:
+            self._failure = error
+        self._changed.set()
 
     async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
         """Every member of a group ended one way or the other: store it, filter it or fail it."""
@@ -187,34 +187,34 @@ class Flow:
             run = self._groups.pop(cancelled.group_id, None)
             self.stats.group_dropped(cancelled.group_id)
             if run is not None:
-                run.cancel()
+                for job in run.cancel():
+                    self._ending.add(job)
+                    job.add_done_callback(self._ending.discard)
                 if cancelled.may_requeue:
                     self._tasks.requeue(run.queued, self.core.ledger)
         self._credits.set()
         self._changed.set()
 
     async def _admit(self) -> None:
-        while True:
-            for _ in range(self.core.free_credits):
-                queued = self._tasks.next(self.core.ledger)
-                if queued is None:
-                    break  # every stream is at its quota: a group that ends unblocks it
-                group_id = self.core.admit(
-                    queued.task.task_id,
-                    group_size=queued.group_size,
-                    stream=queued.stream,
-                    requeues=queued.requeues,
-                )
-                self._groups[group_id] = run = GroupRun(self, group_id, queued)
-                run.start()
-            self._credits.clear()
-            await self._credits.wait()
+        try:
+            while True:
+                self._admit_now()
+                self._credits.clear()
+                await self._credits.wait()
+        except Exception as error:  # noqa: BLE001 - a task source is the user's code
+            self.fail(error)
 
-    def _watch(self, job: asyncio.Task[None]) -> None:
-        self._jobs.discard(job)
-        if not job.cancelled() and (error := job.exception()) is not None and self._failure is None:
-            self._failure = error
-            self._changed.set()
+    def _admit_now(self) -> None:
+        """Start as many groups as there are credits, or as the streams have left of their quotas."""
+        ledger = self.core.ledger
+        for _ in range(self.core.free_credits):
+            if (queued := self._tasks.next(ledger)) is None:
+                return
+            group_id = self.core.admit(
+                queued.task.task_id, group_size=queued.group_size, stream=queued.stream, requeues=queued.requeues
+            )
+            self._groups[group_id] = run = GroupRun(self, group_id, queued)
+            run.start()
 
     def _end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         del self._groups[group_id]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import FailureKind, TrajectoryError
@@ -49,42 +49,51 @@ class GroupRun:
         self._outcomes: list[Trajectory | TrajectoryError | None] = [None] * queued.group_size
         self._jobs: list[asyncio.Task[None]] = []
         self._gang: Gang | None = None
-        self._all_generated = asyncio.Event()
+        self._all_generated: asyncio.Event | None = None
 
     def start(self) -> None:
         """Start every member; as a gang, once one engine has room for all of them."""
         if self._flow.options.gang:
-            self._jobs = [self._flow.start(self._run_gang())]
+            self._jobs.append(asyncio.get_running_loop().create_task(self._run_gang()))
         else:
             self._start_members()
 
     def _start_members(self) -> None:
-        self._jobs += [self._flow.start(self._run_member(member)) for member in range(self.queued.group_size)]
+        start = asyncio.get_running_loop().create_task
+        self._jobs += [start(self._run_member(member)) for member in range(self.queued.group_size)]
 
-    def cancel(self) -> None:
-        """Stop what still runs; engines are told to abort."""
-        for job in self._jobs:
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Stop what still runs, engines are told to abort; returns what is still ending."""
+        running = [job for job in self._jobs if not job.done()]
+        for job in running:
             job.cancel()
+        return running
 
     async def _run_gang(self) -> None:
         """Hold the slots of one engine until every member has its tokens."""
         pool = self._flow.ports.runner.pool
-        async with pool.gang(self.queued.task.task_id, self.queued.group_size) as self._gang:
-            self._start_members()
-            await self._all_generated.wait()
-            self._gang = None  # a member that is sampled again takes any slot
+        self._all_generated = asyncio.Event()
+        try:
+            async with pool.gang(self.queued.task.task_id, self.queued.group_size) as self._gang:
+                self._start_members()
+                await self._all_generated.wait()
+                self._gang = None  # a member that is sampled again takes any slot
+        except Exception as error:  # noqa: BLE001 - as for a member
+            self._flow.fail(error)
 
     async def _run_member(self, member: int) -> None:
-        self._outcomes[member] = await self._sample_and_score(member)
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            outcomes = [outcome for outcome in self._outcomes if outcome is not None]
-            await self._flow.group_finished(self, outcomes)
+        """Sample and score one trajectory, with its retries; the last member to end reports the group."""
+        try:
+            self._outcomes[member] = await self._outcome(member)
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                await self._flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
+        except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
+            self._flow.fail(error)
 
-    async def _sample_and_score(self, member: int) -> Trajectory | TrajectoryError:
+    async def _outcome(self, member: int) -> Trajectory | TrajectoryError:
         """A scored trajectory, or the failure that used up its budget."""
         flow, ports = self._flow, self._flow.ports
-        trajectory_id = TrajectoryId(f"{self.group_id}/{member}")
         sampling = trajectory_sampling(ports.sampling, self.group_id, member)
         failures: Counter[FailureKind] | None = None
         is_generated = False
@@ -92,9 +101,9 @@ class GroupRun:
             try:
                 trajectory = await ports.runner.run(
                     self.queued.task,
-                    trajectory_id,
+                    TrajectoryId(f"{self.group_id}/{member}"),
                     sampling,
-                    lambda version: flow.core.member_at(self.group_id, member, version),
+                    partial(flow.core.member_at, self.group_id, member),
                     slots=self._gang,
                 )
                 flow.stats.trajectory_generated(trajectory)
@@ -102,7 +111,7 @@ class GroupRun:
                     is_generated = True
                     self._member_generated()
                 score = await ports.rewards.score(self.queued.task, trajectory)
-                return replace(trajectory, reward=score.reward, reward_parts=score.parts)
+                return trajectory.scored(score.reward, score.parts)
             except TrajectoryError as failure:
                 failures = failures or Counter()
                 failures[failure.kind] += 1
@@ -116,4 +125,5 @@ class GroupRun:
         self._ungenerated -= 1
         if self._ungenerated == 0:
             self._flow.core.generated(self.group_id)
-            self._all_generated.set()
+            if self._all_generated is not None:
+                self._all_generated.set()

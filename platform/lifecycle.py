@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import PenstockError
+from penstock.platform.garbage import collect_rarely
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 
@@ -39,6 +40,7 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         PenstockError: What stopped the run, unwrapped from exception groups.
     """
     signals: list[int] = []
+    collect_rarely()
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
 
