@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
 from penstock.weights.transport.shared_memory import default_directory
 
-Parcel = tuple[RequestId, TokenDelta | EngineLostError]
+Answer = TokenDelta | EngineLostError | TrajectoryError
+Parcel = tuple[RequestId, Answer]
 
 
 def create_engine(spec: EngineSpec) -> LocalEngine:
@@ -110,7 +111,7 @@ class EngineActor:
         try:
             async for delta in self._running().generate(request):
                 self._send((request.request_id, delta))
-        except EngineLostError as error:
+        except (EngineLostError, TrajectoryError) as error:
             self._send((request.request_id, error))
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this request's failure, reported as such
             self._send(

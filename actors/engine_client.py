@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
+from penstock.actors.engine import Answer
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
@@ -34,7 +36,7 @@ class RemoteEngine:
         self.node_id = node_id
         self._actor = actor
         self._version = -1
-        self._inboxes: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
+        self._inboxes: dict[RequestId, asyncio.Queue[Answer]] = {}
         self._outgoing: list[GenerateRequest] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._lost: EngineLostError | None = None
@@ -48,13 +50,15 @@ class RemoteEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
         if self._lost is not None:
             raise self._lost
-        inbox: asyncio.Queue[TokenDelta | EngineLostError] = asyncio.Queue()
+        inbox: asyncio.Queue[Answer] = asyncio.Queue()
         self._inboxes[request.request_id] = inbox
-        self._enqueue(request)
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(request)
         try:
             while True:
                 parcel = await inbox.get()
-                if isinstance(parcel, EngineLostError):
+                if isinstance(parcel, Exception):
                     raise parcel
                 yield parcel
                 if parcel.finish_reason is not None:
@@ -101,19 +105,11 @@ class RemoteEngine:
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """Stop polling and ask the engine to end; its process is ended by the cluster either way."""
-        self._poll.cancel()
-        for call in self._calls:
-            call.cancel()
-        try:
+        for job in (self._poll, *self._calls):
+            job.cancel()
+        with suppress(TimeoutError, ray.exceptions.RayError):
             async with asyncio.timeout(timeout_s):
                 await self._actor.shutdown.remote()
-        except (TimeoutError, ray.exceptions.RayError):
-            pass
-
-    def _enqueue(self, request: GenerateRequest) -> None:
-        self._outgoing.append(request)
-        if len(self._outgoing) == 1:
-            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         requests, self._outgoing = self._outgoing, []

@@ -1,4 +1,4 @@
-"""Polls the engines' counters once a second: the share of time they had nothing to do."""
+"""Polls the engines' counters once a second: the share of time they had nothing to do, and how much they may hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from penstock.dataflow.errors import EngineLostError
-from penstock.dataflow.ports import EngineLoad
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import Engine, EngineLoad
+from penstock.rollout.concurrency import ConcurrencyLimit
 from penstock.rollout.pool import EnginePool
 
 WINDOW_POLLS = 6
@@ -20,13 +22,17 @@ class EngineMonitor:
 
     Attributes:
         idle_share: 1 − busy seconds ÷ (wall seconds · engines), 0..1.
+        num_preemptions: Of all engines since the run began; absolute.
     """
 
-    def __init__(self, pool: EnginePool, period_s: float = 1.0) -> None:
+    def __init__(self, pool: EnginePool, period_s: float = 1.0, *, adapts_concurrency: bool = False) -> None:
         self._pool = pool
         self._period_s = period_s
+        self._adapts_concurrency = adapts_concurrency
         self._polls: deque[tuple[float, float]] = deque(maxlen=WINDOW_POLLS)
+        self._limits: dict[EngineId, ConcurrencyLimit] = {}
         self.idle_share = 0.0
+        self.num_preemptions = 0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EngineMonitor]:
@@ -38,16 +44,37 @@ class EngineMonitor:
             job.cancel()
             await asyncio.gather(job, return_exceptions=True)
 
+    async def poll(self) -> None:
+        """Ask every engine once; one that does not answer is left out, the pool will notice."""
+        answers = await asyncio.gather(*(_ask(engine) for engine in self._pool.engines()))
+        loads = {engine_id: load for engine_id, load in answers if load is not None}
+        self._update(time.monotonic(), list(loads.values()))
+        if self._adapts_concurrency:
+            for engine_id, load in loads.items():
+                self._adapt(engine_id, load)
+
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(EngineLostError):
-                loads = await asyncio.gather(*(engine.load() for engine in self._pool.engines()))
-                self._update(time.monotonic(), loads)
+            await self.poll()
             await asyncio.sleep(self._period_s)
+
+    def _adapt(self, engine_id: EngineId, load: EngineLoad) -> None:
+        limit = self._limits.get(engine_id)
+        if limit is None:
+            limit = self._limits[engine_id] = ConcurrencyLimit.starting(self._pool.max_per_engine)
+        self._pool.set_limit(engine_id, limit.observe(load))
 
     def _update(self, now: float, loads: Sequence[EngineLoad]) -> None:
         busy_s = sum(load.busy_s for load in loads)
+        self.num_preemptions = sum(load.num_preemptions for load in loads)
         self._polls.append((now, busy_s))
         then, busy_then = self._polls[0]
         if loads and now > then:
             self.idle_share = min(max(1 - (busy_s - busy_then) / ((now - then) * len(loads)), 0.0), 1.0)
+
+
+async def _ask(engine: Engine) -> tuple[EngineId, EngineLoad | None]:
+    try:
+        return engine.engine_id, await engine.load()
+    except EngineLostError:
+        return engine.engine_id, None

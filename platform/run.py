@@ -182,6 +182,9 @@ class Run:
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
             "flow/retries": flow.core.retries.total(),
+            "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
+            "flow/resumed_tokens": flow.ports.runner.stats.tokens,
+            "flow/preemptions": monitor.num_preemptions,
             "flow/ignored_reports": flow.core.ignored.total(),
             "throughput/generated_tokens_per_s": generated / wall_s,
             "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
@@ -201,4 +204,5 @@ class Run:
             "weights/export_s": self._last_publish.export_s,
             "weights/stage_s": max(ack.stage_s for ack in self._last_publish.acks),
             "weights/stall_s": self._last_publish.max_stall_s,
+            "weights/drain_timeouts": self._last_publish.drain_timeouts,
         }

@@ -1,55 +1,66 @@
-"""One trajectory: a task, an engine, the exact tokens.
+"""One trajectory: a task, engines, the exact tokens.
 
-The prompt is rendered once; sampled ids are kept as they came and never re-tokenised. Ray-free: the
-engine is a port, so the same code runs in tests and in the simulator.
+The prompt is rendered once; sampled ids are kept as they came and never re-tokenised. A trajectory whose engine is
+lost, silent, fenced off or aborts it goes on from its tokens, there or elsewhere. Ray-free: the engine is a port, so
+the same code runs in tests and in the simulator.
+
+Consumes: tasks. Waits for: a lease; the next tokens. Unblocked by: the pool; a delta, an error of the engine, or the
+silence watch, which looks at all running requests every eighth of its limit, so that a delta costs no timer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
-from penstock.dataflow.ids import RequestId, TrajectoryId
-from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
-from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
-from penstock.dataflow.versions import Span, join_spans
+from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
+from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import join_spans
+from penstock.rollout.lease import Interruption, Lease, LeaseMaker
+from penstock.rollout.partial import PartialTrajectory, ResumeStats
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.tokenizers import TokenCodec
 
 VersionListener = Callable[[int], None]
+LOOKS_PER_LIMIT = 8
+MAX_PROMPTS = 4096
+"""Rendered prompts kept: the members of a group share theirs."""
 
 
-@dataclass(slots=True)
-class _Sampled:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-    def extend(self, delta: TokenDelta) -> None:
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.spans.extend(delta.spans)
-        self.finish_reason = delta.finish_reason
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    task: Task
+    token_ids: tuple[int, ...]
+    text: str
 
 
 class TrajectoryRunner:
     """Runs single-turn trajectories on a pool of engines.
 
     Attributes:
-        silence_timeout_s: Longest wait for the next tokens of one request before its engine counts as lost.
+        silence_timeout_s: Longest wait for the next tokens of one request before its engine counts as silent.
+        max_resumes: Interruptions that one trajectory survives.
+        stats: What was resumed since the run began.
     """
 
-    def __init__(self, pool: EnginePool, codec: TokenCodec, silence_timeout_s: float) -> None:
+    def __init__(self, pool: EnginePool, codec: TokenCodec, silence_timeout_s: float, max_resumes: int = 3) -> None:
         self.pool = pool
         self.codec = codec
         self.silence_timeout_s = silence_timeout_s
+        self.max_resumes = max_resumes
+        self.stats = ResumeStats()
         self._serial = itertools.count()
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.TimerHandle | None = None
 
     async def run(
         self,
@@ -57,67 +68,152 @@ class TrajectoryRunner:
         trajectory_id: TrajectoryId,
         sampling: SamplingParams,
         on_version: VersionListener = lambda _version: None,
+        *,
+        slots: LeaseMaker | None = None,
     ) -> Trajectory:
         """Sample one answer.
 
         Args:
-            task: What is asked.
+            task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
             trajectory_id: Name of this attempt's place in its group.
             sampling: How tokens are drawn.
             on_version: Told the engine's version at dispatch, then the version of the first token.
+            slots: A gang to lease from; default is the pool.
 
         Raises:
-            TrajectoryError: kind `engine`, if the engine died, went silent or aborted the request.
+            TrajectoryError: kind `engine`, after more than `max_resumes` interruptions, or if no engine that may go
+                on with it comes up in time.
+            EngineLostError: If no engine is left in service.
         """
-        prompt_ids = self.codec.encode_prompt(task.prompt)
-        request = GenerateRequest(RequestId(f"{trajectory_id}#{next(self._serial)}"), prompt_ids, sampling)
-        sampled = _Sampled()
-        async with self.pool.lease() as engine:
-            on_version(engine.version)
-            try:
-                async for delta in self._patiently(
-                    engine.generate(request), f"{engine.engine_id} {request.request_id}"
-                ):
-                    if not sampled.token_ids and delta.spans:
-                        on_version(delta.spans[0].version)
-                    sampled.extend(delta)
-            except EngineLostError as error:
-                raise TrajectoryError("engine", str(error)) from error
-            except BaseException:
-                await engine.abort(request.request_id)
-                raise
-        if sampled.finish_reason in (None, "abort") or not sampled.token_ids:
-            raise TrajectoryError("engine", f"{request.request_id} ended {sampled.finish_reason} without an answer")
-        return self._trajectory(task, trajectory_id, prompt_ids, sampled)
-
-    async def _patiently(self, deltas: AsyncIterator[TokenDelta], what: str) -> AsyncIterator[TokenDelta]:
+        prompt = self._rendered(task)
+        partial = PartialTrajectory(prompt.token_ids, sampling)
+        source: LeaseMaker = self.pool if slots is None else slots
+        avoid: EngineId | None = None
+        num_interruptions = 0
         while True:
-            try:
-                async with asyncio.timeout(self.silence_timeout_s):
-                    delta = await anext(deltas)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise TrajectoryError("engine", f"{what}: no token for {self.silence_timeout_s:.0f} s") from None
-            yield delta
+            request = partial.request(RequestId(f"{trajectory_id}#{next(self._serial)}"))
+            async with source.lease(
+                tokens=request.sampling.max_new_tokens,
+                prefix=task.task_id,
+                min_version=partial.min_version,
+                avoid=avoid,
+            ) as lease:
+                interruption = await self._generate(lease, request, partial, on_version)
+                avoid = None if interruption is None or interruption.kind == "aborted" else lease.engine.engine_id
+            if interruption is None:
+                return self._trajectory(task, trajectory_id, prompt, partial)
+            num_interruptions += 1
+            self._interrupted(partial, request, interruption, num_interruptions)
+            if partial.settle():
+                return self._trajectory(task, trajectory_id, prompt, partial)
+
+    async def _generate(
+        self, lease: Lease, request: GenerateRequest, partial: PartialTrajectory, on_version: VersionListener
+    ) -> Interruption | None:
+        """Follow one request to its end, or to what interrupts it."""
+        engine = lease.engine
+        if not partial.token_ids:
+            on_version(engine.version)
+        if self._watch is None:
+            self._look_later()
+        lease.hold()
+        try:
+            async for delta in engine.generate(request):
+                if not partial.token_ids and delta.spans:
+                    on_version(delta.spans[0].version)
+                lease.received(len(delta.token_ids))
+                partial.extend(delta)
+        except EngineLostError as error:
+            lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
+            lease.lost(str(error))
+            return Interruption("lost", str(error))
+        except asyncio.CancelledError:
+            self._abort(engine, request.request_id)
+            if lease.was_interrupted():
+                return lease.interruption
+            raise
+        except BaseException:
+            self._abort(engine, request.request_id)
+            raise
+        finally:
+            lease.let_go()
+        if partial.finish_reason is None or partial.finish_reason == "abort":
+            return Interruption("aborted", f"{engine.engine_id} ended {request.request_id}: {partial.finish_reason}")
+        return None
+
+    def _interrupted(
+        self, partial: PartialTrajectory, request: GenerateRequest, interruption: Interruption, count: int
+    ) -> None:
+        """Count it, and give up on a trajectory that has had too many."""
+        self.stats.interruptions[interruption.kind] += 1
+        if count > self.max_resumes:
+            raise TrajectoryError(
+                "engine",
+                f"{request.request_id}: interrupted {count} times with {len(partial.token_ids)} tokens sampled, "
+                f"rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
+            )
+        if partial.token_ids:
+            is_first = partial.prompt_ids is request.prompt_token_ids
+            self.stats.trajectories += is_first
+            self.stats.tokens += len(partial.token_ids)
+
+    def _abort(self, engine: Engine, request_id: RequestId) -> None:
+        """Tell the engine to stop what nobody waits for; it may hang, so nobody waits for that either."""
+
+        async def abort() -> None:
+            with suppress(EngineLostError):
+                await engine.abort(request_id)
+
+        task = asyncio.create_task(abort(), name=f"abort {request_id}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._look)
+
+    def _look(self) -> None:
+        """Interrupt every request that has been silent for too long."""
+        now = asyncio.get_running_loop().time()
+        self._watch = None
+        running = [lease for lease in self.pool.leases() if lease.is_held]
+        for lease in running:
+            if now - lease.heard_at >= self.silence_timeout_s:
+                lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
+        if running:
+            self._look_later()
+
+    def _rendered(self, task: Task) -> _Prompt:
+        """The prompt of a task, rendered once for all its trajectories."""
+        known = self._prompts.get(id(task))
+        if known is not None:
+            return known
+        token_ids = self.codec.encode_prompt(task.prompt)
+        prompt = self._prompts[id(task)] = _Prompt(task, token_ids, self.codec.decode(token_ids))
+        if len(self._prompts) > MAX_PROMPTS:
+            self._prompts.popitem(last=False)
+        return prompt
 
     def _trajectory(
-        self, task: Task, trajectory_id: TrajectoryId, prompt_ids: tuple[int, ...], sampled: _Sampled
+        self, task: Task, trajectory_id: TrajectoryId, prompt: _Prompt, partial: PartialTrajectory
     ) -> Trajectory:
-        num_prompt, num_sampled = len(prompt_ids), len(sampled.token_ids)
+        num_prompt, num_sampled = len(prompt.token_ids), len(partial.token_ids)
+        token_ids = np.empty(num_prompt + num_sampled, dtype=np.int32)
+        token_ids[:num_prompt] = prompt.token_ids
+        token_ids[num_prompt:] = partial.token_ids
         loss_mask = np.zeros(num_prompt + num_sampled, dtype=np.bool_)
         loss_mask[num_prompt:] = True
         logprobs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
-        logprobs[num_prompt:] = sampled.logprobs
-        assert sampled.finish_reason is not None
+        logprobs[num_prompt:] = partial.logprobs
+        assert partial.finish_reason is not None, "it ended"
         return Trajectory(
             trajectory_id=trajectory_id,
             task_id=task.task_id,
-            token_ids=np.array([*prompt_ids, *sampled.token_ids], dtype=np.int32),
+            token_ids=token_ids,
             loss_mask=loss_mask,
             behavior_logprobs=logprobs,
-            spans=join_spans(sampled.spans),
-            prompt=self.codec.decode(prompt_ids),
-            response=self.codec.decode(sampled.token_ids),
-            finish_reason=sampled.finish_reason,
+            spans=join_spans(partial.spans),
+            prompt=prompt.text,
+            response=self.codec.decode(partial.token_ids),
+            finish_reason=partial.finish_reason,
         )

@@ -7,6 +7,7 @@ Nothing is served before the first acknowledged version (I8).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -41,11 +42,14 @@ class CacheUsage(StatLoggerBase):
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ARG002 - vLLM's signature
         self.kv_cache_usage = 0.0
         self.num_waiting = 0
+        self.num_preemptions = 0
 
-    def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, **_kwargs: Any) -> None:
         if scheduler_stats is not None:
             self.kv_cache_usage = scheduler_stats.kv_cache_usage
             self.num_waiting = scheduler_stats.num_waiting_reqs
+        if iteration_stats is not None:
+            self.num_preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
         pass
@@ -85,6 +89,7 @@ class VllmEngine:
         self._ack: WeightAck | None = None
         self._tokens_generated = 0
         self._busy = BusyClock()
+        self._updating = asyncio.Lock()
         self._usage: CacheUsage | None = None
         self._llm: AsyncLLM | None = None
 
@@ -109,6 +114,9 @@ class VllmEngine:
         Raises:
             EngineLostError: Before the first acknowledged version (I8), or when the engine core died.
         """
+        if self._updating.locked():
+            async with self._updating:  # a request that arrives during a swap is one of the new version
+                pass
         if self._version == UNPUBLISHED:
             raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
         prompt = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": f"v{self._version}"}
@@ -139,10 +147,15 @@ class VllmEngine:
             kv_cache_usage=self._usage.kv_cache_usage if self._usage else 0.0,
             tokens_generated=self._tokens_generated,
             busy_s=self._busy.seconds,
+            num_preemptions=self._usage.num_preemptions if self._usage else 0,
         )
 
     async def update_weights(self, manifest: WeightManifest) -> WeightAck:
         """Swap to `manifest` under pause, verify by reading back, resume. See `LocalEngine`."""
+        async with self._updating:
+            return await self._update(manifest)
+
+    async def _update(self, manifest: WeightManifest) -> WeightAck:
         if self._ack is not None and manifest.version == self._version:
             return self._ack
         llm = self._open()

@@ -1,4 +1,4 @@
-"""How published weights travel."""
+"""How published weights travel, and how engines take them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
+
 
 class WeightsConfig(BaseModel):
-    """How published weights travel from trainer to engines.
+    """How published weights travel from trainer to engines (docs/concepts/weight-updates.md).
 
     Attributes:
         transport: `shared_memory` needs trainer rank 0 and the engine on one node; `object_store` works across nodes.
-        update_mode: `keep_kv` goes on with the old KV cache after a swap; `recompute_kv` recomputes it.
-        timeout_s: Longest wait for one publish, seconds, before the slow engines are named in an error.
+        update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
+            `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
+        timeout_s: Longest wait for one publish, seconds, before the slow engines are fenced off.
+        drain_timeout_s: Longest wait for the running requests of an engine to end, seconds, in `drain` and
+            `multi_version`; then they are frozen for the swap as with `keep_kv`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     transport: Literal["shared_memory", "object_store"] = "shared_memory"
-    update_mode: Literal["keep_kv", "recompute_kv"] = "keep_kv"
+    update_mode: UpdateMode = "keep_kv"
     timeout_s: float = Field(default=120.0, gt=0)
+    drain_timeout_s: float = Field(default=300.0, gt=0)
+
+    @property
+    def kv_mode(self) -> Literal["keep_kv", "recompute_kv"]:
+        """What an engine does with the KV cache of requests that are inside it during a swap."""
+        return "recompute_kv" if self.update_mode == "recompute_kv" else "keep_kv"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,9 @@ import pytest_asyncio
 import torch
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError, WeightSyncError
-from penstock.dataflow.ports import WeightManifest
 from penstock.rollout import torch_engine
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
-from penstock.weights.model_config import ModelConfig
 
 from .engine_contract import EngineContract
 from .engine_harness import (
@@ -21,43 +19,32 @@ from .engine_harness import (
     MAX_NUM_SEQS,
     UPDATE_MODES,
     Harness,
-    Reference,
+    OpenHarness,
     StreamingRequests,
-    make_spec,
     prompt_of,
     within,
 )
+from .partial_rollouts import PartialRolloutContract
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=UPDATE_MODES)
-async def harness(
-    request: pytest.FixtureRequest,
-    tiny_model_config: ModelConfig,
-    reference: Reference,
-    publish_tiny: Callable[..., WeightManifest],
-) -> AsyncIterator[Harness]:
-    spec = make_spec(tiny_model_config, CONFIG, request.param)
-    engine = TorchEngine(spec)
-    yield await Harness.begin(engine, spec, reference, publish_tiny)
-    await within(engine.shutdown())
+async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> AsyncIterator[Harness]:
+    async with open_harness(TorchEngine, CONFIG, request.param) as harness:
+        yield harness
 
 
-class TestTorchEngine(EngineContract):
+class TestTorchEngine(EngineContract, PartialRolloutContract):
     """The contract, in both update modes."""
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def fresh(
-    tiny_model_config: ModelConfig, reference: Reference, publish_tiny: Callable[..., WeightManifest]
-) -> AsyncIterator[Harness]:
+async def fresh(open_harness: OpenHarness) -> AsyncIterator[Harness]:
     """An engine of its own, for tests that break it."""
-    spec = make_spec(tiny_model_config, CONFIG, "keep_kv")
-    engine = TorchEngine(spec)
-    yield await Harness.begin(engine, spec, reference, publish_tiny)
-    await within(engine.shutdown())
+    async with open_harness(TorchEngine, CONFIG, "keep_kv") as harness:
+        yield harness
 
 
 async def test_an_exception_in_the_decode_thread_fails_everything_pending_with_its_reason(

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 
-from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.vllm_environment import vllm_environment
-from penstock.weights.model_config import ModelConfig
 
 from .engine_contract import EngineContract
 from .engine_harness import (
@@ -17,10 +15,9 @@ from .engine_harness import (
     MAX_NUM_SEQS,
     UPDATE_MODES,
     Harness,
-    Reference,
-    make_spec,
-    within,
+    OpenHarness,
 )
+from .partial_rollouts import PartialRolloutContract
 
 pytestmark = [
     pytest.mark.integration,
@@ -47,19 +44,13 @@ def cpu_profile() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=UPDATE_MODES)
 async def harness(
-    request: pytest.FixtureRequest,
-    cpu_profile: None,
-    tiny_model_config: ModelConfig,
-    reference: Reference,
-    publish_tiny: Callable[..., WeightManifest],
+    request: pytest.FixtureRequest, cpu_profile: None, open_harness: OpenHarness
 ) -> AsyncIterator[Harness]:
     from penstock.rollout.vllm_engine import VllmEngine
 
-    spec = make_spec(tiny_model_config, CONFIG, request.param)
-    engine = VllmEngine(spec)
-    yield await Harness.begin(engine, spec, reference, publish_tiny)
-    await within(engine.shutdown())
+    async with open_harness(VllmEngine, CONFIG, request.param) as harness:
+        yield harness
 
 
-class TestVllmEngine(EngineContract):
+class TestVllmEngine(EngineContract, PartialRolloutContract):
     """The contract on vLLM's CPU build, in both update modes."""

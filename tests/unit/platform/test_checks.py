@@ -9,9 +9,11 @@ from penstock.platform.config.checks import check_config
 from penstock.platform.config.compose import compose_config
 
 
-def refused(experiment: str, *overrides: str, command: str = "train") -> str:
+def refused(experiment: str, *overrides: str, command: str = "train", several: bool = False) -> str:
     with pytest.raises(ConfigError) as raised:
         compose_config([f"experiment={experiment}", *overrides], command=command)
+    if several:
+        return "\n".join(raised.value.violations)
     (problem,) = raised.value.violations
     return problem
 
@@ -69,6 +71,21 @@ def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
 def test_colocated_roles_need_one_pool():
     overrides = ["cluster.colocated=true", "dataflow.max_staleness=0"]
     assert "one pool" in refused("math_qwen_8gpu", *overrides)
+
+
+@pytest.mark.parametrize("mode", ["drain", "multi_version"])
+def test_engines_that_take_turns_with_the_trainer_cannot_serve_during_a_publish(mode):
+    problem = refused("gsm8k_qwen_1gpu", f"weights.update_mode={mode}", "rollout.num_engines=1", several=True)
+    assert f"weights.update_mode={mode} with cluster.colocated=true" in problem
+
+
+def test_rolling_needs_two_engines_and_is_fine_with_them():
+    problem = refused("arithmetic", "weights.update_mode=multi_version")
+    assert "rollout.num_engines=1" in problem
+    assert "weights.update_mode=drain" in problem
+    for fine in (["multi_version", "rollout.num_engines=2"], ["drain"], ["drain", "dataflow=synchronous"]):
+        config = compose_config(["experiment=arithmetic", f"weights.update_mode={fine[0]}", *fine[1:]])
+        assert [finding.message for finding in check_config(config, "train") if finding.severity == "error"] == []
 
 
 def test_a_warm_start_needs_its_section_and_equal_work():

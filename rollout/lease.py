@@ -1,0 +1,191 @@
+"""Leases: the right to run one request on one engine, for as long as a context is open.
+
+Consumes: a slot. Waits for: its grant. Unblocked by: the pool, or cancellation, which leaves no slot behind. While a
+request runs under a lease, the lease is also where it can be interrupted: silence and fencing end it from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self
+
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import Engine
+from penstock.rollout.routing import EngineView, Ticket
+
+InterruptionKind = Literal["lost", "aborted", "silent", "fenced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Why an engine will not finish a request; the trajectory can go on from its tokens."""
+
+    kind: InterruptionKind
+    reason: str
+
+
+class SlotSource(Protocol):
+    """Where leases get their slots: the pool, or a gang of it."""
+
+    def take(self, lease: Lease) -> bool:
+        """Grant it at once, or promise `lease.granted` to be resolved; says which."""
+        ...
+
+    def give_back(self, lease: Lease) -> None: ...
+
+    def give_up(self, lease: Lease) -> None:
+        """Its waiter was cancelled, before or just after the grant."""
+        ...
+
+    def measured(self, view: EngineView) -> None:
+        """The speed of an engine is known for the first time."""
+        ...
+
+    def lost(self, lease: Lease, reason: str) -> None:
+        """The engine lost the request."""
+        ...
+
+
+class LeaseMaker(Protocol):
+    """Where trajectories get their leases: the pool, or a gang of it."""
+
+    def lease(
+        self, *, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
+    ) -> Lease: ...
+
+
+class GangPool(SlotSource, LeaseMaker, Protocol):
+    """What a gang needs of its pool."""
+
+    def join(self, lease: Lease, view: EngineView) -> None:
+        """Grant a lease that takes no slot of its own."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Lease(Ticket):
+    """One slot. `async with` holds it; afterwards it cannot be used again.
+
+    Attributes:
+        heard_at: When the engine last delivered tokens, or the lease was granted or began to wait; seconds.
+        interruption: Why it was interrupted from outside, if it was.
+        granted: Resolved with the grant, if that takes waiting.
+    """
+
+    source: SlotSource | None = None
+    heard_at: float = 0.0
+    interruption: Interruption | None = None
+    granted: asyncio.Future[None] | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _holder: asyncio.Task[object] | None = None
+    _cancelling: int = 0
+
+    async def __aenter__(self) -> Self:
+        assert self.source is not None, "a lease comes from a pool"
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()
+        if not self.source.take(self):
+            assert self.granted is not None, "a lease that waits has a future"
+            try:
+                await self.granted
+            except BaseException:
+                self.source.give_up(self)
+                raise
+            self.heard_at = self._loop.time()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        assert self.source is not None, "entered before"
+        self.source.give_back(self)
+
+    @property
+    def engine(self) -> Engine:
+        assert self.view is not None, "held between enter and exit"
+        return self.view.engine
+
+    def received(self, num_tokens: int) -> None:
+        """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
+        assert self._loop is not None, "entered before"
+        assert self.source is not None, "entered before"
+        now = self._loop.time()
+        if self.deliver(num_tokens, now - self.heard_at) and self.view is not None:
+            self.source.measured(self.view)
+        self.heard_at = now
+
+    def lost(self, reason: str) -> None:
+        """The engine lost the request; one that loses many in a row is fenced off."""
+        assert self.source is not None, "entered before"
+        self._holder = None  # fencing interrupts the others on this engine, not the one that tells
+        self.source.lost(self, reason)
+
+    def hold(self) -> None:
+        """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
+        self._holder = asyncio.current_task()
+        assert self._holder is not None, "called in a task"
+        self._cancelling = self._holder.cancelling()
+
+    def let_go(self) -> None:
+        self._holder = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a request runs under it that can be interrupted."""
+        return self._holder is not None
+
+    def interrupt(self, kind: InterruptionKind, reason: str) -> None:
+        """End the request under this lease from outside; only the first reason counts."""
+        if self._holder is not None and self.interruption is None:
+            self.interruption = Interruption(kind, reason)
+            self._holder.cancel()
+
+    def was_interrupted(self) -> bool:
+        """Whether a CancelledError that was just caught is ours alone. It is then used up (as in asyncio.timeout)."""
+        if self.interruption is None:
+            return False
+        task = asyncio.current_task()
+        assert task is not None, "called in a task"
+        return task.uncancel() <= self._cancelling
+
+
+class Gang:
+    """Slots of one engine, held together; members lease from it at once. A `SlotSource`."""
+
+    def __init__(self, pool: GangPool, held: Lease) -> None:
+        self._pool = pool
+        self._held = held
+        self._num_members = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all members run on."""
+        return self._held.engine
+
+    def lease(
+        self, *, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
+    ) -> Lease:
+        """One of the gang's slots; if its engine is gone, or the gang has ended, any slot."""
+        view = self._held.view
+        if view is None or view.fenced is not None or avoid == view.engine_id:
+            return self._pool.lease(tokens=tokens, prefix=prefix, min_version=min_version, avoid=avoid)
+        return Lease(tokens, prefix, min_version, slots=0, source=self)
+
+    def take(self, lease: Lease) -> bool:
+        assert self._num_members < self._held.slots, f"a gang of {self._held.slots} slots has no more"
+        assert self._held.view is not None, "leased inside the gang's context"
+        self._num_members += 1
+        self._pool.join(lease, self._held.view)
+        return True
+
+    def give_back(self, lease: Lease) -> None:
+        self._num_members -= 1
+        self._pool.give_back(lease)
+
+    def give_up(self, lease: Lease) -> None:
+        self.give_back(lease)
+
+    def measured(self, view: EngineView) -> None:
+        self._pool.measured(view)
+
+    def lost(self, lease: Lease, reason: str) -> None:
+        self._pool.lost(lease, reason)

@@ -1,0 +1,77 @@
+"""What is known of a trajectory that may still be interrupted: its exact tokens, and how to ask for the rest.
+
+Symbols: p = prompt, y_1 … y_n = sampled so far, m = `max_new_tokens`. The request for the rest is (p, y_1 … y_n) with
+m − n new tokens. A causal model draws y_{n+1} from the same distribution whether it sampled y_1 … y_n itself or was
+given them, so nothing but time is lost (docs/concepts/partial-rollouts.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from penstock.dataflow.ids import RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.trajectory import FinishReason
+from penstock.dataflow.versions import Span
+from penstock.rollout.lease import InterruptionKind
+
+
+@dataclass(slots=True)
+class ResumeStats:
+    """Absolute counters since the run began.
+
+    Attributes:
+        trajectories: Trajectories that were resumed at least once with tokens kept.
+        tokens: Sampled tokens kept over resumes, that would have been sampled again.
+        interruptions: By kind; also those before the first token.
+    """
+
+    trajectories: int = 0
+    tokens: int = 0
+    interruptions: Counter[InterruptionKind] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class PartialTrajectory:
+    """Tokens received so far. They are never sampled again."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still sample."""
+        return self.sampling.max_new_tokens - len(self.token_ids)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that may go on with it (I4); -1 is any."""
+        return self.spans[-1].version if self.spans else -1
+
+    def extend(self, delta: TokenDelta) -> None:
+        """Keep what an engine reported."""
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.spans += delta.spans
+        self.finish_reason = delta.finish_reason
+
+    def request(self, request_id: RequestId) -> GenerateRequest:
+        """Ask for all of it, or for what is missing."""
+        if not self.token_ids:
+            return GenerateRequest(request_id, self.prompt_ids, self.sampling)
+        prompt = (*self.prompt_ids, *self.token_ids)
+        return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining))
+
+    def settle(self) -> bool:
+        """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""
+        self.finish_reason = None
+        if self.token_ids and self.token_ids[-1] in self.sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.remaining <= 0:
+            self.finish_reason = "length"
+        return self.finish_reason is not None

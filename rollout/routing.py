@@ -1,0 +1,218 @@
+"""Which engine takes a request: pure policies over the pool's view of its engines.
+
+Symbols: `tokens` of a request = what it may still sample; `outstanding_tokens` of an engine = their sum over its
+requests; `speed` = tokens/s that one of its requests gets. Load of an engine = outstanding_tokens ÷ speed. Speed is
+taken per request and not per engine: an engine with few requests would look slow by its total, get even less work,
+and stay so; by what one request gets it looks fast and fills up again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import Engine
+
+RoutingName = Literal["prefix_aware", "least_loaded"]
+
+FULL_SCAN = 32
+"""Up to so many engines with room, the best of all is taken; above, the best of `SAMPLED` drawn at random."""
+SAMPLED = 8
+MAX_LEAD = 0.25
+"""How much busier than the best engine the one with the prefix may be, as a share of its slots."""
+MAX_HOMES = 1 << 16
+"""Prefixes remembered; the one used longest ago is forgotten first."""
+SPEED_DECAY = 0.98
+"""Weight of the past in the measured speed, per report of new tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineView:
+    """An engine as routing sees it. Written by the dispatcher only; policies read.
+
+    Attributes:
+        max_slots: Requests it can hold at once.
+        limit: Requests it may hold now, 1 ≤ limit ≤ max_slots (adaptive concurrency).
+        in_use: Slots taken.
+        outstanding_tokens: What its requests may still sample.
+        speed: Tokens/s of one request, an exponential average; 1 until anything was measured anywhere.
+        losses: Requests it lost since it last delivered a token.
+        fenced: Why it is out of service, if it is.
+        is_paused: It keeps its requests and gets no new ones.
+        open_index: Where it stands in the dispatcher's list of engines with room; -1 if it has none.
+        tickets: What holds its slots.
+        line: Those who wait for this engine, because their prefix is here; first come, first served.
+        gang: Waits for several slots at once; nobody else gets one before.
+    """
+
+    engine: Engine
+    max_slots: int
+    limit: int
+    in_use: int = 0
+    outstanding_tokens: int = 0
+    speed: float = 1.0
+    losses: int = 0
+    fenced: str | None = None
+    is_paused: bool = False
+    open_index: int = -1
+    tickets: set[Ticket] = field(default_factory=set, repr=False)
+    line: OrderedDict[Ticket, None] = field(default_factory=OrderedDict, repr=False)
+    gang: Ticket | None = None
+    _tokens: float = field(default=0.0, repr=False)
+    _seconds: float = field(default=0.0, repr=False)
+
+    @property
+    def engine_id(self) -> EngineId:
+        return self.engine.engine_id
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def is_measured(self) -> bool:
+        return self._seconds > 0
+
+    def may_take(self, ticket: Ticket) -> bool:
+        """Whether it has room for `ticket` and is new enough, and no engine to avoid."""
+        return (
+            self.open_index >= 0
+            and self.in_use + ticket.slots <= self.limit
+            and self.engine.version >= ticket.min_version
+            and self.engine.engine_id != ticket.avoid
+        )
+
+    def measure(self, num_tokens: int, elapsed_s: float) -> None:
+        """One request got `num_tokens` in `elapsed_s`. A ratio of averages: short intervals weigh little."""
+        self._tokens = self._tokens * SPEED_DECAY + num_tokens
+        self._seconds = self._seconds * SPEED_DECAY + elapsed_s
+        if self._tokens > 0:
+            self.speed = self._tokens / self._seconds
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request for slots, from its submission to its release.
+
+    Attributes:
+        tokens: What it may still sample; falls as tokens arrive.
+        prefix: What its prompt begins with, by name: the task of a group, a dialogue. None shares nothing.
+        min_version: Oldest version it may be served by; -1 is any.
+        avoid: An engine to stay away from while there is another.
+        slots: Slots on one engine, all or none: 1, or more for a gang; 0 for a member of one, whose gang holds them.
+        serial: Order of submission.
+        view: The engine it was granted, while it holds it.
+        waits_at: The waiting line it stands in.
+    """
+
+    tokens: int = 1
+    prefix: str | None = None
+    min_version: int = -1
+    avoid: EngineId | None = None
+    slots: int = 1
+    serial: int = -1
+    view: EngineView | None = None
+    waits_at: OrderedDict[Ticket, None] | None = None
+
+    def deliver(self, num_tokens: int, elapsed_s: float) -> bool:
+        """Its engine delivered; says whether that was the first thing ever measured of this engine."""
+        view = self.view
+        assert view is not None, "tokens without a grant"
+        fewer = min(num_tokens, self.tokens)
+        self.tokens -= fewer
+        view.outstanding_tokens -= fewer
+        view.losses = 0
+        if elapsed_s <= 0:
+            return False
+        is_first = not view.is_measured
+        view.measure(num_tokens, elapsed_s)
+        return is_first
+
+
+class RoutingPolicy(Protocol):
+    """Decides; the dispatcher keeps the books."""
+
+    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+        """One of `views`, which is not empty and all of which may take it."""
+        ...
+
+    def home(self, ticket: Ticket) -> EngineView | None:
+        """The engine that holds its prefix, if any and if that matters."""
+        ...
+
+    def placed(self, ticket: Ticket, view: EngineView) -> None:
+        """It was granted."""
+        ...
+
+
+class LeastLoaded:
+    """The engine that would be least loaded with the request; ties are broken at random."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+        if len(views) > FULL_SCAN:
+            views = self._random.choices(views, k=SAMPLED)
+        best, fewest, num_equal = views[0], float("inf"), 0
+        for view in views:
+            load = (view.outstanding_tokens + ticket.tokens) / view.speed
+            if load < fewest:
+                best, fewest, num_equal = view, load, 1
+            elif load == fewest:
+                num_equal += 1
+                if self._random.random() * num_equal < 1:
+                    best = view
+        return best
+
+    def home(self, ticket: Ticket) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
+        return None
+
+    def placed(self, ticket: Ticket, view: EngineView) -> None:
+        pass
+
+
+class PrefixAware(LeastLoaded):
+    """Least loaded, but the members of a group and the turns of a dialogue follow the first to its engine.
+
+    Sticky until that engine leads the best one by more than `max_lead` of its slots, counted in requests of this size.
+    """
+
+    def __init__(self, seed: int = 0, max_lead: float = MAX_LEAD) -> None:
+        super().__init__(seed)
+        self._max_lead = max_lead
+        self._homes: OrderedDict[str, EngineView] = OrderedDict()
+
+    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+        home = self.home(ticket)
+        if home is None or not home.may_take(ticket):
+            return super().choose(views, ticket)
+        allowed = self._max_lead * home.max_slots * ticket.tokens
+        if home.outstanding_tokens <= allowed:
+            return home  # it cannot lead by more than it has
+        best = super().choose(views, ticket)
+        lead = home.outstanding_tokens - best.outstanding_tokens * home.speed / best.speed
+        return best if lead > allowed else home
+
+    def home(self, ticket: Ticket) -> EngineView | None:
+        if ticket.prefix is None:
+            return None
+        view = self._homes.get(ticket.prefix)
+        return None if view is None or view.fenced is not None else view
+
+    def placed(self, ticket: Ticket, view: EngineView) -> None:
+        if ticket.prefix is None:
+            return
+        self._homes[ticket.prefix] = view
+        self._homes.move_to_end(ticket.prefix)
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
+
+
+def make_policy(name: RoutingName, seed: int) -> RoutingPolicy:
+    """The policy that the configuration names."""
+    return PrefixAware(seed) if name == "prefix_aware" else LeastLoaded(seed)

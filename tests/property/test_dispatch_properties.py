@@ -1,0 +1,202 @@
+"""Slots never leak and nobody waits beside a free one, whatever happens in whatever order."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import EngineId
+from penstock.rollout.dispatch import Dispatcher
+from penstock.rollout.lease import Gang
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.routing import EngineView, LeastLoaded, PrefixAware, Ticket
+
+SLOTS = 4
+CHANGES = st.sampled_from(["fence", "pause", "resume", "update", "limit"])
+PREFIXES = st.sampled_from([None, "p", "q", "r"])
+
+
+@dataclass
+class Numbered:
+    engine_id: EngineId
+    version: int = 0
+
+
+class Dispatching(RuleBasedStateMachine):
+    """Every call of the dispatcher in any order, against plain books kept beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.granted: set[Ticket] = set()
+        self.waiting: list[Ticket] = []
+
+    @initialize(seed=st.integers(0, 9), is_prefix_aware=st.booleans(), num_engines=st.integers(1, 4))
+    def begin(self, seed: int, is_prefix_aware: bool, num_engines: int) -> None:
+        self.dispatcher = Dispatcher(PrefixAware(seed) if is_prefix_aware else LeastLoaded(seed))
+        for _ in range(num_engines):
+            self.join()
+
+    @rule()
+    def join(self) -> None:
+        engine = Numbered(EngineId(f"e{len(self.dispatcher.views)}"), max(self.dispatcher.floor, 0))
+        self.take(self.dispatcher.add(EngineView(engine, SLOTS, SLOTS)))  # type: ignore[arg-type]
+
+    @rule(prefix=PREFIXES, tokens=st.integers(1, 50), slots=st.sampled_from([1, 1, 1, 2, 4]))
+    def submit(self, prefix: str | None, tokens: int, slots: int) -> None:
+        self.ask(Ticket(tokens, prefix, slots=slots))
+
+    @rule(prefix=PREFIXES, version=st.integers(0, 3), avoided=st.integers(0, 3))
+    def submit_resume(self, prefix: str | None, version: int, avoided: int) -> None:
+        self.ask(Ticket(5, prefix, version, EngineId(f"e{avoided}")))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.granted, key=lambda ticket: ticket.serial)))
+        self.granted.remove(ticket)
+        self.take(self.dispatcher.release(ticket))
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), num_tokens=st.integers(1, 9), elapsed=st.sampled_from([0.0, 0.01, 1.0]))
+    def deliver(self, data: st.DataObject, num_tokens: int, elapsed: float) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.granted, key=lambda ticket: ticket.serial)))
+        if ticket.deliver(num_tokens, elapsed) and ticket.view is not None:
+            self.dispatcher.assume(ticket.view.speed)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(ticket)
+        self.take(self.dispatcher.withdraw(ticket))
+
+    @precondition(lambda self: self.dispatcher.num_serving > 0)
+    @rule(
+        data=st.data(), what=st.sampled_from(["fence", "pause", "resume", "update", "limit"]), limit=st.integers(0, 5)
+    )
+    def change(self, data: st.DataObject, what: str, limit: int) -> None:
+        view = data.draw(st.sampled_from(list(self.dispatcher.serving())))
+        if what == "fence":
+            self.take(self.dispatcher.fence(view, "planted"))
+        elif what == "pause":
+            self.take(self.dispatcher.pause(view))
+        elif what == "resume":
+            self.take(self.dispatcher.resume(view))
+        elif what == "limit":
+            self.take(self.dispatcher.set_limit(view, limit))
+        else:
+            view.engine.version += 1  # type: ignore[misc]
+            self.take(self.dispatcher.refresh())
+
+    @precondition(lambda self: self.dispatcher.num_serving > 0)
+    @rule()
+    def raise_floor(self) -> None:
+        self.take(self.dispatcher.raise_floor(max(view.version for view in self.dispatcher.serving())))
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        for view in self.dispatcher.views.values():
+            mine = [ticket for ticket in self.granted if ticket.view is view]
+            assert view.tickets == set(mine)
+            assert view.in_use == sum(ticket.slots for ticket in mine) <= view.max_slots
+            assert view.outstanding_tokens == sum(ticket.tokens for ticket in mine)
+        assert set(self.dispatcher.waiting()) == set(self.waiting)
+        assert self.dispatcher.num_waiting == len(self.waiting)
+
+    @invariant()
+    def nobody_waits_whom_an_engine_with_room_may_take(self) -> None:
+        for view in self.dispatcher.serving():
+            if view.is_paused or view.gang is not None or view.version < self.dispatcher.floor:
+                continue
+            claimed = {other.gang for other in self.dispatcher.serving()}
+            for ticket in self.waiting:
+                if ticket in claimed:
+                    continue  # it waits for the engine that it has claimed
+                is_avoided = ticket.avoid == view.engine_id and self.dispatcher.num_serving > 1
+                fits = view.in_use + ticket.slots <= view.limit
+                assert not fits or ticket.min_version > view.version or is_avoided, (view, ticket)
+
+    def teardown(self) -> None:
+        for ticket in [*self.waiting]:
+            if ticket in self.waiting:
+                self.waiting.remove(ticket)
+                self.take(self.dispatcher.withdraw(ticket))
+        while self.granted:
+            self.take(self.dispatcher.release(self.granted.pop()))
+        for view in getattr(self, "dispatcher", Dispatcher(LeastLoaded())).views.values():
+            assert (view.in_use, view.outstanding_tokens, view.gang, len(view.line)) == (0, 0, None, 0)
+
+    def ask(self, ticket: Ticket) -> None:
+        if self.dispatcher.submit(ticket):
+            self.granted.add(ticket)
+        else:
+            self.waiting.append(ticket)
+
+    def take(self, granted: list[Ticket]) -> None:
+        for ticket in granted:
+            self.waiting.remove(ticket)
+            self.granted.add(ticket)
+
+
+TestDispatching = Dispatching.TestCase
+TestDispatching.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["acquire", "gang", "cancel", "release", "fence", "tick"]), st.integers(0, 30)),
+        max_size=60,
+    )
+)
+def test_any_interleaving_of_acquire_cancel_fence_and_release_leaves_no_lease(steps: list[tuple[str, int]]) -> None:
+    asyncio.run(interleave(steps))
+
+
+async def interleave(steps: list[tuple[str, int]]) -> None:
+    pool = EnginePool([Numbered(EngineId(f"e{index}")) for index in range(3)], SLOTS)  # type: ignore[arg-type]
+    ends: list[asyncio.Event] = []
+    jobs: list[asyncio.Task[None]] = []
+    for step, choice in steps:
+        if step in ("acquire", "gang"):
+            ends.append(asyncio.Event())
+            work = hold if step == "acquire" else hold_gang
+            jobs.append(asyncio.create_task(work(pool, ends[-1], choice)))
+        elif step == "fence":
+            await pool.fence(EngineId(f"e{choice % 3}"), "planted")
+        elif jobs and step == "cancel":
+            jobs[choice % len(jobs)].cancel()
+        elif jobs and step == "release":
+            ends[choice % len(jobs)].set()
+        else:
+            await asyncio.sleep(0)
+    for end in ends:
+        end.set()
+    for outcome in await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5):
+        assert outcome is None or isinstance(outcome, asyncio.CancelledError | EngineLostError), outcome
+    await asyncio.wait_for(pool.idle(), 1)
+    assert pool.num_waiting == 0
+    assert list(pool.leases()) == []
+    assert [(view.in_use, view.outstanding_tokens) for view in pool.views()] == [(0, 0)] * len(pool.engines())
+
+
+async def hold(pool: EnginePool, end: asyncio.Event, choice: int) -> None:
+    async with pool.lease(tokens=choice, prefix=f"p{choice % 4}" if choice % 3 else None):
+        await end.wait()
+
+
+async def hold_gang(pool: EnginePool, end: asyncio.Event, choice: int) -> None:
+    slots = 1 + choice % SLOTS
+    async with pool.gang(f"p{choice % 4}", slots) as gang, asyncio.TaskGroup() as members:
+        for _ in range(slots):
+            members.create_task(hold_member(gang, end))
+
+
+async def hold_member(gang: Gang, end: asyncio.Event) -> None:
+    async with gang.lease(tokens=3):
+        await end.wait()

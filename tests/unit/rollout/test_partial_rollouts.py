@@ -1,0 +1,200 @@
+"""Trajectories that are interrupted go on from their tokens; under greedy decoding nobody can tell afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import EngineLostError, TrajectoryError
+from penstock.dataflow.ids import EngineId, TaskId, TrajectoryId
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from tests.fakes import FakeEngine, ends_by_context
+
+CODEC = TokenCodec(character_tokenizer())
+GREEDY = SamplingParams(64, temperature=0.0, stop_token_ids=(1,))
+TASK = Task(TaskId("t"), "12+34=")
+
+
+def engine(name: str = "a", **settings: object) -> FakeEngine:
+    return FakeEngine(EngineId(name), ends=ends_by_context, **settings)  # type: ignore[arg-type]
+
+
+def make_runner(*engines: FakeEngine, silence_s: float = 5.0, max_resumes: int = 3) -> TrajectoryRunner:
+    return TrajectoryRunner(EnginePool(engines, 8, version_timeout_s=0.05), CODEC, silence_s, max_resumes)
+
+
+async def run(runner: TrajectoryRunner, task: Task = TASK, **settings: object) -> Trajectory:
+    running = runner.run(task, TrajectoryId("0/0"), GREEDY, **settings)  # type: ignore[arg-type]
+    return await asyncio.wait_for(running, 5)
+
+
+def same(left: Trajectory, right: Trajectory) -> bool:
+    return (
+        np.array_equal(left.token_ids, right.token_ids)
+        and np.array_equal(left.behavior_logprobs, right.behavior_logprobs)
+        and (left.spans, left.finish_reason, left.response) == (right.spans, right.finish_reason, right.response)
+    )
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", "12+34=", "99-1=", "7*8="])
+@pytest.mark.parametrize("lost_after", [0, 1, 2, 5])
+async def test_interrupted_and_resumed_equals_uninterrupted(prompt: str, lost_after: int) -> None:
+    task = Task(TaskId("t"), prompt)
+    whole = await run(make_runner(engine()), task)
+    broken = [engine(name, loses_at=lambda serial: None if serial else lost_after) for name in "abc"]
+    resumed = await run(make_runner(*broken, engine("good")), task)
+    assert same(resumed, whole)
+
+
+async def test_only_the_missing_tokens_are_asked_for_on_another_engine() -> None:
+    lossy = engine("lossy", loses_at=lambda serial: 4 if serial == 0 else None)
+    other = engine("other")
+    runner = make_runner(lossy, other)
+    runner.pool.pause(EngineId("other"))
+    running = asyncio.create_task(run(runner))
+    await until(lambda: lossy.running == 1)
+    runner.pool.resume(EngineId("other"))
+    trajectory = await running
+    (first,), (second,) = lossy.requests, other.requests
+    assert second.prompt_token_ids == tuple(trajectory.token_ids[: len(first.prompt_token_ids) + 4])
+    assert second.sampling.max_new_tokens == GREEDY.max_new_tokens - 4
+    assert (runner.stats.trajectories, runner.stats.tokens) == (1, 4)
+    assert runner.stats.interruptions == {"lost": 1}
+
+
+async def test_an_abort_nobody_asked_for_is_resumed_on_the_same_engine() -> None:
+    only = engine()
+    runner = make_runner(only)
+    whole = await run(make_runner(engine()))
+    running = asyncio.create_task(run(runner))
+    await until(lambda: only.running == 1)
+    await only.abort(only.requests[0].request_id)
+    assert same(await running, whole)
+    assert len(only.requests) == 2
+    assert runner.stats.interruptions == {"aborted": 1}
+
+
+async def test_a_silent_engine_is_left_for_another_and_told_to_stop() -> None:
+    whole = await run(make_runner(engine()))
+    silent, good = engine("silent", is_asleep=True), engine("good")
+    runner = make_runner(silent, good, silence_s=0.05)
+    runner.pool.pause(EngineId("good"))
+    running = asyncio.create_task(run(runner))
+    await until(lambda: silent.running == 1)
+    runner.pool.resume(EngineId("good"))
+    assert same(await running, whole)
+    assert silent.aborted == [silent.requests[0].request_id]
+    assert runner.stats.interruptions == {"silent": 1}
+
+
+async def test_fencing_an_engine_moves_its_trajectories_at_once() -> None:
+    whole = await run(make_runner(engine()))
+    hanging, good = engine("hanging", is_asleep=True), engine("good")
+    runner = make_runner(hanging, good, silence_s=3600)
+    runner.pool.pause(EngineId("good"))
+    running = [asyncio.create_task(run(runner)) for _ in range(3)]
+    await until(lambda: hanging.running == 3)
+    runner.pool.resume(EngineId("good"))
+    await runner.pool.fence(EngineId("hanging"), "planted")
+    assert all(same(trajectory, whole) for trajectory in await asyncio.gather(*running))
+    assert runner.stats.interruptions == {"fenced": 3}
+
+
+async def test_version_spans_and_logprobs_received_are_kept_and_never_decrease() -> None:
+    old = engine("old", loses_at=lambda _serial: 2)
+    new = engine("new", version=7)
+    runner = make_runner(old, new)
+    runner.pool.pause(EngineId("new"))
+    running = asyncio.create_task(run(runner))
+    await until(lambda: old.running == 1)
+    old.version = 6
+    runner.pool.resume(EngineId("new"))
+    trajectory = await running
+    assert [span.version for span in trajectory.spans] == [6, 7]
+    assert trajectory.spans[0] == Span(6, 2)
+
+
+async def test_a_trajectory_waits_for_an_engine_that_is_new_enough() -> None:
+    newest, older = engine("newest", version=3, loses_at=lambda _serial: 2), engine("older", version=2)
+    runner = make_runner(newest, older)
+    runner.pool.pause(EngineId("older"))
+    running = asyncio.create_task(run(runner))
+    await until(lambda: newest.running == 1)
+    await until(lambda: newest.running == 0)
+    await runner.pool.fence(EngineId("newest"), "planted")
+    runner.pool.resume(EngineId("older"))
+    await until(lambda: runner.pool.num_waiting == 1)
+    assert older.requests == []
+    older.version = 3
+    runner.pool.refresh()
+    assert (await running).spans[0].version == 3
+
+
+async def test_the_wait_for_a_version_has_a_limit_and_says_what_it_waits_for() -> None:
+    newest, older = engine("newest", version=3, loses_at=lambda _serial: 2), engine("older", version=2)
+    runner = make_runner(newest, older)
+    runner.pool.pause(EngineId("older"))
+    running = asyncio.create_task(run(runner))
+    await until(lambda: newest.running == 1)
+    await until(lambda: newest.running == 0)
+    await runner.pool.fence(EngineId("newest"), "planted")
+    runner.pool.resume(EngineId("older"))
+    with pytest.raises(TrajectoryError, match=r"an engine at v3 or newer; in service: older at v2"):
+        await running
+    assert runner.pool.num_waiting == 0
+
+
+async def test_resumes_are_bounded_and_the_failure_names_the_last_interruption() -> None:
+    hopeless = engine(loses_at=lambda _serial: 1)
+    with pytest.raises(TrajectoryError, match=r"interrupted 3 times with 3 tokens sampled, rollout.max_resumes is 2"):
+        await run(make_runner(hopeless, max_resumes=2))
+    assert len(hopeless.requests) == 3
+
+
+async def test_when_only_the_last_word_of_an_engine_is_lost_nothing_is_sampled_again() -> None:
+    whole = await run(make_runner(engine()))
+    num_sampled = whole.num_sampled_tokens
+    dying = engine(loses_at=lambda _serial: num_sampled)
+
+    async def without_last_word(request):  # type: ignore[no-untyped-def]
+        async for delta in FakeEngine.generate(dying, request):
+            yield delta if delta.finish_reason is None else type(delta)(delta.token_ids, delta.logprobs, delta.spans)
+        raise EngineLostError("planted")
+
+    dying.generate = without_last_word  # type: ignore[method-assign]
+    assert same(await run(make_runner(dying)), whole)
+    assert len(dying.requests) == 1
+
+
+async def test_cancelling_a_trajectory_aborts_its_request_and_leaves_no_slot() -> None:
+    only = engine(is_asleep=True)
+    runner = make_runner(only)
+    running = asyncio.create_task(run(runner))
+    await until(lambda: only.running == 1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.wait_for(runner.pool.idle(), 1)
+    await until(lambda: only.aborted == [only.requests[0].request_id])
+    assert running.cancelled()
+
+
+async def test_an_engine_that_loses_everything_is_fenced_off_and_the_others_answer() -> None:
+    dead, good = engine("dead", loses_at=lambda _serial: 0), engine("good")
+    runner = make_runner(dead, good)
+    answers = await asyncio.gather(*(run(runner, Task(TaskId(f"t{index}"), "1+1=")) for index in range(32)))
+    assert len(answers) == 32
+    assert "lost 8 requests in a row" in runner.pool.fenced[EngineId("dead")]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - fakes have no events
+            await asyncio.sleep(0)

@@ -1,0 +1,239 @@
+"""Where requests go, who waits for whom, and gangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.dataflow.errors import EngineLostError, PlacementError
+from penstock.dataflow.ids import EngineId
+from penstock.rollout.dispatch import Dispatcher
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, Ticket
+from tests.fakes import FakeEngine
+
+
+@dataclass
+class Named:
+    engine_id: EngineId
+    version: int = 0
+
+
+def dispatcher(policy: LeastLoaded, *slots: int) -> Dispatcher:
+    made = Dispatcher(policy)
+    for index, number in enumerate(slots):
+        made.add(EngineView(Named(EngineId(f"e{index}")), number, number))  # type: ignore[arg-type]
+    return made
+
+
+def place(made: Dispatcher, tokens: int = 10, prefix: str | None = None, slots: int = 1) -> Ticket:
+    ticket = Ticket(tokens, prefix, slots=slots)
+    made.submit(ticket)
+    return ticket
+
+
+def name(ticket: Ticket) -> str | None:
+    return None if ticket.view is None else ticket.view.engine_id
+
+
+def test_outstanding_tokens_decide_not_the_number_of_requests() -> None:
+    made = dispatcher(LeastLoaded(), 8, 8)
+    big = place(made, tokens=100)
+    small = [place(made, tokens=10) for _ in range(5)]
+    assert {name(ticket) for ticket in small}.isdisjoint({name(big)})
+
+
+def test_tokens_that_have_arrived_are_no_load() -> None:
+    made = dispatcher(LeastLoaded(), 8, 8)
+    first, second = place(made, tokens=100), place(made, tokens=60)
+    first.deliver(90, 0.0)
+    assert name(place(made, tokens=10)) == name(first) != name(second)
+
+
+def test_an_engine_that_is_twice_as_fast_gets_twice_the_tokens() -> None:
+    made = dispatcher(LeastLoaded(), 100, 100)
+    probes = [place(made, tokens=1) for _ in range(2)]
+    for probe, speed in zip(probes, (200, 100), strict=True):
+        probe.deliver(speed, 1.0)
+        made.release(probe)
+    fast = probes[0].serial  # both were measured; the first one is the fast one
+    assert fast == 0
+    counts = Counter(name(place(made)) for _ in range(90))
+    assert sorted(counts.values()) == [30, 60]
+
+
+def test_speed_weighs_short_intervals_little_and_forgets_the_past() -> None:
+    view = EngineView(Named(EngineId("e")), 1, 1)  # type: ignore[arg-type]
+    view.measure(100, 1.0)
+    view.measure(64, 1e-6)  # came in the same parcel as the one before
+    assert view.speed == pytest.approx(165, rel=0.02)
+    for _ in range(400):
+        view.measure(10, 1.0)
+    assert view.speed == pytest.approx(10, rel=0.01)
+
+
+def test_an_engine_that_was_never_measured_counts_as_fast_as_the_others() -> None:
+    made = dispatcher(LeastLoaded(), 8, 8)
+    ticket = place(made)
+    assert ticket.deliver(5, 0.1)
+    made.assume(50.0)
+    assert [view.speed for view in made.serving()] == [50.0, 50.0]
+    made.add(EngineView(Named(EngineId("late")), 8, 8))  # type: ignore[arg-type]
+    assert made.views[EngineId("late")].speed == 50.0
+
+
+def test_ties_are_broken_at_random_but_the_same_for_the_same_seed() -> None:
+    def first_choices(seed: int) -> list[str | None]:
+        return [name(place(dispatcher(LeastLoaded(seed + index), 1, 1, 1, 1))) for index in range(40)]
+
+    assert first_choices(3) == first_choices(3)
+    assert len(set(first_choices(3))) == 4
+
+
+def test_among_many_engines_a_sample_is_enough_to_stay_balanced() -> None:
+    made = dispatcher(LeastLoaded(1), *[100] * (4 * FULL_SCAN))
+    for _ in range(40 * FULL_SCAN):
+        place(made)
+    assert max(view.in_use for view in made.serving()) <= 13, "10 on average"
+
+
+def test_members_of_a_group_go_to_one_engine_until_it_leads_by_too_much() -> None:
+    made = dispatcher(PrefixAware(max_lead=0.5), 8, 8)
+    group = [name(place(made, prefix="g")) for _ in range(8)]
+    assert len(set(group[:5])) == 1, "half of eight slots ahead, and one"
+    assert len(set(group)) == 2
+
+
+def test_least_loaded_spreads_the_same_group() -> None:
+    made = dispatcher(LeastLoaded(), 8, 8)
+    assert Counter(name(place(made, prefix="g")) for _ in range(8)).most_common(1)[0][1] == 4
+
+
+def test_those_who_wait_stay_with_their_group_although_slots_come_free_one_by_one() -> None:
+    made = dispatcher(PrefixAware(), 4, 4)
+    held = [place(made) for _ in range(8)]
+    for ticket in range(24):
+        place(made, prefix=f"g{ticket // 4}")
+    engines: dict[str | None, set[str | None]] = defaultdict(set)
+    for _ in range(24):
+        for granted in made.release(held.pop(0)):  # who came first ends first: slots come free in turns
+            engines[granted.prefix].add(name(granted))
+            held.append(granted)
+    assert [len(engines[f"g{group}"]) for group in range(6)] == [1] * 6
+
+
+def test_room_is_used_without_the_prefix_when_nobody_else_wants_it() -> None:
+    made = dispatcher(PrefixAware(), 2, 2)
+    first = place(made, prefix="g")
+    held = [place(made) for _ in range(3)]
+    waiting = [place(made, prefix="g") for _ in range(2)]
+    elsewhere = [ticket for ticket in held if name(ticket) != name(first)]
+    granted = [got for ticket in elsewhere for got in made.release(ticket)]
+    assert granted == waiting
+
+
+def test_those_without_a_common_prefix_are_served_first_come_first_served() -> None:
+    made = dispatcher(PrefixAware(), 1, 1)
+    held = [place(made) for _ in range(2)]
+    waiting = [place(made, prefix=f"p{index}") for index in range(20)]
+    served = []
+    while held:
+        got = made.release(held.pop(0))
+        served += got
+        held += got
+    assert served == waiting
+
+
+def test_a_gang_gets_its_slots_at_once_on_one_engine_and_others_pass_it_elsewhere_only() -> None:
+    made = dispatcher(LeastLoaded(), 4, 4)
+    held = [place(made) for _ in range(8)]
+    gang = place(made, slots=3)
+    singles = [place(made) for _ in range(4)]
+    first, others = name(held[0]), [ticket for ticket in held if name(ticket) != name(held[0])]
+    mine = [ticket for ticket in held if name(ticket) == first]
+    assert made.release(mine[0]) == [], "claimed by the gang"
+    assert made.release(others[0]) == [singles[0]], "the other engine serves those behind"
+    assert made.release(mine[1]) == []
+    assert made.release(mine[2]) == [gang]
+    assert name(gang) == first
+
+
+def test_a_stream_of_singles_does_not_starve_a_gang() -> None:
+    made = dispatcher(LeastLoaded(), 2)
+    held = [place(made) for _ in range(2)]
+    gang = place(made, slots=2)
+    for _ in range(3):
+        place(made)
+    for ticket in held:
+        made.release(ticket)
+    assert gang.view is not None
+
+
+async def test_a_gang_larger_than_any_engine_is_refused_at_once() -> None:
+    pool = EnginePool([FakeEngine()], 4)
+    with pytest.raises(PlacementError, match=r"5 trajectories on one engine.*has 4 slots.*group_size"):
+        async with pool.gang("g", 5):
+            pass
+
+
+async def test_members_lease_from_their_gang_and_a_lower_limit_does_not_block_it() -> None:
+    pool = EnginePool([FakeEngine(EngineId(engine)) for engine in "ab"], 4)
+    for engine in "ab":
+        pool.set_limit(EngineId(engine), 2)
+    async with pool.gang("g", 4) as gang:
+        async with gang.lease(tokens=5) as one, gang.lease(tokens=5) as two:
+            assert one.engine is two.engine is gang.engine
+            (view,) = [view for view in pool.views() if view.engine is gang.engine]
+            assert (view.in_use, view.outstanding_tokens) == (4, 10)
+        await pool.fence(gang.engine.engine_id, "planted")
+        async with gang.lease(tokens=5) as elsewhere:
+            assert elsewhere.engine is not gang.engine
+    await asyncio.wait_for(pool.idle(), 1)
+
+
+async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_behind_does_not() -> None:
+    pool = EnginePool([FakeEngine(EngineId("a"), version=3)], 1)
+    pool.raise_floor(3)
+    async with pool.lease():
+        waiting = asyncio.create_task(hold(pool))
+        behind = FakeEngine(EngineId("b"), version=-1)
+        pool.add(behind)
+        await asyncio.sleep(0)
+        assert pool.num_waiting == 1, "it has missed versions"
+        behind.version = 3
+        pool.refresh()
+        assert await waiting == "b"
+
+
+async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
+    pool = EnginePool([FakeEngine(EngineId("a"))], 1)
+    async with pool.lease():
+        waiting = asyncio.create_task(hold(pool))
+        await asyncio.sleep(0)
+        await pool.fence(EngineId("a"), "planted")
+        with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+            await waiting
+        pool.add(FakeEngine(EngineId("a")))
+        assert await hold(pool) == "a"
+    assert pool.fenced == {}
+
+
+async def test_ten_thousand_waiting_leases_are_served_in_order() -> None:
+    pool = EnginePool([FakeEngine(EngineId(f"e{index}")) for index in range(4)], 2)
+    order: list[int] = []
+
+    async def one(index: int) -> None:
+        async with pool.lease(tokens=8):
+            order.append(index)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(one(index) for index in range(10_000)))
+    assert order == list(range(10_000))
+
+
+async def hold(pool: EnginePool) -> str:
+    async with pool.lease() as lease:
+        return lease.engine.engine_id
