@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from penstock.actors.outbox import Outbox
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
@@ -45,8 +46,7 @@ class EngineActor:
         self._spec = spec
         self._engine: LocalEngine | None = None
         self._requests: set[asyncio.Task[None]] = set()
-        self._outbox: list[Parcel] = []
-        self._has_parcels = asyncio.Event()
+        self._outbox: Outbox[Parcel] = Outbox()
         self._inbound = Path(tempfile.mkdtemp(prefix="penstock-inbound-", dir=default_directory()))
 
     async def start(self) -> str:
@@ -63,13 +63,7 @@ class EngineActor:
 
     async def collect(self, wait_s: float) -> list[Parcel]:
         """Everything sampled since the last call; waits at most `wait_s` seconds for the first of it."""
-        try:
-            await asyncio.wait_for(self._has_parcels.wait(), wait_s)
-        except TimeoutError:
-            return []
-        self._has_parcels.clear()
-        parcels, self._outbox = self._outbox, []
-        return parcels
+        return await self._outbox.collect(wait_s)
 
     async def abort(self, request_ids: list[RequestId]) -> None:
         for request_id in request_ids:
@@ -110,14 +104,10 @@ class EngineActor:
     async def _pump(self, request: GenerateRequest) -> None:
         try:
             async for delta in self._running().generate(request):
-                self._send((request.request_id, delta))
+                self._outbox.send((request.request_id, delta))
         except (EngineLostError, TrajectoryError) as error:
-            self._send((request.request_id, error))
+            self._outbox.send((request.request_id, error))
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this request's failure, reported as such
-            self._send(
+            self._outbox.send(
                 (request.request_id, EngineLostError(f"{self._spec.engine_id}: {type(error).__name__}: {error}"))
             )
-
-    def _send(self, parcel: Parcel) -> None:
-        self._outbox.append(parcel)
-        self._has_parcels.set()
