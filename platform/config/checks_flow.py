@@ -40,8 +40,8 @@ def check_surplus(config: RunConfig) -> Iterator[Finding]:
         return
     if flow.gang:
         yield error(
-            f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its slowest "
-            "member ends, so redundant gangs take the slots that they should free. Use one of the two.",
+            f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its "
+            "slowest member ends, so redundant gangs take the slots that they should free. Use one of the two.",
             "dataflow.surplus",
             "dataflow.gang",
         )
@@ -79,8 +79,8 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
     needed, available = flow.group_size * sequence_kv_gib(config), kv_cache_gib(config, pool)
     if needed > available:
         yield error(
-            f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of KV "
-            f"cache, one engine has {available:.3g} GiB: its members would be preempted for one another. Raise "
+            f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of "
+            f"KV cache, one engine has {available:.3g} GiB: its members would be preempted for one another. Raise "
             "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
             "dataflow.gang",
             "dataflow.group_size",
@@ -93,8 +93,8 @@ def check_expiry(config: RunConfig) -> Iterator[Finding]:
     flow = config.dataflow
     if flow.on_expiry is ExpiryPolicy.DROP:
         yield warning(
-            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes long, so trained answers "
-            "are shorter than sampled ones (length/trained_share in the metrics; docs/concepts/staleness.md has "
+            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes long, so trained "
+            "answers are shorter than sampled ones (length/trained_share in the metrics; docs/concepts/staleness.md has "
             "measured values). on_expiry=wait is unbiased.",
             "dataflow.on_expiry",
             "dataflow.max_staleness",
