@@ -89,9 +89,38 @@ def doctor() -> None:
     _exit_with(check)
 
 
+@app.command()
+def simulate(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="e.g. profile=longtail pools=24x16+8 eta=2 faults=light; or compare=NAME",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds to run.")] = "0:1",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Print the last events of every seed.")] = False,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Fit the costs to a run; print predicted and measured step time.")
+    ] = None,
+) -> None:
+    """Run the controller in virtual time, over simulated devices, with faults. Exit code 1 on a violation."""
+
+    def body() -> int:
+        from penstock.platform.cli_simulate import run_simulate
+
+        return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
+
+    _exit_with(body)
+
+
 def main() -> None:
     """Console entry point."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # this process computes nothing; trainer ranks set their own
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what cannot be had is said once, by us, not at every retry
     os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # else Ray answers SIGTERM with a C++ stack trace
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # `reward.fn=my_module.my_reward` finds a file beside the user

@@ -1,0 +1,152 @@
+"""Fits the simulator's costs to a real run and says how well it then predicts the run's step time.
+
+The costs come from the first half of the steps, the comparison is made on the second half:
+
+    training      trainer/step_s = fixed + per_token · trained tokens               least squares, both ≥ 0
+    decoding      engine-seconds per token = base / n + per_sequence                least squares, both ≥ 0
+    publishing    publish_s − stall_s beside generation, stall_s under a freeze     medians
+    lengths       lognormal of the mean length; σ from the trajectory table
+
+n is the mean number of running sequences per engine, as far as the metrics tell: min(slots, trajectories of groups that
+are not ready ÷ engines). Whatever else the engine and the trainer do, and that they share cores, is in these numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from penstock.dataflow.errors import PenstockError
+from penstock.platform.observability.trajectory_table import TRAJECTORIES_DIR, read_trajectories
+from penstock.platform.simulator.comparisons import run as simulate_run
+from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.sweep import rounded
+
+WARM_STEPS = 1
+FEWEST_STEPS = 4
+
+Row = dict[str, float]
+
+
+def calibrate(run_dir: Path) -> dict[str, Any]:
+    """Fit, simulate, compare.
+
+    Raises:
+        PenstockError: If the run has too few steps to fit and to compare.
+    """
+    rows = training_rows(run_dir / "metrics.jsonl")[WARM_STEPS:]
+    if len(rows) < FEWEST_STEPS:
+        raise PenstockError(
+            f"{run_dir}: {len(rows)} training steps after the first; {FEWEST_STEPS} are needed, half to fit the costs "
+            "and half to compare. Name a longer run of `penstock train`."
+        )
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    fitted, compared = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    config = fit(fitted, settings, lengths_sigma(run_dir))
+    ends = [end for end, _, _ in simulate_run(config, seed=0).trained.steps]
+    predicted = float(np.median(np.diff(ends)))
+    measured = float(np.median([row["throughput/step_s"] for row in compared]))
+    return {
+        "run": run_dir.name,
+        "steps_fitted": len(fitted),
+        "steps_compared": len(compared),
+        "predicted_step_s": rounded(predicted),
+        "measured_step_s": rounded(measured),
+        "relative_error": rounded(predicted / measured - 1),
+        "costs": {name: getattr(config, name) for name in _FITTED},
+    }
+
+
+_FITTED = (
+    "decode_base_s",
+    "decode_per_sequence_s",
+    "train_fixed_s",
+    "train_s_per_token",
+    "weight_bytes",
+    "publish_bytes_per_s",
+    "swap_s",
+    "mean_tokens",
+    "sigma",
+)
+
+
+def training_rows(path: Path) -> list[Row]:
+    """Metrics of every training step; evaluations are left out."""
+    if not path.exists():
+        raise PenstockError(
+            f"{path}: no such file. Give --calibrate the directory of a run, e.g. runs/arithmetic-seed0."
+        )
+    lines = [json.loads(line)["metrics"] for line in path.read_text(encoding="utf-8").splitlines()]
+    return [metrics for metrics in lines if "throughput/step_s" in metrics and "length/mean_tokens" in metrics]
+
+
+def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationConfig:
+    """The simulation whose costs are those of the run."""
+    flow, rollout = settings["dataflow"], settings["rollout"]
+    engines, slots = rollout["num_engines"], rollout["engine"]["max_num_seqs"]
+    step_s = column(rows, "throughput/step_s")
+    tokens = column(rows, "throughput/trained_tokens_per_s") * step_s
+    fixed_s, per_token_s = two_terms(np.ones(len(rows)), tokens, column(rows, "trainer/step_s"))
+    generating = (column(rows, "flow/live") - column(rows, "flow/ready")) * flow["group_size"] / engines
+    busy_s = step_s * (1 - column(rows, "idle/engine_share")) * engines
+    sampled = np.maximum(column(rows, "throughput/generated_tokens_per_s") * step_s, 1.0)
+    running = np.clip(generating, 1.0, slots)
+    base_s, per_sequence_s = two_terms(1 / running, np.ones(len(rows)), busy_s / sampled)
+    stall_s = float(np.median(column(rows, "weights/stall_s")))
+    publish_s = float(np.median(column(rows, "weights/publish_s")))
+    num_bytes = int(np.median(column(rows, "weights/bytes")))
+    return SimulationConfig(
+        profile="longtail",
+        mean_tokens=float(np.mean(column(rows, "length/mean_tokens"))),
+        sigma=min(sigma, 3.0),
+        cap_tokens=rollout["sampling"]["max_new_tokens"],
+        prompt_tokens=8,
+        grain=1,
+        engines=engines,
+        slots=slots,
+        trainer_devices=1,
+        colocated=settings["cluster"]["colocated"],
+        decode_base_s=base_s,
+        decode_per_sequence_s=per_sequence_s,
+        prefill_s_per_token=0.0,
+        train_s_per_token=max(per_token_s, 1e-12),
+        train_fixed_s=max(fixed_s, 1e-6),
+        weight_bytes=num_bytes,
+        publish_bytes_per_s=num_bytes / max(publish_s - stall_s, 1e-6),
+        swap_s=stall_s,
+        reward_mean_s=0.0,
+        steps=max(settings["total_steps"], 12),
+        batch=flow["batch_groups"],
+        group_size=flow["group_size"],
+        eta=flow["max_staleness"],
+        on_expiry=flow["on_expiry"],
+    )
+
+
+def lengths_sigma(run_dir: Path) -> float:
+    """σ of the logarithm of the sampled lengths, from the trajectory table; 0.5 if there is none."""
+    tables = sorted((run_dir / TRAJECTORIES_DIR).glob("step_*.parquet"))
+    lengths = [row["num_tokens"] for table in tables for row in read_trajectories(table)]
+    return float(np.std([math.log(max(length, 1)) for length in lengths])) if lengths else 0.5
+
+
+def column(rows: list[Row], name: str) -> NDArray[np.float64]:
+    return np.array([row.get(name, 0.0) for row in rows], dtype=np.float64)
+
+
+def two_terms(
+    first: NDArray[np.float64], second: NDArray[np.float64], target: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Least squares of `target = a · first + b · second` with a, b ≥ 0."""
+    (a, b), *_ = np.linalg.lstsq(np.stack([first, second], axis=1), target, rcond=None)
+    if a < 0:
+        return 0.0, float(second @ target / (second @ second))
+    if b < 0:
+        return float(first @ target / (first @ first)), 0.0
+    return float(a), float(b)

@@ -1,0 +1,258 @@
+"""The invariants I1 to I9 (DESIGN §3), checked against a model of the ledger that shares no code with it.
+
+    I1  staleness of every trained token ≤ η, by the truth in its id       when a batch closes, and when it trains
+    I2  one state at a time, terminal states final                         after every ledger event
+    I3  admitted = trained + dropped + filtered + failed + live            after every ledger event
+    I4  spans never decrease, sum to the sampled tokens, none missing      engine deltas; when a group is ready
+    I5  a group trains at most once                                        when a batch closes, and when it trains
+    I6  credits never negative; all free when nothing lives                after every event; at the end
+    I7  no loss weight on a token the policy did not sample                when a batch trains
+    I8  an engine serves only what it has acknowledged                     requests, deltas (simulator/world.py)
+    I9  one normaliser per optimizer step, over its whole batch            when a batch trains
+
+The cheap checks run after every event; comparing every live group runs every `every` events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason, VersionMark
+from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
+from penstock.dataflow.versions import versions_per_token
+from penstock.platform.simulator.world import POSITION_BITS, Violation, World, member_of, task_of, true_reward
+
+_NEXT = {
+    "admitted": {"generating"},
+    "generating": {"scoring"},
+    "scoring": {"ready"},
+    "ready": {"training"},
+    "training": {"trained"},
+}
+RECENT = 32
+_LIVE = frozenset({"generating", "scoring", "ready", "training"})
+_ENDS_TRAINING = frozenset({Reason.BAD_STEP, Reason.ROLLBACK, Reason.RUN_END, Reason.ZERO_VARIANCE})
+_UNTRAINED = frozenset({"dropped", "filtered", "failed"})
+
+
+class LedgerModel:
+    """Follows the ledger's events and knows what may come next.
+
+    Attributes:
+        live: Group -> state.
+        ended: Terminal state -> groups.
+        trained: Every group that trained.
+    """
+
+    def __init__(self, limits: FlowLimits) -> None:
+        self.live: dict[int, str] = {}
+        self.ended: Counter[str] = Counter()
+        self.trained: set[int] = set()
+        self.num_admitted = 0
+        self._limits = limits
+
+    def follow(self, event: LedgerEvent) -> None:
+        """Check one event and take it over."""
+        group, state = int(event.group_id), str(event.state)
+        if state == "generating":
+            if group != self.num_admitted:
+                raise Violation("I3", f"group {group} was admitted after {self.num_admitted} others")
+            self.num_admitted += 1
+            self.live[group] = state
+            return
+        before = self.live.get(group)
+        if before is None:
+            raise Violation("I2", f"group {group} goes to {state}, but it has ended or never was")
+        if state in _UNTRAINED:
+            self._may_end(group, before, event)
+        elif state not in _NEXT[before]:
+            raise Violation("I2", f"group {group} goes from {before} to {state}")
+        if state in _LIVE:
+            self.live[group] = state
+            return
+        del self.live[group]
+        self.ended[state] += 1
+        if state == "trained":
+            if group in self.trained:
+                raise Violation("I5", f"group {group} is trained a second time")
+            self.trained.add(group)
+
+    def _may_end(self, group: int, before: str, event: LedgerEvent) -> None:
+        if event.reason is Reason.STALE and self._limits.on_expiry == "wait":
+            raise Violation("I1", f"group {group} was dropped as stale under on_expiry=wait")
+        if event.reason is Reason.REDUNDANT and self._limits.surplus == 0:
+            raise Violation("I6", f"group {group} was dropped as redundant, but there is no surplus")
+        if before == "training" and event.reason not in _ENDS_TRAINING:
+            raise Violation("I2", f"group {group} ended as {event.state}({event.reason}) while it trained")
+
+
+class CheckedDataflow(Dataflow):
+    """The shipping core, watched. Every report is followed by the checks.
+
+    Attributes:
+        recent: Groups that became ready lately; faults report them again.
+    """
+
+    def __init__(self, limits: FlowLimits, rules: GroupRules, world: World, every: int, version: int = 0) -> None:
+        super().__init__(limits, rules, version)
+        self.model = LedgerModel(limits)
+        self.ledger.sink = self._on_ledger
+        self._world = world
+        self._every = every
+        self._events = 0
+        self.recent: deque[GroupRef] = deque(maxlen=RECENT)
+
+    def _on_ledger(self, event: JournalEntry) -> None:
+        if isinstance(event, VersionMark):
+            self._world.note(f"version {event.version}")
+            return
+        self._world.note(f"group {event.group_id} {event.state} {event.reason or ''}")
+        self.model.follow(event)
+
+    def member_at(self, group_id: GroupId, member: int, version: int) -> None:
+        super().member_at(group_id, member, version)
+        self._world.note(f"member {group_id}/{member} at v{version}")
+
+    def generated(self, group_id: GroupId) -> None:
+        super().generated(group_id)
+        self.check()
+
+    def ready(self, group: GroupRef) -> bool:
+        accepted = super().ready(group)
+        if accepted and self.model.live.get(int(group.group_id)) == "ready":
+            self._check_group(group)
+            self.recent.append(group)
+        self.check()
+        return accepted
+
+    def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
+        super().end(group_id, state, reason)
+        self.check()
+
+    def close_batch(self) -> tuple[GroupRef, ...] | None:
+        batch = super().close_batch()
+        if batch is not None:
+            self._check_batch(batch)
+            self._world.note(f"batch at v{self.version}: {[int(group.group_id) for group in batch]}")
+        self.check()
+        return batch
+
+    def advance(self, version: int) -> None:
+        super().advance(version)
+        self.check()
+
+    def skip(self, reason: Reason = Reason.BAD_STEP) -> None:
+        super().skip(reason)
+        self.check()
+
+    def check(self) -> None:
+        """What must hold after every event; every so often also of each live group."""
+        model, counts = self.model, self.ledger.counts()
+        ended = (counts.trained, counts.dropped, counts.filtered, counts.failed)
+        expected = tuple(model.ended[state] for state in ("trained", "dropped", "filtered", "failed"))
+        if (counts.admitted, counts.live, ended) != (model.num_admitted, len(model.live), expected):
+            raise Violation("I3", f"the ledger says {counts}, what happened is {expected} with {len(model.live)} live")
+        limits = self.limits
+        if counts.live > limits.window:
+            raise Violation("I6", f"{counts.live} groups live, the window is {limits.window}")
+        free = min(
+            limits.window - counts.live,
+            limits.total_steps * limits.batch_groups + limits.surplus - (counts.admitted - sum(expected[1:])),
+        )
+        if limits.surplus == 0 and self.free_credits != free:
+            raise Violation("I6", f"{self.free_credits} free credits, but {free} are: a credit leaked or was made up")
+        if not 0 <= self.free_credits <= max(free, 0):
+            raise Violation("I6", f"{self.free_credits} free credits, at most {free} can be")
+        self._events += 1
+        if self._events % self._every == 0:
+            self.check_live()
+
+    def check_live(self) -> None:
+        """Compare every live group. O(live)."""
+        live = {int(record.group_id): str(record.state) for record in self.ledger.live()}
+        if live != self.model.live:
+            differing = dict(set(live.items()) ^ set(self.model.live.items()))
+            raise Violation("I2", f"live groups differ from what happened: {differing}")
+        ready = sum(state == "ready" for state in live.values())
+        if self.num_ready != ready:
+            raise Violation("I2", f"{self.num_ready} groups wait to train, {ready} are in state ready")
+
+    def check_end(self) -> None:
+        """Nothing lives after the end (I3), and what was to be trained was."""
+        counts, limits = self.ledger.counts(), self.limits
+        if counts.live or counts.trained != limits.total_steps * limits.batch_groups:
+            raise Violation("I3", f"the run ended with {counts}")
+
+    def _check_group(self, group: GroupRef) -> None:
+        payload = group.handle
+        assert isinstance(payload, GroupPayload)
+        if len(payload.trajectories) < self.rules.min_group_size or len(group.spans) != len(payload.trajectories):
+            raise Violation("I2", f"group {group.group_id} is ready with {len(payload.trajectories)} members")
+        if [member.spans for member in payload.trajectories] != list(group.spans):
+            raise Violation("I4", f"group {group.group_id} reports other spans than its payload holds")
+        for member in payload.trajectories:
+            check_trajectory(member, self._world)
+
+    def _check_batch(self, batch: Sequence[GroupRef]) -> None:
+        groups = [int(group.group_id) for group in batch]
+        if len(groups) != self.limits.batch_groups or len(set(groups)) != len(groups):
+            raise Violation("I5", f"a batch of {self.limits.batch_groups} closed with groups {groups}")
+        for group in batch:
+            if int(group.group_id) in self.model.trained:
+                raise Violation("I5", f"group {group.group_id} goes into a second batch")
+            if self.model.live.get(int(group.group_id)) != "training":
+                raise Violation("I2", f"group {group.group_id} is in a batch and not in training")
+
+
+def check_trajectory(trajectory: Trajectory, world: World) -> None:
+    """I4, I7 and the reward of one trajectory against the truth in its ids."""
+    name = trajectory.trajectory_id
+    sampled = trajectory.token_ids[trajectory.loss_mask]
+    if (sampled < 0).any() or (trajectory.token_ids[~trajectory.loss_mask] >= 0).any():
+        raise Violation("I7", f"{name}: the loss mask is not exactly on the sampled tokens")
+    truth = (sampled >> POSITION_BITS) - 1
+    if (np.diff(truth) < 0).any():
+        raise Violation("I4", f"{name}: an older version sampled after a newer one: {trajectory.spans}")
+    if not np.array_equal(truth, versions_per_token(trajectory.spans)):
+        raise Violation("I4", f"{name}: labelled {trajectory.spans}, sampled by {np.unique(truth)}")
+    task, member = task_of(int(trajectory.token_ids[0])), member_of(name)
+    if len(sampled) != min(world.lengths.length(task, member), world.lengths.max_length):
+        raise Violation("I4", f"{name}: {len(sampled)} tokens, not {world.lengths.length(task, member)}")
+    if not np.array_equal(sampled & ((1 << POSITION_BITS) - 1), np.arange(len(sampled)) % (1 << POSITION_BITS)):
+        raise Violation("I4", f"{name}: tokens are missing, repeated or out of order")
+    if trajectory.reward != true_reward(task, member):
+        raise Violation("failure as data", f"{name}: reward {trajectory.reward}, the reward said otherwise")
+
+
+def check_step(batch: Sequence[GroupRef], weights: Sequence[np.ndarray], version: int, max_staleness: int) -> None:
+    """I1, I7 and I9 of one optimizer step.
+
+    Args:
+        batch: The groups trained.
+        weights: Per trajectory `[T] float64`, each token's share of the loss of the whole step.
+        version: Of the trainer before the step.
+        max_staleness: η.
+    """
+    members = [member for group in batch for member in group.handle.trajectories]
+    total, token_shares = 0.0, []
+    for member, shares in zip(members, weights, strict=True):
+        weighted = member.token_ids[shares != 0]
+        if (weighted < 0).any():
+            raise Violation("I7", f"{member.trajectory_id}: a token nobody sampled carries loss weight")
+        oldest = int((weighted >> POSITION_BITS).min()) - 1 if len(weighted) else version
+        if version - oldest > max_staleness:
+            raise Violation(
+                "I1", f"{member.trajectory_id} trains v{oldest} at v{version}, max_staleness {max_staleness}"
+            )
+        total += float(shares.sum())
+        token_shares.append(shares[shares != 0])
+    if np.ptp(np.concatenate(token_shares)) > 1e-12:
+        raise Violation("I9", "tokens of one step have different shares of its loss: more than one normaliser")
+    if abs(total - 1.0) > 1e-9:
+        raise Violation("I9", f"the loss weights of a step sum to {total}, not 1")

@@ -1,0 +1,174 @@
+"""What is simulated: `penstock simulate KEY=VALUE ...`. Costs are stated in real tokens, real bytes and real seconds.
+
+The defaults are the arithmetic of a 7-B model in bfloat16 on an 80-GiB GPU, not a fit: a decode step reads 14 GB of
+weights (4.2 ms at 3.35 TB/s, 5 ms with overhead) and per sequence about 0.24 GB of KV at 4 k tokens (0.07 ms, 0.1 ms
+with overhead); a token prefills in 2 · 7e9 FLOP at 500 TFLOP/s = 28 µs.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.simulator.lengths import LengthProfile, Shape
+from penstock.weights.config import UpdateMode
+
+
+class FaultLevel(StrEnum):
+    """How much goes wrong."""
+
+    NONE = "none"
+    LIGHT = "light"
+    HEAVY = "heavy"
+
+
+PROFILES: dict[str, LengthProfile] = {
+    "constant": LengthProfile("constant", 512, 0.0, 4096),
+    "short": LengthProfile("lognormal", 256, 0.5, 2048),
+    "longtail": LengthProfile("lognormal", 4096, 1.0, 32768),
+    "exponential": LengthProfile("exponential", 2048, 0.0, 32768),
+}
+"""Named length profiles; `sigma`, `mean_tokens` and `cap_tokens` override them one by one."""
+
+
+class SimulationConfig(BaseModel):
+    """Everything one simulated run needs.
+
+    Attributes:
+        profile: Named length profile.
+        shape: Shape of the distribution, if not the profile's.
+        sigma: σ of the lognormal, if not the profile's.
+        mean_tokens: Mean response length in tokens, if not the profile's.
+        cap_tokens: Longest response in tokens, if not the profile's.
+        prompt_tokens: Prompt length, tokens.
+        grain: Real tokens that one simulated token stands for; the speed of the simulation and the resolution of spans.
+        engines: Simulated engines.
+        slots: Requests one engine decodes at once.
+        kv_tokens: KV-cache capacity of one engine, tokens.
+        trainer_devices: Devices the trainer computes on.
+        colocated: Trainer and engines share the devices and take turns (needs eta=0).
+        decode_base_s: Seconds of a decode step with an empty batch: reading the weights.
+        decode_per_sequence_s: Seconds that each running sequence adds to a decode step.
+        prefill_s_per_token: Seconds to prefill one prompt token; decoding stands still meanwhile.
+        engine_speeds: Relative speed per engine, repeated over the engines.
+        train_s_per_token: Device-seconds to train one token.
+        train_fixed_s: Seconds of a training step that do not depend on its size.
+        weight_bytes: Bytes of a published version.
+        publish_bytes_per_s: Bandwidth to one engine.
+        swap_s: Seconds an engine stands still to swap weights that have arrived.
+        routing: Which engine a request goes to.
+        update_mode: How weights reach engines that generate.
+        reward_mean_s: Mean latency of a reward, seconds; exponential.
+        reward_workers: Rewards computed at once.
+        steps: Batches trained.
+        batch: B, groups per batch.
+        group_size: Trajectories per group.
+        eta: η, max_staleness, versions.
+        on_expiry: What happens to groups that would become too old.
+        surplus: Redundant groups beyond the credits.
+        max_retries: Retries of one trajectory.
+        faults: How much goes wrong.
+        eval_every: Steps between evaluations beside training; 0 is never.
+        check_every: Events between two checks of every live group; the cheap checks run after each event.
+        batch_timeout_s: Longest wait for a batch, virtual seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    profile: Literal["constant", "short", "longtail", "exponential"] = "longtail"
+    shape: Shape | None = None
+    sigma: float | None = Field(default=None, ge=0, le=3)
+    mean_tokens: float | None = Field(default=None, gt=0)
+    cap_tokens: int | None = Field(default=None, ge=1)
+    prompt_tokens: int = Field(default=256, ge=1)
+    grain: int = Field(default=16, ge=1)
+    engines: int = Field(default=4, ge=1)
+    slots: int = Field(default=16, ge=1)
+    kv_tokens: int = Field(default=600_000, ge=1)
+    trainer_devices: int = Field(default=1, ge=1)
+    colocated: bool = False
+    decode_base_s: float = Field(default=5e-3, ge=0)
+    decode_per_sequence_s: float = Field(default=1e-4, ge=0)
+    prefill_s_per_token: float = Field(default=28e-6, ge=0)
+    engine_speeds: tuple[float, ...] = (1.0,)
+    train_s_per_token: float = Field(default=100e-6, gt=0)
+    train_fixed_s: float = Field(default=0.5, gt=0)
+    weight_bytes: int = Field(default=14_000_000_000, ge=0)
+    publish_bytes_per_s: float = Field(default=25e9, gt=0)
+    swap_s: float = Field(default=0.1, ge=0)
+    routing: Literal["prefix_aware", "least_loaded"] = "prefix_aware"
+    update_mode: UpdateMode = "keep_kv"
+    reward_mean_s: float = Field(default=0.1, ge=0)
+    reward_workers: int = Field(default=64, ge=1)
+    steps: int = Field(default=12, ge=1)
+    batch: int = Field(default=4, ge=1)
+    group_size: int = Field(default=4, ge=2)
+    eta: int = Field(default=2, ge=0)
+    on_expiry: Literal["wait", "trim", "drop"] = "wait"
+    surplus: int = Field(default=0, ge=0)
+    max_retries: int = Field(default=4, ge=0)
+    faults: FaultLevel = FaultLevel.NONE
+    eval_every: int = Field(default=0, ge=0)
+    check_every: int = Field(default=64, ge=1)
+    batch_timeout_s: float = Field(default=36_000.0, gt=0)
+
+    @property
+    def lengths(self) -> LengthProfile:
+        """The profile with what was overridden."""
+        base = PROFILES[self.profile]
+        return LengthProfile(
+            shape=self.shape or base.shape,
+            mean=base.mean if self.mean_tokens is None else self.mean_tokens,
+            sigma=base.sigma if self.sigma is None else self.sigma,
+            cap=base.cap if self.cap_tokens is None else self.cap_tokens,
+        )
+
+
+def parse_simulation(overrides: list[str]) -> SimulationConfig:
+    """`KEY=VALUE` words to a configuration; `pools=ENGINESxSLOTS+TRAINER_DEVICES` sets three keys at once.
+
+    Raises:
+        ConfigError: With everything that is wrong.
+    """
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            problems.append(f"simulate: {override!r} is not KEY=VALUE. Write e.g. eta=2.")
+        elif key == "pools":
+            values.update(_pools(value, problems))
+        elif key == "engine_speeds":
+            values[key] = tuple(value.strip("[]()").split(","))
+        elif key not in SimulationConfig.model_fields:
+            near = get_close_matches(key, [*SimulationConfig.model_fields, "pools", "compare"], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            problems.append(f"{key}: unknown key.{hint} Keys: {', '.join(SimulationConfig.model_fields)}, pools.")
+        else:
+            values[key] = value
+    try:
+        config = SimulationConfig.model_validate(values)
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, e['loc']))}={e['input']}: {e['msg']}." for e in error.errors()]
+    if problems:
+        raise ConfigError(problems)
+    if config.colocated and config.eta:
+        raise ConfigError([f"colocated=true with eta={config.eta}: taking turns is synchronous. Set eta=0."])
+    return config
+
+
+def _pools(value: str, problems: list[str]) -> dict[str, int]:
+    rollout, _, trainer = value.partition("+")
+    numbers = [*rollout.split("x"), trainer or "1"]
+    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+        problems.append(
+            f"pools={value} is not ENGINESxSLOTS+TRAINER_DEVICES. Write e.g. pools=24x16+8: 24 engines of 16 slots, "
+            "8 devices that train."
+        )
+        return {}
+    engines, slots, devices = map(int, numbers)
+    return {"engines": engines, "slots": slots, "trainer_devices": devices}

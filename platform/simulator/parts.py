@@ -1,0 +1,215 @@
+"""The simulated parts beside the engines: tasks, tokenizer, rewards, trainer, payload store, trajectory table."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ports import Score, StepReport, WeightManifest
+from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
+from penstock.dataflow.versions import versions_per_token
+from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.simulator.checks import check_step
+from penstock.platform.simulator.world import World, member_of, prompt_ids, task_of, true_reward
+from penstock.rollout.tokenizers import TokenCodec
+
+EVALUATION_TASKS = 1_000_000
+"""Evaluation tasks are numbered from here, away from those that train."""
+
+
+def training_tasks() -> Iterator[Task]:
+    """Endless; the task's number is all there is to it."""
+    return (make_task(number) for number in itertools.count())
+
+
+def held_out_tasks(count: int) -> list[Task]:
+    return [make_task(EVALUATION_TASKS + number) for number in range(count)]
+
+
+def make_task(number: int) -> Task:
+    return Task(TaskId(f"simulated/{number}"), str(number))
+
+
+class SimulatedCodec(TokenCodec):
+    """A prompt is its task's number, repeated; answers have no text."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.stop_token_ids = (0,)
+        self._prompt_tokens = prompt_tokens
+        self._newest: dict[str, tuple[int, ...]] = {}
+
+    def encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> tuple[int, ...]:
+        assert isinstance(prompt, str)
+        ids = self._newest.get(prompt)
+        if ids is None:
+            if len(self._newest) > 1024:
+                self._newest.clear()
+            ids = self._newest[prompt] = prompt_ids(int(prompt), self._prompt_tokens)
+        return ids
+
+    def decode(self, _token_ids: Iterable[int]) -> str:
+        return ""
+
+
+class SimulatedStore:
+    """A payload is its own handle."""
+
+    async def put(self, payload: GroupPayload) -> GroupPayload:
+        return payload
+
+
+class NoTable(TrajectoryTable):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def write_step(
+        self,
+        step: int,  # noqa: ARG002
+        trajectories: Sequence[Trajectory],  # noqa: ARG002
+        *,
+        version: int,  # noqa: ARG002
+        advantages: Mapping[TrajectoryId, float] | None = None,  # noqa: ARG002
+    ) -> Path:
+        return Path()
+
+
+@dataclass(slots=True)
+class RewardFaults:
+    """Probability of each, per call; a hang costs `timeout_s`, as the killable worker process makes it."""
+
+    raises: float = 0.0
+    hangs: float = 0.0
+    timeout_s: float = 30.0
+
+
+class SimulatedRewards:
+    """`RewardWorker`: latency by an exponential distribution, and failures that are data."""
+
+    def __init__(self, world: World, mean_s: float, workers: int) -> None:
+        self.faults = RewardFaults()
+        self._world = world
+        self._mean_s = mean_s
+        self._free = asyncio.Semaphore(workers)
+        self._rng = world.rng("rewards")
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        draw, faults = self._rng.random(), self.faults
+        async with self._free:
+            if draw < faults.hangs:
+                self._world.faults["reward hang"] += 1
+                await asyncio.sleep(faults.timeout_s)
+                raise TrajectoryError("reward", f"{task.task_id}: no score within {faults.timeout_s:.0f} s")
+            if self._mean_s:
+                await asyncio.sleep(self._rng.expovariate(1 / self._mean_s))
+            if draw < faults.hangs + faults.raises:
+                self._world.faults["reward exception"] += 1
+                raise TrajectoryError("reward", f"{task.task_id}: ValueError: planted")
+        return Score(true_reward(task_of(int(trajectory.token_ids[0])), member_of(trajectory.trajectory_id)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCost:
+    """Seconds of a step: `fixed_s + tokens · per_token_s ÷ devices`; of writing a version: `export_s`."""
+
+    fixed_s: float
+    per_token_s: float
+    devices: int
+    export_s: float
+    weight_bytes: int
+
+    def step_s(self, num_tokens: int) -> float:
+        return self.fixed_s + num_tokens * self.per_token_s / self.devices
+
+
+@dataclass(slots=True)
+class Trained:
+    """What was trained, for the comparisons.
+
+    Attributes:
+        lengths: Sampled tokens per trajectory.
+        trimmed_tokens: Sampled tokens that carried no loss weight.
+        steps: (virtual time, step seconds, tokens) per step taken.
+    """
+
+    tasks: set[int] = field(default_factory=set)
+    lengths: list[int] = field(default_factory=list)
+    trimmed_tokens: int = 0
+    max_staleness: int = 0
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+
+
+class SimulatedTrainer:
+    """`TrainerGroup`, and the export that the publisher asks for.
+
+    Attributes:
+        crash_rate: Probability that a step is lost.
+    """
+
+    def __init__(self, world: World, cost: TrainerCost, max_staleness: int, *, is_checked: bool) -> None:
+        self.node_id = "simulated"
+        self.crash_rate = 0.0
+        self.trained = Trained()
+        self._world = world
+        self._cost = cost
+        self._max_staleness = max_staleness
+        self._is_checked = is_checked
+        self._version = 0
+        self._rng = world.rng("trainer")
+
+    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
+        groups = [group async for group in batch]
+        num_tokens = sum(group.num_tokens for group in groups)
+        step_s = self._cost.step_s(num_tokens)
+        if self._is_checked:
+            check_step(groups, self.loss_weights(groups), self._version, self._max_staleness)
+        if self._rng.random() < self.crash_rate:
+            self._world.faults["trainer crash"] += 1
+            self._world.note(f"trainer lost the step at v{self._version}")
+            await asyncio.sleep(step_s * self._rng.random())
+            return StepReport(self._version, skipped=True, metrics={}, busy_s=step_s)
+        await asyncio.sleep(step_s)
+        self._account(groups, step_s, num_tokens)
+        self._version += 1
+        return StepReport(self._version, skipped=False, metrics={}, busy_s=step_s)
+
+    async def save(self, path: str) -> None:
+        """Nothing is written."""
+
+    async def export(self, version: int) -> WeightManifest:
+        await asyncio.sleep(self._cost.export_s)
+        return WeightManifest(version, "simulated", (), self._cost.weight_bytes, checksum=version * 31 + 7)
+
+    def read_back(self, _manifest: WeightManifest) -> None:
+        return None
+
+    def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
+        """Each token's share of the step's loss: its mask over the number of trained tokens of the whole batch."""
+        masks = [token_mask(member, group.min_version) for group in groups for member in group.handle.trajectories]
+        normaliser = sum(mask.sum() for mask in masks)
+        return [mask / max(normaliser, 1.0) for mask in masks]
+
+    def _account(self, groups: Sequence[GroupRef], step_s: float, num_tokens: int) -> None:
+        trained = self.trained
+        trained.steps.append((asyncio.get_running_loop().time(), step_s, num_tokens))
+        for group in groups:
+            trained.max_staleness = max(trained.max_staleness, group.staleness(self._version))
+            trained.trimmed_tokens += group.num_trimmed_tokens
+            trained.tasks.add(task_of(int(group.handle.trajectories[0].token_ids[0])))
+            trained.lengths += [member.num_sampled_tokens for member in group.handle.trajectories]
+
+
+def token_mask(trajectory: Trajectory, min_version: int) -> np.ndarray:
+    """`[T] float64`: 1 on sampled tokens that are not trimmed."""
+    mask = trajectory.loss_mask.astype(np.float64)
+    if trajectory.oldest_version < min_version:
+        mask[trajectory.loss_mask] = versions_per_token(trajectory.spans) >= min_version
+    return mask

@@ -1,0 +1,287 @@
+"""One simulated run: the shipping loop, flow, core, pool, runner, evaluator and publisher over simulated ports.
+
+Nothing of the platform is replaced but its ports; what is simulated is what ships.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.filters import FilterChain
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ledger import LedgerCounts
+from penstock.dataflow.ports import PublishReport, SamplingParams, WeightManifest
+from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
+from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.platform import controller
+from penstock.platform.colocation import TakesTurns
+from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.evaluation import Evaluator
+from penstock.platform.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.run import Parts, Run
+from penstock.platform.simulator.checks import CheckedDataflow
+from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
+from penstock.platform.simulator.decoding import Counters
+from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
+from penstock.platform.simulator.lengths import LengthTable
+from penstock.platform.simulator.parts import (
+    SimulatedCodec,
+    SimulatedRewards,
+    SimulatedStore,
+    SimulatedTrainer,
+    Trained,
+    held_out_tasks,
+    training_tasks,
+)
+from penstock.platform.simulator.quiet_run import HELD_OUT_TASKS, instruments, run_config
+from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
+from penstock.platform.simulator.world import Trace, Violation, World
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.routing import LeastLoaded, PrefixAware
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.weights.config import WeightsConfig
+
+SILENCE_S = 120.0
+PUBLISH_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 36_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """Classes that a planted bug replaces (tests/simulation/test_mutants.py)."""
+
+    core: type[CheckedDataflow] = CheckedDataflow
+    flow: type[Flow] = Flow
+    engine: type[SimulatedEngine] = SimulatedEngine
+    trainer: type[SimulatedTrainer] = SimulatedTrainer
+    runner: type[TrajectoryRunner] = TrajectoryRunner
+    pool: type[EnginePool] = EnginePool
+    publisher: type[ActorWeightPublisher] = ActorWeightPublisher
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one simulated run came to.
+
+    Attributes:
+        violation: The invariant that broke, or the error that stopped the run; None if it completed.
+        virtual_s: Length of the run in virtual seconds; `train_s` of it from the first admission to the last publish.
+        engines: Counters summed over the engines.
+    """
+
+    seed: int
+    violation: str | None
+    trace_hash: str
+    tail: list[str]
+    virtual_s: float
+    train_s: float
+    counts: LedgerCounts | None
+    trained: Trained
+    engines: Counters
+    faults: Counter[str]
+    ignored: int
+    num_callbacks: int
+    max_staleness: int = 0
+    tokens_generated: int = 0
+
+
+class WatchedPublisher:
+    """The shipping publisher; tells the world what is published (I8).
+
+    Attributes:
+        is_publishing: Held during a publish; an engine that comes back waits for its end.
+    """
+
+    def __init__(self, publisher: ActorWeightPublisher, world: World) -> None:
+        self.is_publishing = asyncio.Lock()
+        self._publisher = publisher
+        self._world = world
+
+    async def publish(self, version: int) -> PublishReport:
+        async with self.is_publishing:
+            report = await self._publisher.publish(version)
+        self._world.published = version
+        self._world.note(f"published v{version} to {len(report.acks)} engines")
+        return report
+
+    async def catch_up(self, engine: SimulatedEngine) -> None:
+        """Give a restarted engine the version that is published, between two publishes."""
+        async with self.is_publishing:
+            version = self._world.published
+            await engine.update_weights(WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7))
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A run that is put together inside its virtual-time loop."""
+
+    config: SimulationConfig
+    seed: int
+    seams: Seams = field(default_factory=Seams)
+    is_checked: bool = True
+    world: World = field(init=False)
+    engines: list[SimulatedEngine] = field(default_factory=list)
+    trainer: SimulatedTrainer | None = None
+    core: Dataflow | None = None
+    run: Run | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain)
+        trace = Trace() if self.is_checked else None
+        self.world = World(lengths, math.ceil(config.prompt_tokens / config.grain), self.seed, trace)
+
+    async def main(self) -> None:
+        """Assemble and train."""
+        config, world = self.config, self.world
+        cost = engine_cost(config)
+        speeds = config.engine_speeds
+        self.engines = [
+            self.seams.engine(EngineId(f"engine-{index}"), cost, world, speeds[index % len(speeds)])
+            for index in range(config.engines)
+        ]
+        policy = PrefixAware(self.seed) if config.routing == "prefix_aware" else LeastLoaded(self.seed)
+        pool = self.seams.pool(self.engines, config.slots, self.seed, policy=policy)
+        runner = self.seams.runner(pool, SimulatedCodec(world.prompt_tokens), SILENCE_S)
+        rewards = SimulatedRewards(world, config.reward_mean_s, config.reward_workers)
+        self.trainer = self.seams.trainer(world, trainer_cost(config), config.eta, is_checked=self.is_checked)
+        self.core = core = self._make_core()
+        ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
+
+        def make_flow(stats: FlowStats) -> Flow:
+            line = TaskLine([TaskStream("", training_tasks())], core.limits.window, config.group_size)
+            options = FlowOptions(config.batch_timeout_s)
+            return self.seams.flow(core, line, FilterChain([], 1_000_000), ports, stats, options)
+
+        publisher = WatchedPublisher(self._make_publisher(pool), world)
+        parts = Parts(
+            trainer=TakesTurns(self.trainer, self.engines, pool) if config.colocated else self.trainer,
+            publisher=publisher,
+            evaluator=Evaluator(runner, rewards, world.lengths.max_length),
+            held_out=held_out_tasks(HELD_OUT_TASKS),
+            make_flow=make_flow,
+            monitor=EngineMonitor(pool),
+        )
+        self.run = Run(run_config(config), parts, instruments())
+        await self._train(Targets(self.engines, pool, rewards, self.trainer, publisher.catch_up))
+
+    async def _train(self, targets: Targets) -> None:
+        assert self.run is not None
+        rates = RATES.get(self.config.faults)
+        if rates is None:
+            await self._run_loop(self.run)
+            return
+        injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
+        injector.arm()
+        assert isinstance(self.core, CheckedDataflow)
+        trouble = asyncio.create_task(injector.run(self.core), name="faults")
+        training = asyncio.create_task(self._run_loop(self.run), name="controller")
+        try:
+            await asyncio.wait({trouble, training}, return_when=asyncio.FIRST_COMPLETED)
+            if trouble.done():
+                trouble.result()
+            await training
+        finally:
+            trouble.cancel()
+            training.cancel()
+            await asyncio.gather(trouble, training, return_exceptions=True)
+
+    async def _run_loop(self, run: Run) -> None:
+        await controller.train(run)
+        if isinstance(self.core, CheckedDataflow):
+            self.core.check_end()
+
+    def _make_core(self) -> Dataflow:
+        config = self.config
+        limits = FlowLimits(
+            config.batch, config.eta, config.steps, config.surplus, ExpiryPolicy(config.on_expiry), max_requeues=3
+        )
+        rules = GroupRules(config.group_size, 2, config.max_retries, config.max_retries)
+        if not self.is_checked:
+            return Dataflow(limits, rules)
+        return self.seams.core(limits, rules, self.world, config.check_every)
+
+    def _make_publisher(self, pool: EnginePool) -> ActorWeightPublisher:
+        weights = WeightsConfig(
+            update_mode=self.config.update_mode, timeout_s=PUBLISH_TIMEOUT_S, drain_timeout_s=DRAIN_TIMEOUT_S
+        )
+        return self.seams.publisher(cast("TrainerClient", self.trainer), pool, weights)
+
+
+def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:
+    """Run one seed to its end. A violation or a failed run is an outcome, not an exception."""
+    simulation = Simulation(config, seed, seams or Seams(), is_checked)
+    loop = VirtualTimeLoop()
+    violation: str | None = None
+    runner_context = asyncio.Runner(loop_factory=lambda: loop)
+    with rare_collections(), contextlib.suppress(DeadlockError), runner_context as runner:
+        try:
+            runner.run(simulation.main())
+        except (Violation, BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
+            violation = describe(error)
+    return outcome_of(simulation, loop, violation)
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely: with 10,000 live groups the collector took a quarter of the time and found nothing."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def describe(error: BaseException) -> str:
+    """One line: what broke, and for unexpected errors where."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause: BaseException | None = error
+    while cause is not None:
+        error, cause = (cause if isinstance(cause, Violation) else error), cause.__context__
+    if isinstance(error, Violation):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{where}: {error}"
+
+
+def outcome_of(simulation: Simulation, loop: VirtualTimeLoop, violation: str | None) -> Outcome:
+    """Gather what is known after the end."""
+    total = Counters()
+    for engine in simulation.engines:
+        total.add(engine.counters)
+    world, run = simulation.world, simulation.run
+    core, trained = simulation.core, simulation.trainer.trained if simulation.trainer else Trained()
+    return Outcome(
+        seed=simulation.seed,
+        violation=violation,
+        trace_hash=world.trace.digest if world.trace else "",
+        tail=list(world.trace.tail) if world.trace else [],
+        virtual_s=loop.time(),
+        train_s=trained.steps[-1][0] if trained.steps else 0.0,
+        counts=core.ledger.counts() if core and violation is None else None,
+        trained=trained,
+        engines=total,
+        faults=world.faults,
+        ignored=core.ignored.total() if core else 0,
+        num_callbacks=loop.num_callbacks,
+        max_staleness=run.stats.total.max_versions if run else 0,
+        tokens_generated=run.stats.tokens_generated if run else 0,
+    )

@@ -1,0 +1,167 @@
+"""Many seeds of one simulation, summed up: violations with the command that replays them, speed, bias."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.platform.simulator.config import FaultLevel, SimulationConfig
+from penstock.platform.simulator.lengths import LengthTable
+from penstock.platform.simulator.simulation import Outcome, Seams, simulate
+
+MAX_LISTED = 20
+
+
+@dataclass(slots=True)
+class Bias:
+    """What training saw of the lengths that were there.
+
+    Attributes:
+        trained: Lengths of trained trajectories, simulated tokens.
+        population: Lengths of all trajectories of the tasks up to the last one trained.
+    """
+
+    trained: list[int] = field(default_factory=list)
+    population: list[int] = field(default_factory=list)
+
+    def add(self, outcome: Outcome, config: SimulationConfig) -> None:
+        if not outcome.trained.tasks:
+            return
+        table = LengthTable(config.lengths, config.group_size, outcome.seed, config.grain)
+        self.trained += outcome.trained.lengths
+        for task in range(max(outcome.trained.tasks) + 1):
+            self.population += table.group(task)
+
+    @property
+    def length_bias(self) -> float | None:
+        """Mean trained length ÷ mean of the population; 1 is unbiased."""
+        return float(np.mean(self.trained) / np.mean(self.population)) if self.trained else None
+
+    @property
+    def kept_p99(self) -> float | None:
+        """How often the longest percent is trained, relative to all others; 1 is unbiased."""
+        if not self.trained:
+            return None
+        trained, population = np.array(self.trained), np.array(self.population)
+        limit = np.quantile(population, 0.99, method="lower")
+        longest = population >= limit if limit == population.max() else population > limit
+        kept = trained >= limit if limit == population.max() else trained > limit
+        return float((kept.sum() / longest.sum()) / (len(trained) / len(population)))
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Totals over the seeds run so far."""
+
+    config: SimulationConfig
+    seeds: int = 0
+    failing: list[tuple[int, str]] = field(default_factory=list)
+    groups: int = 0
+    trajectories: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    ignored_reports: int = 0
+    max_staleness_seen: int = 0
+    trained_tokens: int = 0
+    trimmed_tokens: int = 0
+    sampled_tokens: int = 0
+    virtual_s: float = 0.0
+    busy_share: list[float] = field(default_factory=list)
+    bias: Bias = field(default_factory=Bias)
+    hashes: list[str] = field(default_factory=list)
+
+    def add(self, outcome: Outcome) -> None:
+        """Take one seed in."""
+        self.seeds += 1
+        self.hashes.append(outcome.trace_hash)
+        self.faults += outcome.faults
+        if outcome.violation is not None:
+            self.failing.append((outcome.seed, outcome.violation))
+            return
+        assert outcome.counts is not None, "a run that completed has counts"
+        counts = asdict(outcome.counts)
+        self.groups += counts["trained"]
+        self.ended += Counter({name: counts[name] for name in ("admitted", "trained", "dropped", "filtered", "failed")})
+        self.trajectories += len(outcome.trained.lengths)
+        self.ignored_reports += outcome.ignored
+        self.max_staleness_seen = max(self.max_staleness_seen, outcome.trained.max_staleness)
+        self.trained_tokens += sum(outcome.trained.lengths)
+        self.trimmed_tokens += outcome.trained.trimmed_tokens
+        self.sampled_tokens += outcome.engines.tokens
+        self.virtual_s += outcome.train_s
+        self.busy_share.append(outcome.engines.busy_s / max(outcome.virtual_s * self.config.engines, 1e-9))
+        self.bias.add(outcome, self.config)
+
+    @property
+    def groups_per_s(self) -> float:
+        """Trained groups per virtual second."""
+        return self.groups / self.virtual_s if self.virtual_s else 0.0
+
+
+def run_seeds(
+    config: SimulationConfig,
+    seeds: Iterable[int],
+    *,
+    seams: Seams | None = None,
+    on_seed: Callable[[Outcome], None] = lambda _outcome: None,
+) -> Sweep:
+    """Simulate every seed, checked."""
+    sweep = Sweep(config)
+    for seed in seeds:
+        outcome = simulate(config, seed, seams)
+        sweep.add(outcome)
+        on_seed(outcome)
+    return sweep
+
+
+def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any]:
+    """The JSON object that `penstock simulate` prints last."""
+    config = sweep.config
+    first = sweep.failing[0] if sweep.failing else None
+    return {
+        "seeds": sweep.seeds,
+        "violations": len(sweep.failing),
+        "first_failing_seed": first[0] if first else None,
+        "first_violation": first[1] if first else None,
+        "replay": replay_command(overrides, first[0]) if first else None,
+        "groups": sweep.groups,
+        "trajectories": sweep.trajectories,
+        "ended": dict(sweep.ended),
+        "faults": dict(sorted(sweep.faults.items())),
+        "ignored_reports": sweep.ignored_reports,
+        "max_staleness": config.eta,
+        "max_staleness_seen": sweep.max_staleness_seen,
+        "throughput_ratio": rounded(throughput_ratio(sweep)),
+        "throughput_baseline": "eta=0 without faults, same pools, first seed",
+        "length_bias": rounded(sweep.bias.length_bias),
+        "kept_p99": rounded(sweep.bias.kept_p99),
+        "trimmed_token_share": rounded(sweep.trimmed_tokens / max(sweep.trained_tokens, 1)),
+        "engine_busy_share": rounded(float(np.mean(sweep.busy_share)) if sweep.busy_share else None),
+        "virtual_s": rounded(sweep.virtual_s),
+        "trace_hash": sweep.hashes[0] if len(sweep.hashes) == 1 else None,
+        "wall_s": rounded(time.monotonic() - started),
+    }
+
+
+def throughput_ratio(sweep: Sweep) -> float | None:
+    """Trained groups per second over those of the synchronous run on the same devices, without faults."""
+    if not sweep.groups:
+        return None
+    changes = {"eta": 0, "faults": FaultLevel.NONE, "surplus": 0, "on_expiry": "wait"}
+    baseline = simulate(sweep.config.model_copy(update=changes), seed=0, is_checked=False)
+    synchronous = len(baseline.trained.steps) * sweep.config.batch / baseline.train_s
+    return sweep.groups_per_s / synchronous
+
+
+def replay_command(overrides: list[str], seed: int) -> str:
+    """What to type to see one seed again."""
+    return " ".join(["penstock simulate", *overrides, f"--seeds {seed}:{seed + 1} --trace"])
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,143 @@
+"""What every simulated part of one run shares: lengths, the truth about tokens, the trace, the violations.
+
+The truth travels in the token ids, so it survives retries, resumes and every copy the platform makes:
+
+    sampled token:  ((version + 1) << 12) | (position mod 4096)   > 0
+    prompt token:   −1 − task                                     < 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import TokenDelta
+from penstock.dataflow.versions import Spans
+from penstock.platform.simulator.lengths import LengthTable
+from penstock.platform.simulator.stream import TokenStream
+
+POSITION_BITS = 12
+_POSITIONS = 1 << POSITION_BITS
+TAIL_EVENTS = 40
+
+
+class Violation(BaseException):
+    """An invariant does not hold. Not an `Exception`: nothing in the platform may swallow it.
+
+    Attributes:
+        invariant: `I1` to `I9`, or what else was broken.
+    """
+
+    def __init__(self, invariant: str, what: str) -> None:
+        self.invariant = invariant
+        super().__init__(f"{invariant}: {what}")
+
+
+class Trace:
+    """The events of a run as one running hash, and its tail for people."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.tail: deque[str] = deque(maxlen=TAIL_EVENTS)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._is_open = True
+
+    def add(self, now_s: float, event: str) -> None:
+        """Record one event."""
+        if self._is_open:
+            line = f"{now_s:.6f} {event}"
+            self.num_events += 1
+            self.tail.append(line)
+            self._hash.update(line.encode())
+
+    def close(self) -> None:
+        """What follows is clearing up."""
+        self._is_open = False
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+Deliver = Callable[[TokenStream, TokenDelta], None]
+
+
+@dataclass(slots=True)
+class World:
+    """One simulated run.
+
+    Attributes:
+        lengths: Response lengths by task and member.
+        prompt_tokens: Length of every prompt, simulated tokens.
+        seed: Decides everything.
+        published: Version whose publish finished last; -1 before the first.
+        faults: What was planted so far, by name.
+        deliver: How deltas reach the platform; faults replace it.
+    """
+
+    lengths: LengthTable
+    prompt_tokens: int
+    seed: int
+    trace: Trace | None = None
+    published: int = -1
+    faults: Counter[str] = field(default_factory=Counter)
+    deliver: Deliver = TokenStream.deliver
+
+    def rng(self, purpose: str) -> random.Random:
+        """A stream of randomness of its own, so that one part's draws never shift another's."""
+        return random.Random(f"{self.seed}/{purpose}")
+
+    def note(self, event: str) -> None:
+        """Add an event to the trace."""
+        if self.trace is not None:
+            self.trace.add(asyncio.get_running_loop().time(), event)
+
+    def on_request(self, engine_id: EngineId, version: int) -> None:
+        """I8: nothing is routed to an engine that has not acknowledged what was published."""
+        if version < self.published:
+            raise Violation("I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published")
+
+    def on_tokens(self, engine_id: EngineId, version: int, spans: Spans) -> None:
+        """I8: an engine labels no token with a version it has not acknowledged. I4: labels never decrease."""
+        if spans and spans[-1].version > version:
+            raise Violation("I8", f"{engine_id} has acknowledged v{version} and serves {spans}")
+        if any(left.version > right.version for left, right in itertools.pairwise(spans)):
+            raise Violation("I4", f"{engine_id} stamps decreasing versions {spans}")
+
+
+def sampled_ids(spans: Spans, position: int) -> tuple[int, ...]:
+    """Ids of tokens sampled by `spans`, the first at `position` of its trajectory's sampled tokens."""
+    if len(spans) == 1 and (position % _POSITIONS) + spans[0].num_tokens <= _POSITIONS:
+        first = ((spans[0].version + 1) << POSITION_BITS) | (position % _POSITIONS)
+        return tuple(range(first, first + spans[0].num_tokens))
+    ids: list[int] = []
+    for span in spans:
+        base = (span.version + 1) << POSITION_BITS
+        ids.extend(base | (place % _POSITIONS) for place in range(position, position + span.num_tokens))
+        position += span.num_tokens
+    return tuple(ids)
+
+
+def prompt_ids(task: int, num_tokens: int) -> tuple[int, ...]:
+    return (-1 - task,) * num_tokens
+
+
+def task_of(first_id: int) -> int:
+    """The task a prompt was made from."""
+    return -1 - first_id
+
+
+def member_of(request_id: RequestId | str) -> int:
+    """The member a request or trajectory belongs to: `17/3` or `17/3#42`."""
+    return int(request_id.partition("#")[0].rpartition("/")[2])
+
+
+def true_reward(task: int, member: int) -> float:
+    """What the simulated reward says: never 0, different within a group."""
+    return 0.25 + 0.125 * ((task * 7 + member * 3) % 5)

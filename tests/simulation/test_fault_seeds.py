@@ -1,0 +1,64 @@
+"""The shipping controller under random faults, and the bound over η, policies and tails. Each seed is a bug report."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.platform.simulator.config import parse_simulation
+from penstock.platform.simulator.simulation import simulate
+from penstock.platform.simulator.sweep import replay_command, run_seeds
+
+SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
+
+SEEDS_PER_MODE = 250
+
+
+def clean(overrides: list[str], seeds: range) -> int:
+    """Run seeds; the largest staleness seen. Fails with the command that replays the first violation."""
+    sweep = run_seeds(parse_simulation(overrides), seeds)
+    failing = [f"{violation}\n  {replay_command(overrides, seed)}" for seed, violation in sweep.failing]
+    assert not failing, "\n".join(failing[:3])
+    assert sweep.groups == len(seeds) * sweep.config.steps * sweep.config.batch
+    return sweep.max_staleness_seen
+
+
+@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain", "multi_version"])
+def test_no_invariant_breaks_under_heavy_faults(mode: str) -> None:
+    overrides = [*SMALL, "faults=heavy", f"update_mode={mode}", "eval_every=2"]
+    clean(overrides, range(SEEDS_PER_MODE))
+
+
+@pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
+def test_no_invariant_breaks_under_light_faults_whatever_happens_to_the_late(policy: str) -> None:
+    clean([*SMALL, "faults=light", f"on_expiry={policy}", "eta=1"], range(50))
+
+
+@pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
+@pytest.mark.parametrize("eta", [0, 1, 2, 4, 8])
+def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:
+    small = ["batch=3", "group_size=2", "engines=2", "slots=8", "steps=20", f"eta={eta}", f"on_expiry={policy}"]
+    seen = [clean([*small, f"sigma={sigma}"], range(3)) for sigma in (0.5, 1.0, 1.5)]
+    assert max(seen) <= eta
+
+
+def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
+    config = parse_simulation([*SMALL, "faults=heavy"])
+    first, second, other = simulate(config, 7), simulate(config, 7), simulate(config, 8)
+    assert first.trace_hash == second.trace_hash
+    assert first.num_callbacks == second.num_callbacks
+    assert other.trace_hash != first.trace_hash
+
+
+def test_every_policy_sees_the_same_lengths() -> None:
+    runs = [simulate(parse_simulation([*SMALL, f"eta={eta}"]), 3) for eta in (0, 2)]
+    assert sorted(runs[0].trained.lengths) == sorted(runs[1].trained.lengths)
+
+
+def test_waiting_is_unbiased_and_dropping_is_not() -> None:
+    long_run = ["batch=4", "group_size=4", "engines=2", "slots=16", "steps=60", "sigma=1", "eta=1"]
+    waiting = run_seeds(parse_simulation([*long_run, "on_expiry=wait"]), range(1)).bias
+    dropping = run_seeds(parse_simulation([*long_run, "on_expiry=drop"]), range(1)).bias
+    assert waiting.length_bias == pytest.approx(1.0)
+    assert waiting.kept_p99 == pytest.approx(1.0)
+    assert dropping.length_bias is not None
+    assert dropping.length_bias < 0.98

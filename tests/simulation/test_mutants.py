@@ -1,0 +1,223 @@
+"""Planted bugs: each is one that such systems have had, and each is found by some seed.
+
+A mutant goes between the checks and the shipping code (`class Checked(CheckedDataflow, Mutant)`), or replaces a
+simulated part. The same seeds without a mutant are clean (tests/simulation/test_fault_seeds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.core import Dataflow
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.gate import ConsumptionGate
+from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ledger import GroupState
+from penstock.dataflow.ports import Engine
+from penstock.dataflow.trajectory import GroupRef, Trajectory
+from penstock.dataflow.versions import Span, Spans, num_tokens
+from penstock.platform.flow import Flow
+from penstock.platform.group_run import GroupRun
+from penstock.platform.simulator.checks import CheckedDataflow
+from penstock.platform.simulator.config import parse_simulation
+from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.parts import SimulatedTrainer
+from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.rollout.pool import EnginePool
+
+SEEDS = 12
+SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
+
+
+def checked(mutant: type[Dataflow]) -> Seams:
+    """The core with a bug, under the checks."""
+    return Seams(core=type("Checked", (CheckedDataflow, mutant), {}))
+
+
+class CreditLeaked(Dataflow):
+    """A group that ends untrained keeps its credit."""
+
+    @property
+    def free_credits(self) -> int:
+        return max(0, super().free_credits - self.ledger.counts().returned)
+
+
+class TrainedTwice(Dataflow):
+    """A completion that arrives again after its group was trained goes into the next batch."""
+
+    again: GroupRef | None = None
+
+    def ready(self, group: GroupRef) -> bool:
+        accepted = super().ready(group)
+        if not accepted:
+            self.again = group
+        return accepted
+
+    def close_batch(self) -> tuple[GroupRef, ...] | None:
+        batch = super().close_batch()
+        if batch is None or self.again is None:
+            return batch
+        again, self.again = self.again, None
+        return (again, *batch[1:])
+
+
+class OldestDropped(Dataflow):
+    """A full buffer forgets its oldest group."""
+
+    def ready(self, group: GroupRef) -> bool:
+        if self.num_ready == 3:
+            self._ready.pop(next(iter(self._ready)))
+        return super().ready(group)
+
+
+class AdmittedNotCounted(Dataflow):
+    """Now and then an admission is not counted."""
+
+    def admit(self, task_id: TaskId, **options: Any) -> GroupId:
+        group_id = super().admit(task_id, **options)
+        if group_id % 5 == 4:
+            self.ledger._admitted -= 1
+        return group_id
+
+
+class TerminalOverwritten(Dataflow):
+    """A late report turns a trained group into a failed one."""
+
+    def generated(self, group_id: GroupId) -> None:
+        if self.ledger.get(group_id) is None and self.ledger._ended[GroupState.TRAINED]:
+            self.ledger._ended[GroupState.TRAINED] -= 1
+            self.ledger._ended[GroupState.FAILED] += 1
+        super().generated(group_id)
+
+
+class DispatchNotReported(Dataflow):
+    """A group's deadline counts from its newest member."""
+
+    def member_at(self, group_id: GroupId, member: int, version: int) -> None:
+        for index in range(self.rules.group_size):
+            super().member_at(group_id, index, max(version, self.version))
+
+
+class NoConsumptionGate(Dataflow):
+    """Batches close as soon as enough groups are ready: admission is the only bound."""
+
+    def close_batch(self) -> tuple[GroupRef, ...] | None:
+        if self.num_ready < self.limits.batch_groups:
+            return None
+        for _ in range(self.limits.batch_groups):
+            self._take_next()
+        return tuple(self._in_training)
+
+
+class TrimmedTooLittle(Dataflow):
+    """Tokens one version too old keep their loss weight."""
+
+    def close_batch(self) -> tuple[GroupRef, ...] | None:
+        batch = super().close_batch()
+        return batch and tuple(replace(group, min_version=max(group.min_version - 1, 0)) for group in batch)
+
+
+class StampedLate(SimulatedEngine):
+    """Versions are written down when the tokens are delivered."""
+
+    def stamp(self, spans: Spans) -> Spans:
+        return (Span(self.version, num_tokens(spans)),) if spans else ()
+
+
+class StampedBackwards(SimulatedEngine):
+    """The spans of a delta are listed newest first."""
+
+    def stamp(self, spans: Spans) -> Spans:
+        return tuple(reversed(spans))
+
+
+class UnacknowledgedServes(EnginePool):
+    """One engine gets no updates and goes on serving."""
+
+    def engines(self) -> list[Engine]:
+        return super().engines()[1:]
+
+    def raise_floor(self, version: int) -> None:
+        pass
+
+
+class FailureAsZero(Flow):
+    """A failed rollout is trained as one that earned nothing."""
+
+    async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
+        good = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
+        if good:
+            zero = replace(good[0], reward=0.0)
+            outcomes = [zero if isinstance(outcome, TrajectoryError) else outcome for outcome in outcomes]
+        await super().group_finished(run, outcomes)
+
+
+class PromptWeighted(SimulatedTrainer):
+    """Prompt tokens carry loss weight."""
+
+    def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
+        masks = [np.ones(len(member.token_ids)) for group in groups for member in group.handle.trajectories]
+        return [mask / sum(map(len, masks)) for mask in masks]
+
+
+class NormalisedPerMicroBatch(SimulatedTrainer):
+    """Each half of the batch is normalised by its own tokens."""
+
+    def loss_weights(self, groups: Sequence[GroupRef]) -> list[np.ndarray]:
+        halves = [super(NormalisedPerMicroBatch, self).loss_weights(half) for half in (groups[:1], groups[1:])]
+        return [weights / 2 for half in halves for weights in half]
+
+
+@dataclass(frozen=True)
+class Case:
+    seams: Seams
+    found_as: str
+    overrides: tuple[str, ...] = ("faults=heavy",)
+
+
+CASES = {
+    "a credit leaks when a group ends untrained": Case(checked(CreditLeaked), "I6"),
+    "a group trains twice after a duplicate": Case(checked(TrainedTwice), "I5"),
+    "the oldest group is dropped when the buffer is full": Case(checked(OldestDropped), "I2|KeyError|AssertionError"),
+    "an admission is not counted": Case(checked(AdmittedNotCounted), "I3|I2"),
+    "a terminal state is overwritten": Case(checked(TerminalOverwritten), "I3"),
+    "deadlines count from the newest member": Case(checked(DispatchNotReported), "I1|I8"),
+    "there is no consumption gate": Case(checked(NoConsumptionGate), "I1", ("sigma=1.5", "eta=1")),
+    "tokens are trimmed one version too late": Case(checked(TrimmedTooLittle), "I1", ("on_expiry=trim", "eta=1")),
+    "versions are stamped late": Case(Seams(engine=StampedLate), "I4"),
+    "spans decrease": Case(Seams(engine=StampedBackwards), "I4"),
+    "an engine serves without having acknowledged": Case(Seams(pool=UnacknowledgedServes), "I8", ()),
+    "a failed rollout trains as reward 0": Case(
+        Seams(flow=FailureAsZero), "failure as data", ("faults=heavy", "max_retries=0")
+    ),
+    "a token nobody sampled carries loss weight": Case(Seams(trainer=PromptWeighted), "I7", ()),
+    "the normaliser is computed per micro-batch": Case(Seams(trainer=NormalisedPerMicroBatch), "I9", ()),
+}
+
+
+@pytest.mark.parametrize("bug", CASES)
+def test_some_seed_finds_that(bug: str) -> None:
+    case = CASES[bug]
+    config = parse_simulation([*SMALL, *case.overrides])
+    found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed, case.seams).violation)]
+    assert found, f"{SEEDS} seeds found nothing"
+    assert any(any(mark in violation for mark in case.found_as.split("|")) for violation in found), found[:3]
+
+
+def test_a_feasibility_test_that_looks_one_version_ahead_deadlocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several old groups may fall due in one batch; who looks one version ahead sees it too late (DESIGN §3)."""
+    everyone = ConsumptionGate.due_counts
+
+    def next_version_only(gate: ConsumptionGate, version: int) -> list[int]:
+        return everyone(gate, version)[:2]
+
+    config = parse_simulation(["batch=4", "group_size=2", "eta=4", "steps=40", "batch_timeout_s=3600"])
+    assert simulate(config, 0).violation is None
+    monkeypatch.setattr(ConsumptionGate, "due_counts", next_version_only)
+    found = [violation for seed in range(SEEDS) if (violation := simulate(config, seed).violation)]
+    assert any("no batch within" in violation for violation in found), found[:3]

@@ -1,0 +1,65 @@
+"""`penstock simulate` and the comparisons behind it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.cli import app
+from penstock.platform.cli_simulate import parse_seeds
+from penstock.platform.simulator.comparisons import prefix_routing, redundant_groups, rollout_granularity
+from penstock.platform.simulator.config import parse_simulation
+
+SMALL = ["profile=short", "pools=2x8+1", "batch=2", "group_size=2", "steps=4"]
+
+
+def test_the_last_line_is_one_json_object_with_what_was_promised() -> None:
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "faults=light", "--seeds", "0:3", "--json"])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.splitlines()[-1])
+    promised = (
+        "seeds violations first_failing_seed groups max_staleness_seen throughput_ratio length_bias kept_p99 wall_s"
+    )
+    assert set(promised.split()) <= figures.keys()
+    assert (figures["seeds"], figures["violations"], figures["groups"]) == (3, 0, 24)
+
+
+def test_a_violation_exits_1_and_prints_the_command_that_replays_it() -> None:
+    result = CliRunner().invoke(app, ["simulate", *SMALL, "batch_timeout_s=0.001", "--seeds", "4:6", "--json"])
+    assert result.exit_code == 1
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["first_failing_seed"] == 4
+    assert figures["replay"].endswith("batch_timeout_s=0.001 --seeds 4:5 --trace")
+
+
+def test_mistakes_are_named_all_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_simulation(["profil=short", "eta=-1", "pools=3", "steps"])
+    assert len(raised.value.violations) == 4
+    assert any("Did you mean profile?" in violation for violation in raised.value.violations)
+
+
+def test_seeds_are_a_range_or_one_seed() -> None:
+    assert parse_seeds("3:5") == range(3, 5)
+    assert parse_seeds("7") == range(7, 8)
+    with pytest.raises(ConfigError):
+        parse_seeds("5:5")
+
+
+def test_members_beside_their_prefix_finish_sooner_than_wherever_it_is_idle() -> None:
+    figures = prefix_routing(range(1))
+    assert figures["ratio"] >= 1.2
+    assert figures["prefix_aware"]["recomputed_prefix_share"] <= 0.3
+
+
+def test_redundant_groups_raise_the_useful_rate_under_exponential_stragglers() -> None:
+    assert redundant_groups(range(1))["b=1"]["ratio"] >= 1.15
+
+
+def test_environments_are_busy_without_a_barrier() -> None:
+    figures = rollout_granularity(range(1))
+    assert figures["eta=4"]["utilisation"] >= 0.8
+    assert figures["eta=4"]["ratio"] >= 2.0

@@ -1,0 +1,141 @@
+"""The simulated engine keeps the port's contract and its cost model is the arithmetic it states."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightManifest
+from penstock.dataflow.versions import join_spans, num_tokens, versions_per_token
+from penstock.platform.simulator.decoding import EngineCost
+from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.lengths import LengthProfile, LengthTable
+from penstock.platform.simulator.virtual_loop import run_virtual
+from penstock.platform.simulator.world import POSITION_BITS, World, prompt_ids
+
+COST = EngineCost(0.01, 0.001, 0.0, 8, 100_000, 100_000, stage_s=0.5, swap_s=0.2)
+LENGTH = 200
+
+
+def make_engine(cost: EngineCost = COST, length: int = LENGTH) -> SimulatedEngine:
+    world = World(LengthTable(LengthProfile("constant", length, 0.0, 10_000), 8, seed=0), prompt_tokens=4, seed=0)
+    return SimulatedEngine(EngineId("engine-0"), cost, world)
+
+
+def request(member: int, task: int = 0) -> GenerateRequest:
+    return GenerateRequest(RequestId(f"{task}/{member}#0"), prompt_ids(task, 4), SamplingParams(10_000))
+
+
+async def publish(engine: SimulatedEngine, version: int) -> None:
+    await engine.update_weights(WeightManifest(version, "", (), 0, 0))
+
+
+async def collect(engine: SimulatedEngine, member: int) -> tuple[float, list[TokenDelta]]:
+    started = asyncio.get_running_loop().time()
+    deltas = [delta async for delta in engine.generate(request(member))]
+    return asyncio.get_running_loop().time() - started, deltas
+
+
+def test_a_lone_request_takes_its_length_times_the_step_time() -> None:
+    async def alone() -> tuple[float, list[TokenDelta]]:
+        engine = make_engine()
+        await publish(engine, 0)
+        return await collect(engine, 0)
+
+    took_s, deltas = run_virtual(alone())
+    assert took_s == pytest.approx(LENGTH * 0.011)
+    assert [len(delta.token_ids) for delta in deltas] == [64, 64, 64, 8]
+    assert [delta.finish_reason for delta in deltas] == [None, None, None, "stop"]
+
+
+def test_requests_share_the_steps_and_those_beyond_the_slots_wait() -> None:
+    async def sixteen() -> list[float]:
+        engine = make_engine()
+        await publish(engine, 0)
+        return [took_s for took_s, _ in await asyncio.gather(*(collect(engine, member) for member in range(16)))]
+
+    took = run_virtual(sixteen())
+    assert took[:8] == pytest.approx([LENGTH * 0.018] * 8)
+    assert took[8:] == pytest.approx([2 * LENGTH * 0.018] * 8)
+
+
+def test_an_update_in_flight_splits_the_spans_where_the_weights_changed() -> None:
+    async def updated() -> tuple[float, list[TokenDelta]]:
+        engine = make_engine()
+        await publish(engine, 0)
+        job = asyncio.create_task(collect(engine, 0))
+        await asyncio.sleep(0.6)
+        await publish(engine, 1)
+        return await job
+
+    took_s, deltas = run_virtual(updated())
+    assert took_s == pytest.approx(LENGTH * 0.011 + 0.2)  # staging beside generation, the swap under a freeze
+    spans = join_spans(span for delta in deltas for span in delta.spans)
+    assert spans == ((0, 100), (1, 100))  # 1.1 s at 11 ms per token
+    ids = [token for delta in deltas for token in delta.token_ids]
+    assert [(token >> POSITION_BITS) - 1 for token in ids] == versions_per_token(spans).tolist()
+
+
+def test_a_full_kv_cache_preempts_and_loses_no_token() -> None:
+    async def crowded() -> tuple[list[list[TokenDelta]], int]:
+        engine = make_engine(EngineCost(0.01, 0.0, 0.001, 8, 600, 600, 0.0, 0.0))
+        await publish(engine, 0)
+        done = await asyncio.gather(*(collect(engine, member) for member in range(8)))
+        return [deltas for _, deltas in done], engine.counters.preempted
+
+    answers, preempted = run_virtual(crowded())
+    assert preempted > 0
+    for deltas in answers:
+        assert sum(num_tokens(delta.spans) for delta in deltas) == LENGTH
+        positions = [token & ((1 << POSITION_BITS) - 1) for delta in deltas for token in delta.token_ids]
+        assert positions == list(range(LENGTH))
+
+
+def test_a_crash_fails_every_request_and_a_restarted_engine_serves_nothing_before_it_has_weights() -> None:
+    async def crash() -> None:
+        engine = make_engine()
+        await publish(engine, 0)
+        job = asyncio.create_task(collect(engine, 0))
+        await asyncio.sleep(1)
+        engine.crash()
+        with pytest.raises(EngineLostError):
+            await job
+        engine.restart()
+        with pytest.raises(EngineLostError):
+            await collect(engine, 1)
+        await publish(engine, 3)
+        _, deltas = await collect(engine, 1)
+        assert {span.version for delta in deltas for span in delta.spans} == {3}
+
+    run_virtual(crash())
+
+
+def test_a_hang_costs_its_time_and_nothing_else() -> None:
+    async def hang() -> tuple[float, list[TokenDelta]]:
+        engine = make_engine()
+        await publish(engine, 0)
+        job = asyncio.create_task(collect(engine, 0))
+        await asyncio.sleep(1)
+        engine.hang()
+        await asyncio.sleep(50)
+        engine.recover()
+        return await job
+
+    took_s, _ = run_virtual(hang())
+    assert took_s == pytest.approx(LENGTH * 0.011 + 50)
+
+
+def test_a_prompt_is_prefilled_once_per_engine_and_version() -> None:
+    async def group() -> tuple[int, int]:
+        engine = make_engine(EngineCost(0.01, 0.0, 0.001, 8, 100_000, 100_000, 0.0, 0.0))
+        await publish(engine, 0)
+        await asyncio.gather(*(collect(engine, member) for member in range(8)))
+        before = engine.counters.prefilled
+        await publish(engine, 1)
+        await collect(engine, 0)
+        return before, engine.counters.prefilled
+
+    assert run_virtual(group()) == (4, 8)
