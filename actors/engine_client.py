@@ -144,7 +144,7 @@ class RemoteEngine:
     def _lose(self, what: str) -> EngineLostError:
         """Fail every pending request, now and later."""
         if self._lost is None:
-            self._lost = EngineLostError(f"{self.engine_id} {what}")
+            self._lost = EngineLostError.final(f"{self.engine_id} {what}")
         for inbox in self._inboxes.values():
             inbox.put_nowait(self._lost)
         return self._lost

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from penstock.dataflow.errors import AccountingError, FailureKind, StalenessError
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.ledger import GroupRecord, GroupState, Ledger, LedgerCounts, Reason
+from penstock.dataflow.ledger import LIVE, GroupRecord, GroupState, Ledger, LedgerCounts, Reason
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits, free_credits
 from penstock.dataflow.trajectory import GroupRef
 
@@ -78,7 +78,11 @@ class Dataflow:
     def free_credits(self) -> int:
         """Groups that may be admitted now (I6: never negative)."""
         counts = self.ledger.counts()
-        free = free_credits(self.limits, admitted=counts.admitted, returned=counts.returned, trained=counts.trained)
+        # Redundant groups must be back before v advances: once a batch is full, there is no surplus until it trained.
+        surplus = 0 if self.is_batch_complete else self.limits.surplus
+        free = free_credits(
+            self.limits, admitted=counts.admitted, returned=counts.returned, trained=counts.trained, surplus=surplus
+        )
         if free < 0:
             raise AccountingError(f"dataflow: {free} free credits with {counts} (I6)")
         if self.limits.max_live_trajectories is not None:
@@ -139,7 +143,9 @@ class Dataflow:
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         """End a group untrained; its credit is free at once."""
-        record = self.ledger.find(group_id)
+        record = self._expect(group_id, *LIVE)
+        if record is None:
+            return
         if record.state is not GroupState.TRAINING:
             self._gate.remove(group_id)
         self.ledger.end(group_id, state, reason)
@@ -155,12 +161,12 @@ class Dataflow:
         """
         assert not self._in_training, "one batch at a time"
         shortfall = self._gate.shortfall(self.version)
-        if shortfall is None or shortfall > self._num_redundant():
+        if shortfall is None or shortfall > self.limits.surplus:
             return None
+        for group_id in self._gate.redundant(shortfall) if shortfall else ():
+            self._cancel(group_id, Reason.REDUNDANT)
         for _ in range(self.limits.batch_groups):
             self._take_next()
-        for group_id in self._gate.first_due(shortfall) if shortfall else ():
-            self._cancel(group_id, Reason.REDUNDANT)
         return tuple(self._in_training)
 
     def take_one(self) -> GroupRef | None:
@@ -245,10 +251,6 @@ class Dataflow:
         self._check_age(group)
         self._in_training.append(group)
         return group
-
-    def _num_redundant(self) -> int:
-        """Live groups beyond the window without surplus: as many may be given up."""
-        return max(0, self.ledger.num_live - (self.limits.window - self.limits.surplus))
 
     def _expire_overdue(self) -> None:
         for group_id in self._gate.overdue(self.version):

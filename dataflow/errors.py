@@ -68,7 +68,20 @@ class CheckpointError(PenstockError):
 
 
 class EngineLostError(PenstockError):
-    """A rollout engine died or stopped answering."""
+    """A rollout engine died or stopped answering.
+
+    Attributes:
+        is_final: It will never answer again, so nothing more is to be sent to it.
+    """
+
+    is_final = False
+
+    @classmethod
+    def final(cls, message: str) -> EngineLostError:
+        """The engine is dead."""
+        error = cls(message)
+        error.is_final = True
+        return error
 
 
 class TrajectoryError(Exception):

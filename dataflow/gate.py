@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.dataflow.ids import GroupId
@@ -146,16 +147,27 @@ class ConsumptionGate:
             shortfall = max(shortfall, due - min(batch, ready) - k * batch)
         return shortfall
 
-    def first_due(self, count: int) -> list[GroupId]:
-        """The `count` groups that are due first; among equals the unready, then the youngest, before the others."""
+    def redundant(self, count: int) -> list[GroupId]:
+        """The `count` groups due first among those that the next batch leaves outside.
+
+        Among equals the unready before the ready, then the youngest first. O(live log live), for `shortfall` > 0 only.
+        """
+        batch = set(heapq.nsmallest(self._limits.batch_groups, self._ready_entries()))
         found: list[GroupId] = []
         for deadline in sorted(self._by_deadline):
-            groups = self._by_deadline[deadline]
-            found += sorted(groups, key=lambda group_id: (self._entries[group_id].is_ready, -group_id))
+            outside = [group_id for group_id in self._by_deadline[deadline] if (deadline, group_id) not in batch]
+            found += sorted(outside, key=lambda group_id: (self._entries[group_id].is_ready, -group_id))
             if len(found) >= count:
                 return found[:count]
         undated = [group_id for group_id, entry in self._entries.items() if entry.deadline is None]
         return (found + undated[::-1])[:count]
+
+    def _ready_entries(self) -> Iterator[tuple[int, GroupId]]:
+        return (
+            (entry.deadline, group_id)
+            for group_id, entry in self._entries.items()
+            if entry.is_ready and entry.deadline is not None
+        )
 
     def _unready_within(self, last_deadline: int, *, is_last: bool) -> int:
         dated = sum(count for deadline, count in self._unready_due.items() if deadline <= last_deadline)

@@ -39,6 +39,7 @@ _NEXT = {
     GroupState.READY: {GroupState.TRAINING},
     GroupState.TRAINING: {GroupState.TRAINED},
 }
+LIVE = (GroupState.GENERATING, GroupState.SCORING, GroupState.READY, GroupState.TRAINING)
 _UNTRAINED_ENDS = TERMINAL - {GroupState.TRAINED}
 
 

@@ -75,7 +75,7 @@ class Candidate:
     ready: bool
 
 
-def free_credits(limits: FlowLimits, *, admitted: int, returned: int, trained: int) -> int:
+def free_credits(limits: FlowLimits, *, admitted: int, returned: int, trained: int, surplus: int = 0) -> int:
     """Groups that may start now.
 
     Args:
@@ -83,12 +83,14 @@ def free_credits(limits: FlowLimits, *, admitted: int, returned: int, trained: i
         admitted: Groups ever admitted.
         returned: Groups that ended untrained; each gave its credit back.
         trained: Groups trained.
+        surplus: Redundant groups that may be under way now.
 
     Returns:
         min(window − under way, total_steps·B − net admissions). Never negative while I6 holds.
     """
     net = admitted - returned
-    return min(limits.window - (net - trained), limits.total_steps * limits.batch_groups - net)
+    window = (limits.max_staleness + 1) * limits.batch_groups + surplus
+    return min(window - (net - trained), limits.total_steps * limits.batch_groups - net)
 
 
 def is_feasible(limits: FlowLimits, version: int, outside: Iterable[int]) -> bool:

@@ -217,7 +217,7 @@ class Flow:
             run.start()
 
     def _end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
-        del self._groups[group_id]
+        self._groups.pop(group_id, None)
         self.core.end(group_id, state, reason)
         self._settle()
 

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
+from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
 from penstock.rollout.routing import EngineView, Ticket
@@ -42,7 +43,7 @@ class SlotSource(Protocol):
         """The speed of an engine is known for the first time."""
         ...
 
-    def lost(self, lease: Lease, reason: str) -> None:
+    def lost(self, lease: Lease, error: EngineLostError) -> None:
         """The engine lost the request."""
         ...
 
@@ -113,11 +114,11 @@ class Lease(Ticket):
             self.source.measured(self.view)
         self.heard_at = now
 
-    def lost(self, reason: str) -> None:
-        """The engine lost the request; one that loses many in a row is fenced off."""
+    def lost(self, error: EngineLostError) -> None:
+        """The engine lost the request; one that is dead, or loses many in a row, is fenced off."""
         assert self.source is not None, "entered before"
         self._holder = None  # fencing interrupts the others on this engine, not the one that tells
-        self.source.lost(self, reason)
+        self.source.lost(self, error)
 
     def hold(self) -> None:
         """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
@@ -187,5 +188,5 @@ class Gang:
     def measured(self, view: EngineView) -> None:
         self._pool.measured(view)
 
-    def lost(self, lease: Lease, reason: str) -> None:
-        self._pool.lost(lease, reason)
+    def lost(self, lease: Lease, error: EngineLostError) -> None:
+        self._pool.lost(lease, error)

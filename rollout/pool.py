@@ -215,12 +215,16 @@ class EnginePool:
     def measured(self, view: EngineView) -> None:
         self._dispatcher.assume(view.speed)
 
-    def lost(self, lease: Lease, reason: str) -> None:
+    def lost(self, lease: Lease, error: EngineLostError) -> None:
         view = lease.view
         assert view is not None, "reported while held"
         view.losses += 1
-        if view.losses >= LOSSES_IN_A_ROW and view.fenced is None:
-            self.fence_now(view.engine_id, f"it lost {view.losses} requests in a row; the last one: {reason}")
+        if view.fenced is not None:
+            return
+        if error.is_final:
+            self.fence_now(view.engine_id, str(error))
+        elif view.losses >= LOSSES_IN_A_ROW:
+            self.fence_now(view.engine_id, f"it lost {view.losses} requests in a row; the last one: {error}")
 
     def _settle(self, granted: Iterable[Ticket]) -> None:
         """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`give_up`)."""

@@ -125,7 +125,7 @@ class TrajectoryRunner:
                 partial.extend(delta)
         except EngineLostError as error:
             lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
-            lease.lost(str(error))
+            lease.lost(error)
             return Interruption("lost", str(error))
         except asyncio.CancelledError:
             self._abort(engine, request.request_id)

@@ -26,7 +26,7 @@ from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reas
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import versions_per_token
-from penstock.platform.simulator.world import POSITION_BITS, Violation, World, member_of, task_of, true_reward
+from penstock.platform.simulator.world import POSITION_BITS, InvariantError, World, member_of, task_of, true_reward
 
 _NEXT = {
     "admitted": {"generating"},
@@ -62,17 +62,17 @@ class LedgerModel:
         group, state = int(event.group_id), str(event.state)
         if state == "generating":
             if group != self.num_admitted:
-                raise Violation("I3", f"group {group} was admitted after {self.num_admitted} others")
+                raise InvariantError("I3", f"group {group} was admitted after {self.num_admitted} others")
             self.num_admitted += 1
             self.live[group] = state
             return
         before = self.live.get(group)
         if before is None:
-            raise Violation("I2", f"group {group} goes to {state}, but it has ended or never was")
+            raise InvariantError("I2", f"group {group} goes to {state}, but it has ended or never was")
         if state in _UNTRAINED:
             self._may_end(group, before, event)
         elif state not in _NEXT[before]:
-            raise Violation("I2", f"group {group} goes from {before} to {state}")
+            raise InvariantError("I2", f"group {group} goes from {before} to {state}")
         if state in _LIVE:
             self.live[group] = state
             return
@@ -80,16 +80,16 @@ class LedgerModel:
         self.ended[state] += 1
         if state == "trained":
             if group in self.trained:
-                raise Violation("I5", f"group {group} is trained a second time")
+                raise InvariantError("I5", f"group {group} is trained a second time")
             self.trained.add(group)
 
     def _may_end(self, group: int, before: str, event: LedgerEvent) -> None:
         if event.reason is Reason.STALE and self._limits.on_expiry == "wait":
-            raise Violation("I1", f"group {group} was dropped as stale under on_expiry=wait")
+            raise InvariantError("I1", f"group {group} was dropped as stale under on_expiry=wait")
         if event.reason is Reason.REDUNDANT and self._limits.surplus == 0:
-            raise Violation("I6", f"group {group} was dropped as redundant, but there is no surplus")
+            raise InvariantError("I6", f"group {group} was dropped as redundant, but there is no surplus")
         if before == "training" and event.reason not in _ENDS_TRAINING:
-            raise Violation("I2", f"group {group} ended as {event.state}({event.reason}) while it trained")
+            raise InvariantError("I2", f"group {group} ended as {event.state}({event.reason}) while it trained")
 
 
 class CheckedDataflow(Dataflow):
@@ -157,18 +157,22 @@ class CheckedDataflow(Dataflow):
         ended = (counts.trained, counts.dropped, counts.filtered, counts.failed)
         expected = tuple(model.ended[state] for state in ("trained", "dropped", "filtered", "failed"))
         if (counts.admitted, counts.live, ended) != (model.num_admitted, len(model.live), expected):
-            raise Violation("I3", f"the ledger says {counts}, what happened is {expected} with {len(model.live)} live")
+            raise InvariantError(
+                "I3", f"the ledger says {counts}, what happened is {expected} with {len(model.live)} live"
+            )
         limits = self.limits
         if counts.live > limits.window:
-            raise Violation("I6", f"{counts.live} groups live, the window is {limits.window}")
+            raise InvariantError("I6", f"{counts.live} groups live, the window is {limits.window}")
         free = min(
             limits.window - counts.live,
             limits.total_steps * limits.batch_groups + limits.surplus - (counts.admitted - sum(expected[1:])),
         )
         if limits.surplus == 0 and self.free_credits != free:
-            raise Violation("I6", f"{self.free_credits} free credits, but {free} are: a credit leaked or was made up")
+            raise InvariantError(
+                "I6", f"{self.free_credits} free credits, but {free} are: a credit leaked or was made up"
+            )
         if not 0 <= self.free_credits <= max(free, 0):
-            raise Violation("I6", f"{self.free_credits} free credits, at most {free} can be")
+            raise InvariantError("I6", f"{self.free_credits} free credits, at most {free} can be")
         self._events += 1
         if self._events % self._every == 0:
             self.check_live()
@@ -178,36 +182,36 @@ class CheckedDataflow(Dataflow):
         live = {int(record.group_id): str(record.state) for record in self.ledger.live()}
         if live != self.model.live:
             differing = dict(set(live.items()) ^ set(self.model.live.items()))
-            raise Violation("I2", f"live groups differ from what happened: {differing}")
+            raise InvariantError("I2", f"live groups differ from what happened: {differing}")
         ready = sum(state == "ready" for state in live.values())
         if self.num_ready != ready:
-            raise Violation("I2", f"{self.num_ready} groups wait to train, {ready} are in state ready")
+            raise InvariantError("I2", f"{self.num_ready} groups wait to train, {ready} are in state ready")
 
     def check_end(self) -> None:
         """Nothing lives after the end (I3), and what was to be trained was."""
         counts, limits = self.ledger.counts(), self.limits
         if counts.live or counts.trained != limits.total_steps * limits.batch_groups:
-            raise Violation("I3", f"the run ended with {counts}")
+            raise InvariantError("I3", f"the run ended with {counts}")
 
     def _check_group(self, group: GroupRef) -> None:
         payload = group.handle
         assert isinstance(payload, GroupPayload)
         if len(payload.trajectories) < self.rules.min_group_size or len(group.spans) != len(payload.trajectories):
-            raise Violation("I2", f"group {group.group_id} is ready with {len(payload.trajectories)} members")
+            raise InvariantError("I2", f"group {group.group_id} is ready with {len(payload.trajectories)} members")
         if [member.spans for member in payload.trajectories] != list(group.spans):
-            raise Violation("I4", f"group {group.group_id} reports other spans than its payload holds")
+            raise InvariantError("I4", f"group {group.group_id} reports other spans than its payload holds")
         for member in payload.trajectories:
             check_trajectory(member, self._world)
 
     def _check_batch(self, batch: Sequence[GroupRef]) -> None:
         groups = [int(group.group_id) for group in batch]
         if len(groups) != self.limits.batch_groups or len(set(groups)) != len(groups):
-            raise Violation("I5", f"a batch of {self.limits.batch_groups} closed with groups {groups}")
+            raise InvariantError("I5", f"a batch of {self.limits.batch_groups} closed with groups {groups}")
         for group in batch:
             if int(group.group_id) in self.model.trained:
-                raise Violation("I5", f"group {group.group_id} goes into a second batch")
+                raise InvariantError("I5", f"group {group.group_id} goes into a second batch")
             if self.model.live.get(int(group.group_id)) != "training":
-                raise Violation("I2", f"group {group.group_id} is in a batch and not in training")
+                raise InvariantError("I2", f"group {group.group_id} is in a batch and not in training")
 
 
 def check_trajectory(trajectory: Trajectory, world: World) -> None:
@@ -215,19 +219,19 @@ def check_trajectory(trajectory: Trajectory, world: World) -> None:
     name = trajectory.trajectory_id
     sampled = trajectory.token_ids[trajectory.loss_mask]
     if (sampled < 0).any() or (trajectory.token_ids[~trajectory.loss_mask] >= 0).any():
-        raise Violation("I7", f"{name}: the loss mask is not exactly on the sampled tokens")
+        raise InvariantError("I7", f"{name}: the loss mask is not exactly on the sampled tokens")
     truth = (sampled >> POSITION_BITS) - 1
     if (np.diff(truth) < 0).any():
-        raise Violation("I4", f"{name}: an older version sampled after a newer one: {trajectory.spans}")
+        raise InvariantError("I4", f"{name}: an older version sampled after a newer one: {trajectory.spans}")
     if not np.array_equal(truth, versions_per_token(trajectory.spans)):
-        raise Violation("I4", f"{name}: labelled {trajectory.spans}, sampled by {np.unique(truth)}")
+        raise InvariantError("I4", f"{name}: labelled {trajectory.spans}, sampled by {np.unique(truth)}")
     task, member = task_of(int(trajectory.token_ids[0])), member_of(name)
     if len(sampled) != min(world.lengths.length(task, member), world.lengths.max_length):
-        raise Violation("I4", f"{name}: {len(sampled)} tokens, not {world.lengths.length(task, member)}")
+        raise InvariantError("I4", f"{name}: {len(sampled)} tokens, not {world.lengths.length(task, member)}")
     if not np.array_equal(sampled & ((1 << POSITION_BITS) - 1), np.arange(len(sampled)) % (1 << POSITION_BITS)):
-        raise Violation("I4", f"{name}: tokens are missing, repeated or out of order")
+        raise InvariantError("I4", f"{name}: tokens are missing, repeated or out of order")
     if trajectory.reward != true_reward(task, member):
-        raise Violation("failure as data", f"{name}: reward {trajectory.reward}, the reward said otherwise")
+        raise InvariantError("failure as data", f"{name}: reward {trajectory.reward}, the reward said otherwise")
 
 
 def check_step(batch: Sequence[GroupRef], weights: Sequence[np.ndarray], version: int, max_staleness: int) -> None:
@@ -244,15 +248,15 @@ def check_step(batch: Sequence[GroupRef], weights: Sequence[np.ndarray], version
     for member, shares in zip(members, weights, strict=True):
         weighted = member.token_ids[shares != 0]
         if (weighted < 0).any():
-            raise Violation("I7", f"{member.trajectory_id}: a token nobody sampled carries loss weight")
+            raise InvariantError("I7", f"{member.trajectory_id}: a token nobody sampled carries loss weight")
         oldest = int((weighted >> POSITION_BITS).min()) - 1 if len(weighted) else version
         if version - oldest > max_staleness:
-            raise Violation(
+            raise InvariantError(
                 "I1", f"{member.trajectory_id} trains v{oldest} at v{version}, max_staleness {max_staleness}"
             )
         total += float(shares.sum())
         token_shares.append(shares[shares != 0])
     if np.ptp(np.concatenate(token_shares)) > 1e-12:
-        raise Violation("I9", "tokens of one step have different shares of its loss: more than one normaliser")
+        raise InvariantError("I9", "tokens of one step have different shares of its loss: more than one normaliser")
     if abs(total - 1.0) > 1e-9:
-        raise Violation("I9", f"the loss weights of a step sum to {total}, not 1")
+        raise InvariantError("I9", f"the loss weights of a step sum to {total}, not 1")

@@ -50,7 +50,7 @@ from penstock.platform.simulator.parts import (
 )
 from penstock.platform.simulator.quiet_run import HELD_OUT_TASKS, instruments, run_config
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
-from penstock.platform.simulator.world import Trace, Violation, World
+from penstock.platform.simulator.world import InvariantError, Trace, World
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import LeastLoaded, PrefixAware
 from penstock.rollout.runner import TrajectoryRunner
@@ -232,7 +232,7 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     with rare_collections(), contextlib.suppress(DeadlockError), runner_context as runner:
         try:
             runner.run(simulation.main())
-        except (Violation, BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
+        except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
             violation = describe(error)
     return outcome_of(simulation, loop, violation)
 
@@ -254,8 +254,8 @@ def describe(error: BaseException) -> str:
         error = error.exceptions[0]
     cause: BaseException | None = error
     while cause is not None:
-        error, cause = (cause if isinstance(cause, Violation) else error), cause.__context__
-    if isinstance(error, Violation):
+        error, cause = (cause if isinstance(cause, InvariantError) else error), cause.__context__
+    if isinstance(error, InvariantError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.versions import Spans
@@ -27,8 +28,8 @@ _POSITIONS = 1 << POSITION_BITS
 TAIL_EVENTS = 40
 
 
-class Violation(BaseException):
-    """An invariant does not hold. Not an `Exception`: nothing in the platform may swallow it.
+class InvariantError(PenstockError):
+    """An invariant does not hold. It stops the run, as every `PenstockError` does.
 
     Attributes:
         invariant: `I1` to `I9`, or what else was broken.
@@ -101,14 +102,16 @@ class World:
     def on_request(self, engine_id: EngineId, version: int) -> None:
         """I8: nothing is routed to an engine that has not acknowledged what was published."""
         if version < self.published:
-            raise Violation("I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published")
+            raise InvariantError(
+                "I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published"
+            )
 
     def on_tokens(self, engine_id: EngineId, version: int, spans: Spans) -> None:
         """I8: an engine labels no token with a version it has not acknowledged. I4: labels never decrease."""
         if spans and spans[-1].version > version:
-            raise Violation("I8", f"{engine_id} has acknowledged v{version} and serves {spans}")
+            raise InvariantError("I8", f"{engine_id} has acknowledged v{version} and serves {spans}")
         if any(left.version > right.version for left, right in itertools.pairwise(spans)):
-            raise Violation("I4", f"{engine_id} stamps decreasing versions {spans}")
+            raise InvariantError("I4", f"{engine_id} stamps decreasing versions {spans}")
 
 
 def sampled_ids(spans: Spans, position: int) -> tuple[int, ...]:

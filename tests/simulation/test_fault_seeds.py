@@ -33,6 +33,11 @@ def test_no_invariant_breaks_under_light_faults_whatever_happens_to_the_late(pol
     clean([*SMALL, "faults=light", f"on_expiry={policy}", "eta=1"], range(50))
 
 
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_no_invariant_breaks_with_redundant_groups(eta: int) -> None:
+    clean([*SMALL, "faults=heavy", "surplus=2", f"eta={eta}"], range(40))
+
+
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 @pytest.mark.parametrize("eta", [0, 1, 2, 4, 8])
 def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:

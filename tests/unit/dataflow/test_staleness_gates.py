@@ -32,7 +32,7 @@ def test_credits_follow_from_absolute_counters(admitted: int, returned: int, tra
 
 def test_surplus_widens_the_window() -> None:
     limits = FlowLimits(batch_groups=2, max_staleness=0, total_steps=10, surplus=3)
-    assert free_credits(limits, admitted=0, returned=0, trained=0) == 5
+    assert free_credits(limits, admitted=0, returned=0, trained=0, surplus=limits.surplus) == 5
 
 
 def test_synchronous_window_is_one_batch() -> None:

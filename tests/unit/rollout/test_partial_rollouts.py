@@ -198,3 +198,25 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110 - fakes have no events
             await asyncio.sleep(0)
+
+
+async def test_a_dead_engine_is_fenced_off_at_its_first_loss() -> None:
+    dead, good = engine("dead"), engine("good")
+
+    def generate(_request: object) -> object:
+        raise EngineLostError.final("dead: its process ended")
+
+    dead.generate = generate  # type: ignore[method-assign, assignment]
+    runner = make_runner(dead, good, max_resumes=1)
+    answers = await asyncio.gather(*(run(runner, Task(TaskId(f"t{index}"), "1+1=")) for index in range(4)))
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    assert runner.pool.fenced == {EngineId("dead"): "dead: its process ended"}
+
+
+async def test_the_loss_that_fences_an_engine_does_not_cancel_the_trajectory_that_reports_it() -> None:
+    """Regression: the eighth loss in a row fenced the engine, which cancelled the reporting task itself for ever."""
+    lossy = engine("lossy", loses_at=lambda _serial: 0)
+    good = engine("good")
+    runner = make_runner(lossy, good, max_resumes=20)
+    answers = await asyncio.gather(*(run(runner, Task(TaskId(f"t{index}"), "1+1=")) for index in range(16)))
+    assert len(answers) == 16
