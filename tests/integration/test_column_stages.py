@@ -59,6 +59,12 @@ async def writers() -> AsyncIterator[tuple[ColumnWriters, ColumnWriters, list[An
         )
 
 
+async def begin_for_ever(writers: Any) -> None:
+    """Ray kills in the background, so a dead worker may still answer a call or two."""
+    while True:
+        await writers.begin([5])
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_stages_add_columns_that_outlive_their_writers_and_failures_name_the_stage(writers: Any) -> None:
     """One story, because a start of Ray is slow: write, extend, read, fail, lose a worker."""
@@ -85,9 +91,7 @@ async def test_stages_add_columns_that_outlive_their_writers_and_failures_name_t
     for actor in actors:
         ray.kill(actor)
     with pytest.raises(PenstockError, match="counting: the worker died"):
-        async with asyncio.timeout(60):
-            while True:  # Ray kills in the background: a call may still be answered
-                await counting.begin([5])
+        await asyncio.wait_for(begin_for_ever(counting), 60)
     survivors = await doubling.extend(handles)
     assert [note for _, note in survivors] == [2, 2, 2, 2], "what a dead worker wrote is still there"
     assert all(isinstance(piece, Piece) for piece, _ in survivors)
