@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,11 @@ EXIT_OK, EXIT_VIOLATION = 0, 1
 
 def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool, calibrate: Path | None) -> int:
     """Simulate, compare or calibrate; returns the exit code."""
-    logging.getLogger("penstock").setLevel(logging.ERROR)  # a fenced engine is what is being simulated
+    with _without_warnings():  # a fenced engine is what is being simulated
+        return _run(overrides, seeds, as_json=as_json, shows_trace=shows_trace, calibrate=calibrate)
+
+
+def _run(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool, calibrate: Path | None) -> int:
     if calibrate is not None:
         return _calibrate(calibrate, as_json=as_json)
     names = [override.partition("=")[2] for override in overrides if override.startswith("compare=")]
@@ -29,6 +35,17 @@ def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace
         rest = [override for override in overrides if not override.startswith("compare=")]
         return _compare(names[-1], rest, parse_seeds(seeds), as_json=as_json)
     return _sweep(overrides, parse_seeds(seeds), as_json=as_json, shows_trace=shows_trace)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = logging.getLogger("penstock")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def parse_seeds(text: str) -> range:
