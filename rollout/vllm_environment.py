@@ -21,7 +21,7 @@ def vllm_environment(device: Literal["cpu", "cuda"], threads: int) -> dict[str, 
     if device == "cuda":
         return common
     return common | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core in this process: no second interpreter, no IPC
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # as verified; AsyncLLM starts its engine core as a child all the same
         "TORCHDYNAMO_DISABLE": "1",  # else a rank counter is compiled at the first logprobs request, 16 s
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default binds every engine to core 0
         "VLLM_CPU_KVCACHE_SPACE": "1",
