@@ -94,7 +94,7 @@ def check_expiry(config: RunConfig) -> Iterator[Finding]:
     if flow.on_expiry is ExpiryPolicy.DROP:
         yield warning(
             f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes long, so trained "
-            "answers are shorter than sampled ones: 0.95 of their mean length, and 0.29 to 0.40 of the longest percent, in "
+            "answers are shorter than sampled ones: 0.95 of their mean length, 0.29 to 0.40 of the longest percent in "
             "simulation (docs/concepts/simulation.md; metric length/trained_share). on_expiry=wait is unbiased.",
             "dataflow.on_expiry",
             "dataflow.max_staleness",
