@@ -122,7 +122,8 @@ async def test_version_spans_and_logprobs_received_are_kept_and_never_decrease()
     assert trajectory.spans[0] == Span(6, 2)
 
 
-async def test_a_trajectory_waits_for_an_engine_that_is_new_enough() -> None:
+async def stranded() -> tuple[FakeEngine, TrajectoryRunner, asyncio.Task[Trajectory]]:
+    """A trajectory that lost its engine at v3 with two tokens; the only other engine is still at v2."""
     newest, older = engine("newest", version=3, loses_at=lambda _serial: 2), engine("older", version=2)
     runner = make_runner(newest, older)
     runner.pool.pause(EngineId("older"))
@@ -131,6 +132,11 @@ async def test_a_trajectory_waits_for_an_engine_that_is_new_enough() -> None:
     await until(lambda: newest.running == 0)
     await runner.pool.fence(EngineId("newest"), "planted")
     runner.pool.resume(EngineId("older"))
+    return older, runner, running
+
+
+async def test_a_trajectory_waits_for_an_engine_that_is_new_enough() -> None:
+    older, runner, running = await stranded()
     await until(lambda: runner.pool.num_waiting == 1)
     assert older.requests == []
     older.version = 3
@@ -139,14 +145,7 @@ async def test_a_trajectory_waits_for_an_engine_that_is_new_enough() -> None:
 
 
 async def test_the_wait_for_a_version_has_a_limit_and_says_what_it_waits_for() -> None:
-    newest, older = engine("newest", version=3, loses_at=lambda _serial: 2), engine("older", version=2)
-    runner = make_runner(newest, older)
-    runner.pool.pause(EngineId("older"))
-    running = asyncio.create_task(run(runner))
-    await until(lambda: newest.running == 1)
-    await until(lambda: newest.running == 0)
-    await runner.pool.fence(EngineId("newest"), "planted")
-    runner.pool.resume(EngineId("older"))
+    _, runner, running = await stranded()
     with pytest.raises(TrajectoryError, match=r"an engine at v3 or newer; in service: older at v2"):
         await running
     assert runner.pool.num_waiting == 0
