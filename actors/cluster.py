@@ -115,7 +115,7 @@ async def start_trainer(
         ray.remote(TrainerRank).options(**need.options(environment)).remote(spec, rank)
         for rank, need in enumerate(resources)
     ]
-    client = TrainerClient(ranks, spec.trainer.step_timeout_s)
+    client = TrainerClient(ranks, spec.trainer.step_timeout_s, spec.tokens_per_part)
     await client.start(spec.trainer.start_timeout_s)
     return client
 

@@ -60,6 +60,14 @@ class TrainerRank:
     def step(self, payloads: list[ray.ObjectRef], version: int, min_versions: list[int]) -> StepReport:
         return self._running().step(ray.get(payloads), version, min_versions)
 
+    def accumulate(self, payloads: list[ray.ObjectRef], min_versions: list[int]) -> None:
+        """Add the gradient of a part of a batch whose rest is still being generated."""
+        self._running().accumulate(ray.get(payloads), min_versions)
+
+    def finish(self, payloads: list[ray.ObjectRef], version: int, min_versions: list[int]) -> StepReport:
+        """Train the last part of a streamed batch, and take the step."""
+        return self._running().finish(ray.get(payloads), version, min_versions)
+
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))
 

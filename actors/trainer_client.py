@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -25,9 +26,17 @@ class TrainerClient:
         node_id: Node of rank 0, where published versions are written.
     """
 
-    def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float, tokens_per_part: float = math.inf) -> None:
+        """Connect the ranks.
+
+        Args:
+            ranks: Their actors.
+            step_timeout_s: Longest call, seconds.
+            tokens_per_part: A batch is sent in parts of at most so many tokens, each as soon as it is there.
+        """
         self._ranks = ranks
         self._step_timeout_s = step_timeout_s
+        self._tokens_per_part = tokens_per_part
         self.node_id = ""
         self.version = 0
         self.busy_s = 0.0
@@ -39,9 +48,21 @@ class TrainerClient:
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         """Train one batch; the version moves on unless the step was skipped."""
-        groups = [group async for group in batch]
-        handles, min_versions = [group.handle for group in groups], [group.min_version for group in groups]
-        reports = await self._all("step", handles, self.version, min_versions)
+        part: list[GroupRef] = []
+        try:
+            async with asyncio.TaskGroup() as sent:  # a rank that fails is noticed while groups are waited for
+                is_streamed = False
+                async for group in batch:
+                    if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
+                        calls = self._call("accumulate", *_arguments(part))  # now: the ranks keep the order of calls
+                        sent.create_task(self._answers("accumulate", calls))
+                        part, is_streamed = [], True
+                    part.append(group)
+                handles, min_versions = _arguments(part)
+                method = "finish" if is_streamed else "step"
+                reports = await self._all(method, handles, self.version, min_versions)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         self.version = reports[0].version
         self.busy_s += reports[0].busy_s
         return reports[0]
@@ -72,8 +93,13 @@ class TrainerClient:
 
     async def _all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call every rank; the first failure fails the call, with its cause."""
+        return await self._answers(method, self._call(method, *arguments), timeout_s)
+
+    def _call(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
+        return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+
+    async def _answers(self, method: str, calls: list[ray.ObjectRef], timeout_s: float | None = None) -> list[Any]:
         limit = timeout_s or self._step_timeout_s
-        calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
         try:
             with ray_boundary(TrainingError, f"trainer: {method}"):
                 async with asyncio.timeout(limit):
@@ -83,3 +109,7 @@ class TrainerClient:
                 f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. "
                 "A rank hangs or the step is too large; raise trainer.step_timeout_s if it only is slow."
             ) from None
+
+
+def _arguments(groups: Sequence[GroupRef]) -> tuple[list[Any], list[int]]:
+    return [group.handle for group in groups], [group.min_version for group in groups]

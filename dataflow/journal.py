@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from penstock.dataflow.errors import CheckpointError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import (
-    GroupRecord,
     GroupState,
     JournalEntry,
     Ledger,
@@ -32,42 +31,80 @@ from penstock.dataflow.ledger import (
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A ledger as it was at a version, and the groups that were under way then: their tasks start again."""
+    """A ledger as it was at a version, and the tasks that start again, oldest first, by how their groups ended."""
 
     ledger: Ledger
-    interrupted: tuple[GroupRecord, ...]
+    restarts: tuple[LedgerEvent, ...]
 
 
-def resume(entries: Iterable[JournalEntry], version: int) -> Resumed:
+def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0) -> Resumed:
     """Replay a journal up to the mark of `version` and end what lived as dropped(rollback).
+
+    Args:
+        entries: The journal.
+        version: Of the checkpoint; 0 is the start of the run.
+        max_requeues: As in `FlowLimits`: dropped tasks that waited for their next start wait for it again.
 
     Raises:
         CheckpointError: If the journal does not reach that version.
     """
-    ledger = replay(entries, version)
-    interrupted = tuple(ledger.live())
-    for record in interrupted:
+    ledger, waiting = Ledger(), _Waiting(max_requeues)
+    for event in _until(entries, version):
+        _apply(ledger, event)
+        waiting.follow(event)
+    ledger.sink = lambda entry: waiting.follow(entry) if isinstance(entry, LedgerEvent) else None
+    for record in tuple(ledger.live()):
         ledger.end(record.group_id, GroupState.DROPPED, Reason.ROLLBACK)
-    return Resumed(ledger, interrupted)
+    ledger.sink = None
+    return Resumed(ledger, waiting.in_order())
 
 
 def replay(entries: Iterable[JournalEntry], version: int) -> Ledger:
     """The ledger as it was when `version` was published. Version 0 is an empty one."""
     ledger = Ledger()
-    if version == 0:
-        return ledger
+    for event in _until(entries, version):
+        _apply(ledger, event)
+    return ledger
+
+
+def _until(entries: Iterable[JournalEntry], version: int) -> Iterator[LedgerEvent]:
+    """Events before the mark of `version`."""
     newest = 0
+    if newest == version:
+        return
     for entry in entries:
         if isinstance(entry, LedgerEvent):
-            _apply(ledger, entry)
+            yield entry
             continue
         newest = entry.version
         if newest == version:
-            return ledger
+            return
     raise CheckpointError(
         f"ledger: the journal ends at v{newest}, the checkpoint is of v{version}. Groups trained since v{newest} could "
         f"not be told from others and might be trained twice. Resume from a checkpoint of v{newest} or before."
     )
+
+
+class _Waiting:
+    """Tasks whose group was given up and that have not started again."""
+
+    def __init__(self, max_requeues: int) -> None:
+        self._max_requeues = max_requeues
+        self._events: dict[tuple[str, TaskId, int], list[LedgerEvent]] = {}
+
+    def follow(self, event: LedgerEvent) -> None:
+        if event.state is GroupState.GENERATING and event.requeues:
+            key = (event.stream, event.task_id, event.requeues - 1)
+            if len(self._events.get(key, ())) > 1:
+                self._events[key].pop(0)
+            else:
+                self._events.pop(key, None)
+        elif event.reason is Reason.ROLLBACK or (event.reason is Reason.STALE and event.requeues < self._max_requeues):
+            self._events.setdefault((event.stream, event.task_id, event.requeues), []).append(event)
+
+    def in_order(self) -> tuple[LedgerEvent, ...]:
+        events = (event for waiting in self._events.values() for event in waiting)
+        return tuple(sorted(events, key=lambda event: event.group_id))
 
 
 def encode(entry: JournalEntry) -> bytes:

@@ -12,6 +12,7 @@ tasks was admitted after it, so it never starves them and is never forgotten.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.dataflow.ledger import Ledger
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ledger import Ledger, LedgerEvent
 from penstock.dataflow.trajectory import Task, Trajectory
 
 MIN_GROUP_SIZE = 2
@@ -119,6 +121,32 @@ class TaskLine:
         """Put a task whose group was dropped behind a window of others."""
         again = replace(queued, requeues=queued.requeues + 1)
         self._requeued.append((ledger.num_admitted + self.window, again))
+
+    def resume(self, ledger: Ledger, restarts: Sequence[LedgerEvent]) -> None:
+        """Go on where the run stood that wrote this ledger (dataflow/journal.py).
+
+        The streams begin anew, so the tasks that were taken from them are taken again; those that are to start again
+        are next in line.
+
+        Raises:
+            PenstockError: If a task is not in its stream any more.
+        """
+        waited_for = {(event.stream, event.task_id) for event in restarts}
+        found: dict[tuple[str, TaskId], Task] = {}
+        for stream in self.streams:
+            for task in itertools.islice(stream.tasks, ledger.tasks_by_stream[stream.name]):
+                if (stream.name, task.task_id) in waited_for:
+                    found[stream.name, task.task_id] = task
+        for event in restarts:
+            task_or_none = found.get((event.stream, event.task_id))
+            if task_or_none is None:
+                raise PenstockError(
+                    f"env: task {event.task_id} was under way when the run stopped, and is not among the first "
+                    f"{ledger.tasks_by_stream[event.stream]} tasks of its source any more. Resume with the same data "
+                    "in the same order, or start a new run."
+                )
+            queued = QueuedTask(task_or_none, event.stream, event.group_size, event.requeues + 1)
+            self._requeued.append((ledger.num_admitted, queued))
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
         """Remember how a stream does, for the curriculum."""

@@ -118,8 +118,9 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
 
         def make_flow(stats: FlowStats) -> Flow:
             ports = FlowPorts(runner, actors.rewards, actors.store, sampling)
-            options = FlowOptions(config.dataflow.batch_timeout_s, gang=config.dataflow.gang)
-            filters = make_filters(config.dataflow.filters)
+            flow = config.dataflow
+            options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
+            filters = make_filters(flow.filters)
             return Flow(make_core(config), make_task_line(config), filters, ports, stats, options)
 
         publisher = actors.publisher(pool, config.weights)

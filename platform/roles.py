@@ -70,6 +70,7 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
         seed=config.seed,
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
+        streams=config.dataflow.stream_micro_batches,
     )
     environment = {
         "OMP_NUM_THREADS": str(cluster.threads_per_process),

@@ -48,8 +48,8 @@ class Backend(Protocol):
         """Add the gradient of a scalar float32 loss; `is_last` closes the accumulation of this step. Collective."""
         ...
 
-    def optimizer_step(self) -> OptimizerResult:
-        """Clip, update, clear gradients; skip if loss or gradient is not finite on any rank. Collective."""
+    def optimizer_step(self, normaliser: float = 1.0) -> OptimizerResult:
+        """Divide the gradient by `normaliser`, clip, update, clear; skip if anything is not finite. Collective."""
         ...
 
     def set_lr(self, lr: float) -> None:

@@ -32,7 +32,7 @@ from penstock.trainer.policy_model import (
     load_policy,
     restore_rotary_buffers,
 )
-from penstock.trainer.torch_backend import build_adamw
+from penstock.trainer.torch_backend import build_adamw, divide_gradients
 from penstock.weights.model_config import ModelConfig
 
 _GATHER_BYTES = 256 << 20
@@ -60,19 +60,33 @@ class DeepSpeedBackend:
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         self._engine.backward(poison_if_not_finite(loss) * self.world_size, scale_wrt_gas=False)
 
-    def optimizer_step(self) -> OptimizerResult:
+    def optimizer_step(self, normaliser: float = 1.0) -> OptimizerResult:
         if self._clips_here:
             parameters = [parameter for parameter in self._engine.module.parameters() if parameter.grad is not None]
+            divide_gradients(parameters, normaliser)
             norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm))
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return OptimizerResult(math.inf, is_skipped=True)
             self._engine.step()
             return OptimizerResult(norm, is_skipped=False)
-        self._engine.step()
+        with self._gradients_divided_by(normaliser):
+            self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         is_skipped = not math.isfinite(norm)
         return OptimizerResult(math.inf if is_skipped else norm, is_skipped)
+
+    @contextmanager
+    def _gradients_divided_by(self, normaliser: float) -> Iterator[None]:
+        """ZeRO keeps gradients in buffers of its own; it divides them by its loss scale when it steps."""
+        if normaliser == 1.0:
+            yield
+            return
+        self._engine.optimizer.override_loss_scale(normaliser)
+        try:
+            yield
+        finally:
+            self._engine.optimizer.override_loss_scale(1.0)
 
     def set_lr(self, lr: float) -> None:
         for group in self._engine.optimizer.param_groups:

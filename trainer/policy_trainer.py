@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.aggregation import batch_normaliser
 from penstock.trainer.algorithms.corrections import behavior_correction
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.policy_loss import policy_loss
@@ -69,6 +71,25 @@ class _LossTerms(NamedTuple):
     is_clipped: Tensor
 
 
+@dataclass(slots=True)
+class _OpenStep:
+    """What a step has gathered while its batch grows.
+
+    Attributes:
+        metrics: Sums over all micro-batches so far.
+        normaliser: Σ over parts of what their gradients are still to be divided by; 0 if they are divided already.
+        payloads: All groups so far, for the statistics of the batch.
+        busy_s: Wall seconds spent on the parts before the last.
+    """
+
+    metrics: TokenMetrics
+    normaliser: float = 0.0
+    payloads: list[GroupPayload] = field(default_factory=list)
+    micro_batches: list[int] = field(default_factory=list)
+    packing_efficiencies: list[float] = field(default_factory=list)
+    busy_s: float = 0.0
+
+
 _LossFunction = Callable[[Tensor, MicroBatch], _LossTerms]
 
 
@@ -85,6 +106,7 @@ class PolicyTrainer:
         self._policy_loss = policy_loss(algorithm)
         self._correction = behavior_correction(algorithm)
         self._num_steps = 0
+        self._streamed: _OpenStep | None = None
 
     def step(
         self, payloads: Sequence[GroupPayload], version: int, min_versions: Sequence[int] | None = None
@@ -100,12 +122,33 @@ class PolicyTrainer:
             version + 1 and metrics, or the same version if the step was skipped.
         """
         start = time.perf_counter()
-        sequences = policy_sequences(payloads, self._algorithm, self._settings.max_new_tokens, min_versions)
-        metrics, is_skipped = self._optimize(sequences, self._rl_terms)
-        metrics |= batch_metrics(payloads)
-        busy_s = time.perf_counter() - start
-        metrics["trainer/step_s"] = busy_s
-        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
+        step = _OpenStep(TokenMetrics(self.backend.device))
+        self._add(step, payloads, min_versions, None, is_last=True)
+        return self._close(step, version, start)
+
+    def accumulate(self, payloads: Sequence[GroupPayload], min_versions: Sequence[int]) -> None:
+        """Add the gradient of a part of a batch, while the rest is still being generated; `finish` ends the batch.
+
+        Args:
+            payloads: Groups with rewards.
+            min_versions: As in `step`.
+        """
+        start = time.perf_counter()
+        self._streamed = self._streamed or _OpenStep(TokenMetrics(self.backend.device))
+        self._add(self._streamed, payloads, min_versions, 1.0, is_last=False)
+        self._streamed.busy_s += time.perf_counter() - start
+
+    def finish(self, payloads: Sequence[GroupPayload], version: int, min_versions: Sequence[int]) -> StepReport:
+        """The last part of a streamed batch: the same gradient and report as `step` over all its parts (I9).
+
+        The normaliser is known only now, so the sum of gradients is divided by it before it is clipped.
+        """
+        start = time.perf_counter()
+        step, self._streamed = self._streamed, None
+        if step is None:
+            raise TrainingError("trainer: finish without accumulate; a batch of one part is a step.")
+        self._add(step, payloads, min_versions, 1.0, is_last=True)
+        return self._close(step, version, start)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One step of −logprob, the mean over all response tokens of the batch.
@@ -114,7 +157,9 @@ class PolicyTrainer:
             examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
         """
         start = time.perf_counter()
-        metrics, _ = self._optimize(supervised_sequences(examples), _sft_terms)
+        step = _OpenStep(TokenMetrics(self.backend.device))
+        self._backward(step, supervised_sequences(examples), _sft_terms, is_last=True)
+        metrics, _ = self._update(step)
         kept = {name: value for name, value in metrics.items() if not name.startswith(("ratio/", "mismatch/"))}
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
@@ -144,31 +189,64 @@ class PolicyTrainer:
         """Leave the process group."""
         self.backend.close()
 
-    def _optimize(
-        self, sequences: Sequence[TrainingSequence], loss_function: _LossFunction
-    ) -> tuple[dict[str, float], bool]:
-        """Forward, backward and one optimizer step over the whole batch. Returns metrics and whether it was skipped."""
+    def _add(
+        self,
+        step: _OpenStep,
+        payloads: Sequence[GroupPayload],
+        min_versions: Sequence[int] | None,
+        normaliser: float | None,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Add the gradient of some groups to a step; `normaliser` 1.0: it is divided by the batch's at the end."""
+        algorithm, limit = self._algorithm, self._settings.max_new_tokens
+        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser)
+        if normaliser is not None:
+            counts = np.array([len(sequence.targets) for sequence in sequences])
+            step.normaliser += batch_normaliser(counts, algorithm.aggregation)
+        step.payloads.extend(payloads)
+        self._backward(step, sequences, self._rl_terms, is_last=is_last)
+
+    def _backward(
+        self, step: _OpenStep, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
+    ) -> None:
+        """Forward and backward over these sequences, micro-batch by micro-batch."""
         plan = self._plan(sequences)
         count = len(plan.ranks[self.backend.rank])
-        token_metrics = TokenMetrics(self.backend.device)
-        lr = self._warmed_up_lr()
-        self.backend.set_lr(lr)
         for position, micro_batch in enumerate(self._micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
             terms, is_masked, is_clipped = loss_function(target, micro_batch)
             loss = (terms * micro_batch.token_weights).sum()
-            self.backend.backward(loss, is_last=position == count - 1)
+            self.backend.backward(loss, is_last=is_last and position == count - 1)
             if micro_batch.num_tokens:
-                token_metrics.add(loss, target, micro_batch.behavior_logprobs, entropies, is_masked, is_clipped)
-        result = self.backend.optimizer_step()
+                step.metrics.add(loss, target, micro_batch.behavior_logprobs, entropies, is_masked, is_clipped)
+        step.micro_batches.append(count)
+        step.packing_efficiencies.append(plan.efficiency)
+
+    def _update(self, step: _OpenStep) -> tuple[dict[str, float], bool]:
+        """The optimizer step. Returns metrics and whether it was skipped."""
+        normaliser = max(step.normaliser, 1.0)
+        lr = self._warmed_up_lr()
+        self.backend.set_lr(lr)
+        result = self.backend.optimizer_step(normaliser)
         self._num_steps += not result.is_skipped
-        metrics = token_metrics.reduce(self.backend.all_reduce) | {
+        metrics = step.metrics.reduce(self.backend.all_reduce)
+        metrics["loss/policy"] /= normaliser
+        metrics |= {
             "loss/grad_norm": result.grad_norm,
             "loss/lr": lr,
-            "trainer/num_micro_batches": float(count),
-            "trainer/packing_efficiency": plan.efficiency,
+            "trainer/num_micro_batches": float(sum(step.micro_batches)),
+            "trainer/batch_parts": float(len(step.micro_batches)),
+            "trainer/packing_efficiency": float(np.average(step.packing_efficiencies, weights=step.micro_batches)),
         }
         return metrics, result.is_skipped
+
+    def _close(self, step: _OpenStep, version: int, start: float) -> StepReport:
+        """Update the policy and say what the step did; `start` is when its last part began."""
+        metrics, is_skipped = self._update(step)
+        metrics |= batch_metrics(step.payloads)
+        metrics["trainer/step_s"] = busy_s = step.busy_s + time.perf_counter() - start
+        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
     def _plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
         return plan_batch(

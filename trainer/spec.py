@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,7 @@ class TrainerSpec:
         temperature: The sampling temperature; the trainer's logprobs use the same.
         max_new_tokens: The sampling limit, for `constant_length` aggregation and the truncated share.
         threads: CPU threads of each rank.
+        streams: Parts of a batch are trained while the rest of it is still being generated.
     """
 
     model_path: str
@@ -30,6 +32,12 @@ class TrainerSpec:
     seed: int
     temperature: float
     max_new_tokens: int
+    streams: bool = False
+
+    @property
+    def tokens_per_part(self) -> float:
+        """Most tokens of one part of a batch: a micro-batch for every rank; without streaming, no limit."""
+        return self.trainer.num_ranks * self.trainer.max_tokens_per_micro_batch if self.streams else math.inf
 
 
 def free_port() -> int:

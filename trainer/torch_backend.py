@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -39,7 +39,8 @@ class TorchBackend:
         del is_last
         poison_if_not_finite(loss).backward()
 
-    def optimizer_step(self) -> OptimizerResult:
+    def optimizer_step(self, normaliser: float = 1.0) -> OptimizerResult:
+        divide_gradients(self._model.parameters(), normaliser)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm))
         is_finite = math.isfinite(grad_norm)
         if is_finite:
@@ -73,6 +74,14 @@ class TorchBackend:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float) -> None:
+    """For losses whose normaliser was not known at their backward; nothing is touched at 1."""
+    if normaliser != 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(normaliser)
 
 
 def build_torch_backend(model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> TorchBackend:

@@ -19,6 +19,7 @@ from penstock.platform.config.checks_flow import (
     check_gang,
     check_hooks,
     check_live_memory,
+    check_streaming,
     check_streams,
     check_surplus,
 )
@@ -199,7 +200,7 @@ def _unequal_work(key: str, value: int, num_ranks: int) -> Iterator[Finding]:
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
         check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
-        check_live_memory, check_surplus, check_gang, check_expiry, check_hooks, check_streams,
+        check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
     ),
     "sft": (check_model, check_sft_section, check_trainer),
     "eval": (check_model, check_has_policy, check_sampling),

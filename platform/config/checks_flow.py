@@ -59,6 +59,36 @@ def check_surplus(config: RunConfig) -> Iterator[Finding]:
     )
 
 
+def check_streaming(config: RunConfig) -> Iterator[Finding]:
+    """A batch that is trained before it is complete: its groups are chosen for good, one by one."""
+    flow, trainer = config.dataflow, config.trainer
+    if not flow.stream_micro_batches:
+        return
+    if flow.surplus:
+        yield error(
+            f"dataflow.stream_micro_batches=true with dataflow.surplus={flow.surplus}: redundant groups are given up "
+            "when a batch closes, and a streamed batch has trained most of its groups by then. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "dataflow.surplus",
+        )
+    if config.cluster.colocated:
+        yield error(
+            "dataflow.stream_micro_batches=true with cluster.colocated=true: trainer and engines take turns on their "
+            "devices, so nothing is generated while the trainer computes. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "cluster.colocated",
+        )
+    if trainer.backend == "deepspeed" and trainer.zero_stage == 0 and config.model.dtype != "float32":
+        yield error(
+            f"dataflow.stream_micro_batches=true with trainer.zero_stage=0 in model.dtype={config.model.dtype}: the "
+            "gradient is divided by the size of the batch at its end, and DeepSpeed's plain bfloat16 optimizer cannot. "
+            "Use trainer.zero_stage=1 or more.",
+            "dataflow.stream_micro_batches",
+            "trainer.zero_stage",
+            "model.dtype",
+        )
+
+
 def check_gang(config: RunConfig) -> Iterator[Finding]:
     """All members of a gang fit on one engine at once."""
     flow, engine = config.dataflow, config.rollout.engine

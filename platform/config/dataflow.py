@@ -40,6 +40,8 @@ class DataflowConfig(Section):
         surplus: Redundant groups admitted beyond the window; when a batch could close but for a few stragglers, as
             many of those are given up. Biased to short answers.
         gang: All members of a group run on one engine and start at one version.
+        stream_micro_batches: The trainer begins with the first groups of a batch while the rest is still being
+            generated; the gradient is the same.
         max_retries: Retries of one trajectory after its environment or reward failed.
         max_engine_retries: Retries of one trajectory after its engine failed.
         min_group_size: A group whose failed members are gone still trains with this many.
@@ -56,6 +58,7 @@ class DataflowConfig(Section):
     max_requeues: int = Field(default=3, ge=0)
     surplus: int = Field(default=0, ge=0)
     gang: bool = False
+    stream_micro_batches: bool = False
     max_retries: int = Field(default=2, ge=0)
     max_engine_retries: int = Field(default=3, ge=0)
     min_group_size: int = Field(default=2, ge=2)

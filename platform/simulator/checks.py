@@ -17,16 +17,20 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason, VersionMark
-from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.platform.simulator.world import POSITION_BITS, InvariantError, World, member_of, task_of, true_reward
+
+if TYPE_CHECKING:
+    from penstock.platform.simulator.durable import DurableState, Restored
 
 _NEXT = {
     "admitted": {"generating"},
@@ -48,12 +52,14 @@ class LedgerModel:
         live: Group -> state.
         ended: Terminal state -> groups.
         trained: Every group that trained.
+        rolled_back: Tasks that were under way when the driver died, and have not started again.
     """
 
     def __init__(self, limits: FlowLimits) -> None:
         self.live: dict[int, str] = {}
         self.ended: Counter[str] = Counter()
         self.trained: set[int] = set()
+        self.rolled_back: set[str] = set()
         self.num_admitted = 0
         self._limits = limits
 
@@ -65,12 +71,15 @@ class LedgerModel:
                 raise InvariantError("I3", f"group {group} was admitted after {self.num_admitted} others")
             self.num_admitted += 1
             self.live[group] = state
+            self.rolled_back.discard(event.task_id)
             return
         before = self.live.get(group)
         if before is None:
             raise InvariantError("I2", f"group {group} goes to {state}, but it has ended or never was")
         if state in _UNTRAINED:
             self._may_end(group, before, event)
+            if event.reason is Reason.ROLLBACK:
+                self.rolled_back.add(event.task_id)
         elif state not in _NEXT[before]:
             raise InvariantError("I2", f"group {group} goes from {before} to {state}")
         if state in _LIVE:
@@ -99,16 +108,22 @@ class CheckedDataflow(Dataflow):
         recent: Groups that became ready lately; faults report them again.
     """
 
-    def __init__(self, limits: FlowLimits, rules: GroupRules, world: World, every: int, version: int = 0) -> None:
-        super().__init__(limits, rules, version)
+    def __init__(
+        self, limits: FlowLimits, rules: GroupRules, world: World, every: int, disk: DurableState, restored: Restored
+    ) -> None:
+        super().__init__(limits, rules, restored.version, restored.resumed.ledger)
         self.model = LedgerModel(limits)
+        for event in restored.history:
+            self.model.follow(event)
         self.ledger.sink = self._on_ledger
+        self._disk = disk
         self._world = world
         self._every = every
         self._events = 0
         self.recent: deque[GroupRef] = deque(maxlen=RECENT)
 
     def _on_ledger(self, event: JournalEntry) -> None:
+        self._disk.write(event)
         if isinstance(event, VersionMark):
             self._world.note(f"version {event.version}")
             return
@@ -192,6 +207,9 @@ class CheckedDataflow(Dataflow):
         counts, limits = self.ledger.counts(), self.limits
         if counts.live or counts.trained != limits.total_steps * limits.batch_groups:
             raise InvariantError("I3", f"the run ended with {counts}")
+        # With on_expiry=drop, dropped tasks may be before them in line when the run ends.
+        if self.model.rolled_back and limits.on_expiry is ExpiryPolicy.WAIT:
+            raise InvariantError("I3", f"tasks {sorted(self.model.rolled_back)} were forgotten when the driver died")
 
     def _check_group(self, group: GroupRef) -> None:
         payload = group.handle

@@ -70,8 +70,10 @@ class SimulationConfig(BaseModel):
         eta: η, max_staleness, versions.
         on_expiry: What happens to groups that would become too old.
         surplus: Redundant groups beyond the credits.
+        stream: The trainer computes on the first groups of a batch while the rest is generated.
         max_retries: Retries of one trajectory.
         faults: How much goes wrong.
+        checkpoint_every: Steps between checkpoints, from which a driver that died goes on.
         eval_every: Steps between evaluations beside training; 0 is never.
         check_every: Events between two checks of every live group; the cheap checks run after each event.
         batch_timeout_s: Longest wait for a batch, virtual seconds.
@@ -110,8 +112,10 @@ class SimulationConfig(BaseModel):
     eta: int = Field(default=2, ge=0)
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
     surplus: int = Field(default=0, ge=0)
+    stream: bool = False
     max_retries: int = Field(default=4, ge=0)
     faults: FaultLevel = FaultLevel.NONE
+    checkpoint_every: int = Field(default=2, ge=1)
     eval_every: int = Field(default=0, ge=0)
     check_every: int = Field(default=64, ge=1)
     batch_timeout_s: float = Field(default=36_000.0, gt=0)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from penstock.rollout.pool import EnginePool
 
 
+MAX_DRIVER_DEATHS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class FaultRates:
     """How often what fails.
@@ -41,6 +44,7 @@ class FaultRates:
         lost: Probability per delta that this and all later messages of its request are lost.
         delayed: Probability per completion that it arrives late.
         stray_steps: Mean time between two duplicated, late or senseless reports, in expected step times.
+        driver_steps: Mean time until the driver dies, in expected step times.
         skew: Largest relative error of an engine's clock, so of its speed.
     """
 
@@ -53,12 +57,13 @@ class FaultRates:
     lost: float
     delayed: float
     stray_steps: float
+    driver_steps: float
     skew: float
 
 
 RATES: dict[FaultLevel, FaultRates] = {
-    FaultLevel.LIGHT: FaultRates(20.0, (1, 1, 2), 1.0, 0.01, 0.002, 0.02, 0.0005, 0.01, 2.0, 0.01),
-    FaultLevel.HEAVY: FaultRates(5.0, (2, 2, 1), 1.5, 0.05, 0.01, 0.1, 0.003, 0.05, 0.3, 0.05),
+    FaultLevel.LIGHT: FaultRates(20.0, (1, 1, 2), 1.0, 0.01, 0.002, 0.02, 0.0005, 0.01, 2.0, 100.0, 0.01),
+    FaultLevel.HEAVY: FaultRates(5.0, (2, 2, 1), 1.5, 0.05, 0.01, 0.1, 0.003, 0.05, 0.3, 25.0, 0.05),
 }
 
 
@@ -93,6 +98,13 @@ class FaultInjector:
         for engine in targets.engines:
             engine.set_speed(engine.speed * (1 + rates.skew * (2 * self._rng.random() - 1)))
         self._world.deliver = self._deliver
+
+    async def driver_dies(self) -> None:
+        """Return when the driver dies; one that came back `MAX_DRIVER_DEATHS` times lives."""
+        if self._world.incarnation >= MAX_DRIVER_DEATHS:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self._rng.expovariate(1 / (self._rates.driver_steps * self._step_s)))
+        self._world.faults["driver crash"] += 1
 
     async def run(self, core: CheckedDataflow) -> None:
         """Let engines fail and stray reports arrive."""

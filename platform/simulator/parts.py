@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajector
 from penstock.dataflow.versions import versions_per_token
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.simulator.checks import check_step
-from penstock.platform.simulator.world import World, member_of, prompt_ids, task_of, true_reward
+from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
 from penstock.rollout.tokenizers import TokenCodec
 
 EVALUATION_TASKS = 1_000_000
@@ -91,8 +91,14 @@ class RewardFaults:
     timeout_s: float = 30.0
 
 
+NO_FAULTS = RewardFaults()
+
+
 class SimulatedRewards:
-    """`RewardWorker`: latency by an exponential distribution, and failures that are data."""
+    """`RewardWorker`: latency by an exponential distribution, and failures that are data.
+
+    Evaluation is left alone: a run whose held-out tasks cannot be scored is supposed to stop.
+    """
 
     def __init__(self, world: World, mean_s: float, workers: int) -> None:
         self.faults = RewardFaults()
@@ -102,7 +108,8 @@ class SimulatedRewards:
         self._rng = world.rng("rewards")
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        draw, faults = self._rng.random(), self.faults
+        is_held_out = task_of(int(trajectory.token_ids[0])) >= EVALUATION_TASKS
+        draw, faults = self._rng.random(), NO_FAULTS if is_held_out else self.faults
         async with self._free:
             if draw < faults.hangs:
                 self._world.faults["reward hang"] += 1
@@ -127,7 +134,10 @@ class TrainerCost:
     weight_bytes: int
 
     def step_s(self, num_tokens: int) -> float:
-        return self.fixed_s + num_tokens * self.per_token_s / self.devices
+        return self.fixed_s + self.compute_s(num_tokens)
+
+    def compute_s(self, num_tokens: int) -> float:
+        return num_tokens * self.per_token_s / self.devices
 
 
 @dataclass(slots=True)
@@ -152,37 +162,46 @@ class SimulatedTrainer:
 
     Attributes:
         crash_rate: Probability that a step is lost.
+        trained: What was trained into the policy it holds.
+        checkpoint: Told every version that is saved.
     """
 
-    def __init__(self, world: World, cost: TrainerCost, max_staleness: int, *, is_checked: bool) -> None:
+    def __init__(
+        self, world: World, cost: TrainerCost, max_staleness: int, *, is_checked: bool, version: int, trained: Trained
+    ) -> None:
         self.node_id = "simulated"
         self.crash_rate = 0.0
-        self.trained = Trained()
+        self.trained = trained
+        self.checkpoint: Callable[[int, Trained], None] = lambda _version, _trained: None
         self._world = world
         self._cost = cost
         self._max_staleness = max_staleness
         self._is_checked = is_checked
-        self._version = 0
+        self._version = version
         self._rng = world.rng("trainer")
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        groups = [group async for group in batch]
+        clock, done_at = asyncio.get_running_loop().time, 0.0
+        groups = []
+        async for group in batch:  # of a whole batch all at one time, of a streamed one as they become ready
+            groups.append(group)
+            done_at = max(done_at, clock()) + self._cost.compute_s(group.num_tokens)
         num_tokens = sum(group.num_tokens for group in groups)
-        step_s = self._cost.step_s(num_tokens)
+        busy_s, left_s = self._cost.step_s(num_tokens), done_at - clock() + self._cost.fixed_s
         if self._is_checked:
             check_step(groups, self.loss_weights(groups), self._version, self._max_staleness)
         if self._rng.random() < self.crash_rate:
             self._world.faults["trainer crash"] += 1
             self._world.note(f"trainer lost the step at v{self._version}")
-            await asyncio.sleep(step_s * self._rng.random())
-            return StepReport(self._version, skipped=True, metrics={}, busy_s=step_s)
-        await asyncio.sleep(step_s)
-        self._account(groups, step_s, num_tokens)
+            await asyncio.sleep(left_s * self._rng.random())
+            return StepReport(self._version, skipped=True, metrics={}, busy_s=busy_s)
+        await asyncio.sleep(left_s)
+        self._account(groups, busy_s, num_tokens)
         self._version += 1
-        return StepReport(self._version, skipped=False, metrics={}, busy_s=step_s)
+        return StepReport(self._version, skipped=False, metrics={}, busy_s=busy_s)
 
-    async def save(self, path: str) -> None:
-        """Nothing is written."""
+    async def save(self, _path: str) -> None:
+        self.checkpoint(self._version, self.trained)
 
     async def export(self, version: int) -> WeightManifest:
         await asyncio.sleep(self._cost.export_s)
@@ -203,7 +222,10 @@ class SimulatedTrainer:
         for group in groups:
             trained.max_staleness = max(trained.max_staleness, group.staleness(self._version))
             trained.trimmed_tokens += group.num_trimmed_tokens
-            trained.tasks.add(task_of(int(group.handle.trajectories[0].token_ids[0])))
+            task = task_of(int(group.handle.trajectories[0].token_ids[0]))
+            if self._is_checked and task in trained.tasks:
+                raise InvariantError("I5", f"task {task} is trained a second time into the same policy")
+            trained.tasks.add(task)
             trained.lengths += [member.num_sampled_tokens for member in group.handle.trajectories]
 
 

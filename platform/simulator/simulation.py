@@ -21,7 +21,8 @@ from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ledger import LedgerCounts
+from penstock.dataflow.journal import Resumed
+from penstock.dataflow.ledger import Ledger, LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
@@ -36,6 +37,7 @@ from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
 from penstock.platform.simulator.decoding import Counters
+from penstock.platform.simulator.durable import DurableState, Restored
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
 from penstock.platform.simulator.lengths import LengthTable
@@ -59,6 +61,7 @@ from penstock.weights.config import WeightsConfig
 SILENCE_S = 120.0
 PUBLISH_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 36_000.0
+MAX_REQUEUES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Seams:
     runner: type[TrajectoryRunner] = TrajectoryRunner
     pool: type[EnginePool] = EnginePool
     publisher: type[ActorWeightPublisher] = ActorWeightPublisher
+    disk: type[DurableState] = DurableState
 
 
 @dataclass(slots=True)
@@ -135,6 +139,7 @@ class Simulation:
     seams: Seams = field(default_factory=Seams)
     is_checked: bool = True
     world: World = field(init=False)
+    disk: DurableState = field(init=False)
     engines: list[SimulatedEngine] = field(default_factory=list)
     trainer: SimulatedTrainer | None = None
     core: Dataflow | None = None
@@ -144,33 +149,50 @@ class Simulation:
         config = self.config
         lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain)
         trace = Trace() if self.is_checked else None
+        self.disk = self.seams.disk(MAX_REQUEUES)
         self.world = World(lengths, math.ceil(config.prompt_tokens / config.grain), self.seed, trace)
 
     async def main(self) -> None:
-        """Assemble and train."""
+        """Train to the end; a driver that dies is followed by one that resumes from what is on disk."""
+        restored = Restored(0, Trained(), Resumed(Ledger(), ()), ())
+        while not await self._live(self._assemble(restored)):
+            restored = self.disk.restore()
+
+    def _assemble(self, restored: Restored) -> Targets:
+        """One incarnation of the run, around what was restored."""
         config, world = self.config, self.world
         cost = engine_cost(config)
         speeds = config.engine_speeds
-        self.engines = [
+        engines = [
             self.seams.engine(EngineId(f"engine-{index}"), cost, world, speeds[index % len(speeds)])
             for index in range(config.engines)
         ]
+        self.engines += engines
         policy = PrefixAware(self.seed) if config.routing == "prefix_aware" else LeastLoaded(self.seed)
-        pool = self.seams.pool(self.engines, config.slots, self.seed, policy=policy)
+        pool = self.seams.pool(engines, config.slots, self.seed, policy=policy)
         runner = self.seams.runner(pool, SimulatedCodec(world.prompt_tokens), SILENCE_S)
         rewards = SimulatedRewards(world, config.reward_mean_s, config.reward_workers)
-        self.trainer = self.seams.trainer(world, trainer_cost(config), config.eta, is_checked=self.is_checked)
-        self.core = core = self._make_core()
+        trainer = self.trainer = self.seams.trainer(
+            world,
+            trainer_cost(config),
+            config.eta,
+            is_checked=self.is_checked,
+            version=restored.version,
+            trained=restored.trained,
+        )
+        trainer.checkpoint = self.disk.checkpoint
+        self.core = core = self._make_core(restored)
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 
         def make_flow(stats: FlowStats) -> Flow:
             line = TaskLine([TaskStream("", training_tasks())], core.limits.window, config.group_size)
-            options = FlowOptions(config.batch_timeout_s)
+            line.resume(core.ledger, restored.resumed.restarts)
+            options = FlowOptions(config.batch_timeout_s, config.stream)
             return self.seams.flow(core, line, FilterChain([], 1_000_000), ports, stats, options)
 
         publisher = WatchedPublisher(self._make_publisher(pool), world)
         parts = Parts(
-            trainer=TakesTurns(self.trainer, self.engines, pool) if config.colocated else self.trainer,
+            trainer=TakesTurns(trainer, engines, pool) if config.colocated else trainer,
             publisher=publisher,
             evaluator=Evaluator(runner, rewards, world.lengths.max_length),
             held_out=held_out_tasks(HELD_OUT_TASKS),
@@ -178,43 +200,62 @@ class Simulation:
             monitor=EngineMonitor(pool),
         )
         self.run = Run(run_config(config), parts, instruments())
-        await self._train(Targets(self.engines, pool, rewards, self.trainer, publisher.catch_up))
+        self.run.version = restored.version
+        return Targets(engines, pool, rewards, trainer, publisher.catch_up)
 
-    async def _train(self, targets: Targets) -> None:
+    async def _live(self, targets: Targets) -> bool:
+        """Train until the end (True) or until the driver dies (False)."""
         assert self.run is not None
         rates = RATES.get(self.config.faults)
         if rates is None:
             await self._run_loop(self.run)
-            return
+            return True
         injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
         injector.arm()
         assert isinstance(self.core, CheckedDataflow)
         trouble = asyncio.create_task(injector.run(self.core), name="faults")
+        death = asyncio.create_task(injector.driver_dies(), name="death of the driver")
         training = asyncio.create_task(self._run_loop(self.run), name="controller")
+        jobs = (trouble, death, training)
         try:
-            await asyncio.wait({trouble, training}, return_when=asyncio.FIRST_COMPLETED)
-            if trouble.done():
-                trouble.result()
-            await training
+            done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
+            written = self.disk.length
+            for job in done:
+                job.result()
         finally:
-            trouble.cancel()
-            training.cancel()
-            await asyncio.gather(trouble, training, return_exceptions=True)
+            for job in jobs:
+                job.cancel()
+            ends = await asyncio.gather(*jobs, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, InvariantError):
+                raise end
+        if training not in done:
+            await self._bury(targets, written)
+        return training in done
+
+    async def _bury(self, targets: Targets, written: int) -> None:
+        """The driver died when its journal had `written` lines; every process it started dies with it."""
+        assert self.run is not None
+        await self.run.close()
+        for engine in targets.engines:
+            engine.crash()
+        self.disk.tear(written, self.world.rng("torn"))
+        self.world.begin_again()
 
     async def _run_loop(self, run: Run) -> None:
         await controller.train(run)
         if isinstance(self.core, CheckedDataflow):
             self.core.check_end()
 
-    def _make_core(self) -> Dataflow:
+    def _make_core(self, restored: Restored) -> Dataflow:
         config = self.config
         limits = FlowLimits(
-            config.batch, config.eta, config.steps, config.surplus, ExpiryPolicy(config.on_expiry), max_requeues=3
+            config.batch, config.eta, config.steps, config.surplus, ExpiryPolicy(config.on_expiry), MAX_REQUEUES
         )
         rules = GroupRules(config.group_size, 2, config.max_retries, config.max_retries)
         if not self.is_checked:
             return Dataflow(limits, rules)
-        return self.seams.core(limits, rules, self.world, config.check_every)
+        return self.seams.core(limits, rules, self.world, config.check_every, self.disk, restored)
 
     def _make_publisher(self, pool: EnginePool) -> ActorWeightPublisher:
         weights = WeightsConfig(

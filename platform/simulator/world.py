@@ -78,6 +78,7 @@ class World:
         prompt_tokens: Length of every prompt, simulated tokens.
         seed: Decides everything.
         published: Version whose publish finished last; -1 before the first.
+        incarnation: Drivers that died before this one.
         faults: What was planted so far, by name.
         deliver: How deltas reach the platform; faults replace it.
     """
@@ -87,12 +88,20 @@ class World:
     seed: int
     trace: Trace | None = None
     published: int = -1
+    incarnation: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     deliver: Deliver = TokenStream.deliver
 
     def rng(self, purpose: str) -> random.Random:
         """A stream of randomness of its own, so that one part's draws never shift another's."""
-        return random.Random(f"{self.seed}/{purpose}")
+        return random.Random(f"{self.seed}/{self.incarnation}/{purpose}")
+
+    def begin_again(self) -> None:
+        """The driver died, and everything that it had started with it."""
+        self.note(f"driver {self.incarnation} died")
+        self.incarnation += 1
+        self.published = -1
+        self.deliver = TokenStream.deliver
 
     def note(self, event: str) -> None:
         """Add an event to the trace."""

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer, save_policy
@@ -44,6 +45,7 @@ class Case:
     gradient_checkpointing: bool = False
     # ε of AdamW far above the gradient makes an update proportional to it, so weights compare gradients.
     adam_epsilon: float = 1e-8
+    streamed: bool = False
 
 
 REFERENCE = Case(backend="torch")
@@ -55,11 +57,16 @@ CASES = [
     Case(world_size=2, zero_stage=1, dtype="bfloat16"),
     Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0),
+    Case(streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=0, streamed=True),
+    Case(world_size=2, zero_stage=1, streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=2, streamed=True),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3),
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
+    Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
 ]
 FLOAT32 = [case for case in CASES if case.dtype == "float32"]
 
@@ -126,11 +133,12 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
 def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     """Two good steps with a poisoned one between, then one supervised step: all numbers that must agree."""
     trainer = build(case, str(folder / "policy"), rank, port)
-    reports = [trainer.step(make_batch(1), 0)]
+    step = streamed_step if case.streamed else PolicyTrainer.step
+    reports = [step(trainer, make_batch(1), 0)]
     before = weights_of(trainer)
-    reports.append(trainer.step(make_batch(2, poisoned=True), 1))
+    reports.append(step(trainer, make_batch(2, poisoned=True), 1))
     after = weights_of(trainer)
-    reports.append(trainer.step(make_batch(3), 1))
+    reports.append(step(trainer, make_batch(3), 1))
     examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
     supervised = [trainer.supervised_step(examples) for _ in range(2)]
     saved = str(folder / "saved" / "-".join(map(str, dataclasses.astuple(case))))
@@ -146,6 +154,13 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     if rank == 0:
         result["buffers"] = {str(b.dtype) for b in model_of(trainer).buffers() if b.is_floating_point()}
     return result
+
+
+def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
+    """The same batch in three parts."""
+    trainer.accumulate(batch[:1], [0])
+    trainer.accumulate(batch[1:3], [0, 0])
+    return trainer.finish(batch[3:], version, [0])
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
@@ -260,9 +275,9 @@ class TrainerContract:
 
 
 class TestTorchBackend(TrainerContract):
-    @pytest.fixture
-    def result(self, folder: Path) -> dict:
-        return run_case(dataclasses.replace(REFERENCE, max_tokens=200), folder)
+    @pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+    def result(self, request: pytest.FixtureRequest, folder: Path) -> dict:
+        return run_case(dataclasses.replace(REFERENCE, max_tokens=200, streamed=request.param), folder)
 
     @pytest.fixture
     def reference(self, references: dict) -> dict:

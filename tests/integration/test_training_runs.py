@@ -67,6 +67,15 @@ def test_max_staleness_zero_is_on_policy(workspace: Path, train_overrides: list[
                 "trainer.backend=torch",
             ],
         ),
+        (
+            "streamed_micro_batches",
+            [
+                "rollout/engine=torch",
+                "dataflow.stream_micro_batches=true",
+                "trainer.max_tokens_per_micro_batch=256",
+                "trainer.zero_stage=1",
+            ],
+        ),
         ("taking_turns", ["rollout/engine=torch", "cluster.colocated=true", "dataflow.max_staleness=0"]),
     ],
 )
@@ -79,6 +88,8 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     assert summary["ledger"]["trained"] == 24
     assert summary["max_staleness_seen"] <= summary["max_staleness_configured"]
     assert all(norm > 0 for norm in read_metric(run_dir, "loss/grad_norm"))
+    is_streamed = "dataflow.stream_micro_batches=true" in overrides
+    assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
     if "tracker" in "".join(overrides):
         assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
         assert list((run_dir / "tensorboard").rglob("events.out.tfevents.*"))

@@ -47,7 +47,7 @@ def test_a_resumed_run_balances_and_trains_nothing_twice(seed: int, version: int
     resumed = resume(run.journal, version)
     counts = resumed.ledger.counts()
     assert counts.live == 0
-    assert resumed.ledger.reasons[GroupState.DROPPED, Reason.ROLLBACK] == len(resumed.interrupted)
+    assert resumed.ledger.reasons[GroupState.DROPPED, Reason.ROLLBACK] == len(resumed.restarts)
 
     core = Dataflow(run.core.limits, GroupRules(2, 2, 1), version, resumed.ledger)
     again = VirtualRun(3, 1, 8, 1.5, 0.2, seed + 1)

@@ -39,6 +39,11 @@ def test_no_invariant_breaks_with_redundant_groups(eta: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
+def test_no_invariant_breaks_when_micro_batches_are_streamed(policy: str) -> None:
+    clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(40))
+
+
+@pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 @pytest.mark.parametrize("eta", [0, 1, 2, 4, 8])
 def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:
     small = ["batch=3", "group_size=2", "engines=2", "slots=8", "steps=20", f"eta={eta}", f"on_expiry={policy}"]

@@ -17,7 +17,8 @@ from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.ledger import GroupState
+from penstock.dataflow.journal import Resumed
+from penstock.dataflow.ledger import GroupState, JournalEntry
 from penstock.dataflow.ports import Engine
 from penstock.dataflow.trajectory import GroupRef, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
@@ -25,6 +26,7 @@ from penstock.platform.flow import Flow
 from penstock.platform.group_run import GroupRun
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
+from penstock.platform.simulator.durable import DurableState
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
@@ -173,6 +175,21 @@ class NormalisedPerMicroBatch(SimulatedTrainer):
         return [weights / 2 for half in halves for weights in half]
 
 
+class InterruptedForgotten(DurableState):
+    """A driver that resumes does not start again what was under way."""
+
+    def resume(self, entries: list[JournalEntry], version: int) -> Resumed:
+        return replace(super().resume(entries, version), restarts=())
+
+
+class TrainedAgain(DurableState):
+    """The journal is read to an older mark than the weights are from: what they learned since is trained again."""
+
+    def resume(self, entries: list[JournalEntry], version: int) -> Resumed:
+        resumed = super().resume(entries, max(version - 1, 0))
+        return replace(resumed, ledger=super().resume(entries, version).ledger)
+
+
 @dataclass(frozen=True)
 class Case:
     seams: Seams
@@ -196,6 +213,8 @@ CASES = {
         Seams(flow=FailureAsZero), "failure as data", ("faults=heavy", "max_retries=0")
     ),
     "a token nobody sampled carries loss weight": Case(Seams(trainer=PromptWeighted), "I7", ()),
+    "what was under way when the driver died is forgotten": Case(Seams(disk=InterruptedForgotten), "I3"),
+    "a resumed driver trains again what the weights know": Case(Seams(disk=TrainedAgain), "I2|I5"),
     "the normaliser is computed per micro-batch": Case(Seams(trainer=NormalisedPerMicroBatch), "I9", ()),
 }
 

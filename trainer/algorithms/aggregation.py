@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "constant_length"]
 
 
-def token_weights(num_loss_tokens: NDArray[np.int64], mode: Aggregation, max_new_tokens: int) -> NDArray[np.float64]:
+def token_weights(
+    num_loss_tokens: NDArray[np.int64], mode: Aggregation, max_new_tokens: int, normaliser: float | None = None
+) -> NDArray[np.float64]:
     """Weight of each loss token, per sequence.
 
     - `token_mean`: `1 / Σ_i n_i` (DAPO, arXiv 2503.14476)
@@ -27,16 +29,21 @@ def token_weights(num_loss_tokens: NDArray[np.int64], mode: Aggregation, max_new
         num_loss_tokens: `[N]`, n_i: tokens of sequence i with loss mask 1. May be 0.
         mode: Which of the above.
         max_new_tokens: The sampling limit, tokens; used by `constant_length` only.
+        normaliser: Instead of `batch_normaliser` of these sequences; 1 where the gradient is divided at the end.
 
     Returns:
         `[N] float64`; a sequence without loss tokens gets 0 but counts in N.
     """
-    num_sequences = len(num_loss_tokens)
     counts = np.maximum(num_loss_tokens, 1).astype(np.float64)
-    if mode == "token_mean":
-        weights = np.full(num_sequences, 1.0 / max(int(num_loss_tokens.sum()), 1))
-    elif mode == "seq_mean_token_mean":
-        weights = 1.0 / (num_sequences * counts)
-    else:
-        weights = np.full(num_sequences, 1.0 / (num_sequences * max_new_tokens))
-    return np.where(num_loss_tokens > 0, weights, 0.0)
+    shares = {
+        "token_mean": np.ones_like(counts),
+        "seq_mean_token_mean": 1.0 / counts,
+        "constant_length": np.full_like(counts, 1.0 / max_new_tokens),
+    }[mode]
+    total = max(batch_normaliser(num_loss_tokens, mode), 1.0) if normaliser is None else normaliser
+    return np.where(num_loss_tokens > 0, shares / total, 0.0)
+
+
+def batch_normaliser(num_loss_tokens: NDArray[np.int64], mode: Aggregation) -> float:
+    """What the weights of a whole batch are divided by; those of its parts add up to it."""
+    return float(num_loss_tokens.sum() if mode == "token_mean" else len(num_loss_tokens))

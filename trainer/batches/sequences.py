@@ -27,6 +27,7 @@ def policy_sequences(
     algorithm: AlgorithmConfig,
     max_new_tokens: int,
     min_versions: Sequence[int] | None = None,
+    normaliser: float | None = None,
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with its advantage and the aggregation weight of its tokens.
 
@@ -36,6 +37,7 @@ def policy_sequences(
         max_new_tokens: The sampling limit, tokens.
         min_versions: Per group, tokens sampled before this version carry no loss weight and do not count in
             the normaliser; None: all sampled tokens do.
+        normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
 
     Raises:
         TrainingError: If there is no group, or a trajectory has no finite reward.
@@ -51,7 +53,8 @@ def policy_sequences(
         for payload, floor in zip(payloads, floors, strict=True)
         for trajectory in payload.trajectories
     ]
-    weights = token_weights(np.array([len(index) for index in targets]), algorithm.aggregation, max_new_tokens)
+    counts = np.array([len(index) for index in targets])
+    weights = token_weights(counts, algorithm.aggregation, max_new_tokens, normaliser)
     return [
         TrainingSequence(
             token_ids=trajectory.token_ids,

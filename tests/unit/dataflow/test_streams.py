@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.dataflow.ids import TaskId
+from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.journal import resume
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
 from penstock.dataflow.streams import QueuedTask, TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
@@ -135,3 +136,34 @@ def test_a_stream_that_ends_says_so() -> None:
     admit(line, ledger)
     with pytest.raises(PenstockError, match="task source short ended after 1 tasks"):
         line.next(ledger)
+
+
+def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_way() -> None:
+    ledger, journal = Ledger(), []
+    ledger.sink = journal.append
+    line = TaskLine([stream("a"), stream("b")], 4, 2)
+    admitted = [admit(line, ledger) for _ in range(4)]
+    for group_id in (1, 2):
+        for state in (GroupState.SCORING, GroupState.READY, GroupState.TRAINING, GroupState.TRAINED):
+            ledger.move(GroupId(group_id), state)
+    ledger.mark(1)
+
+    resumed = resume(journal, 1)
+    again = TaskLine([stream("a"), stream("b")], 4, 2)
+    again.resume(resumed.ledger, resumed.restarts)
+    started = [admit(again, resumed.ledger) for _ in range(4)]
+    names = [queued.task.task_id for queued in started if queued]
+    assert names[:2] == [queued.task.task_id for queued in (admitted[0], admitted[3]) if queued]
+    assert sorted(names[2:]) == ["a2", "b2"]
+    assert resumed.ledger.tasks_by_stream == {"a": 3, "b": 3}
+
+
+def test_a_resumed_line_misses_a_task_that_is_gone() -> None:
+    ledger, journal = Ledger(), []
+    ledger.sink = journal.append
+    admit(TaskLine([stream("a")], 4, 2), ledger)
+    ledger.mark(1)
+    resumed = resume(journal, 1)
+    other = TaskLine([TaskStream("a", endless("other"))], 4, 2)
+    with pytest.raises(PenstockError, match="task a0 was under way when the run stopped"):
+        other.resume(resumed.ledger, resumed.restarts)

@@ -60,9 +60,9 @@ def gradient_of(trainer: PolicyTrainer, batch) -> torch.Tensor:
     caught = []
     backend = trainer.backend
 
-    def catch():
+    def catch(normaliser: float):
         caught.append(torch.cat([p.grad.flatten().clone() for p in backend._model.parameters()]))
-        return type(backend).optimizer_step(backend)
+        return type(backend).optimizer_step(backend, normaliser)
 
     backend.optimizer_step = catch
     trainer.step(batch, 0)

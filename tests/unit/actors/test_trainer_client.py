@@ -1,0 +1,81 @@
+"""A batch in parts: the ranks get them in order, each as soon as it is full, and a rank that fails ends the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.errors import PenstockError, TrainingError
+from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ports import StepReport
+from penstock.dataflow.trajectory import GroupRef
+from penstock.dataflow.versions import Span
+
+
+class FakeRank:
+    """Answers as a Ray actor does: `rank.method.remote(...)` is a call that was made already."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.fails = fails
+
+    def __getattr__(self, method: str) -> Any:
+        return type("Method", (), {"remote": staticmethod(lambda *arguments: self._call(method, *arguments))})
+
+    def _call(self, method: str, handles: list[str], *_: Any) -> asyncio.Future[StepReport | None]:
+        self.calls.append((method, handles))
+        answer: asyncio.Future[StepReport | None] = asyncio.get_running_loop().create_future()
+        if self.fails:
+            answer.set_exception(RuntimeError("planted"))
+        else:
+            answer.set_result(None if method == "accumulate" else StepReport(1, False, {}, 2.0))
+        return answer
+
+
+async def batch(tokens: list[int], pause: asyncio.Event | None = None) -> AsyncIterator[GroupRef]:
+    for index, num_tokens in enumerate(tokens):
+        spans = ((Span(0, num_tokens),),)
+        yield GroupRef(GroupId(index), TaskId("t"), f"handle {index}", spans, (1.0,), num_tokens)
+    if pause is not None:
+        await pause.wait()
+
+
+async def test_without_streaming_a_batch_is_one_call() -> None:
+    rank = FakeRank()
+    await TrainerClient([rank], 10.0, math.inf).step(batch([5, 5, 5]))
+    assert rank.calls == [("step", ["handle 0", "handle 1", "handle 2"])]
+
+
+async def test_parts_are_full_and_in_order_and_the_last_one_finishes() -> None:
+    ranks = [FakeRank(), FakeRank()]
+    client = TrainerClient(ranks, 10.0, tokens_per_part=10)
+    report = await client.step(batch([5, 5, 7, 30, 2, 2]))
+    assert ranks[0].calls == ranks[1].calls
+    assert ranks[0].calls == [
+        ("accumulate", ["handle 0", "handle 1"]),
+        ("accumulate", ["handle 2"]),
+        ("accumulate", ["handle 3"]),
+        ("finish", ["handle 4", "handle 5"]),
+    ]
+    assert (client.version, client.busy_s, report.version) == (1, 2.0, 1)
+
+
+async def test_a_rank_that_fails_is_noticed_while_groups_are_waited_for() -> None:
+    client = TrainerClient([FakeRank(fails=True)], 10.0, tokens_per_part=10)
+    async with asyncio.timeout(5):
+        with pytest.raises((TrainingError, RuntimeError), match="planted"):
+            await client.step(batch([8, 8], pause=asyncio.Event()))
+
+
+async def test_what_the_dataflow_raises_comes_out_as_it_is() -> None:
+    async def broken() -> AsyncIterator[GroupRef]:
+        raise PenstockError("no batch within 3 s")
+        yield
+
+    with pytest.raises(PenstockError, match="no batch within 3 s"):
+        await TrainerClient([FakeRank()], 10.0).step(broken())
