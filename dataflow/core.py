@@ -105,8 +105,11 @@ class Dataflow:
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
         record = self._expect(group_id, GroupState.GENERATING, GroupState.SCORING)
-        if record is not None and record.member_versions[member] != version:
-            record.member_versions[member] = version
+        if record is None or (before := record.member_versions[member]) == version:
+            return
+        oldest = record.oldest_version
+        record.member_versions[member] = version
+        if oldest is None or version < oldest or before == oldest:
             self._date(record)
 
     def may_retry(self, kind: FailureKind, attempts: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.trajectory import FinishReason, GroupPayload, GroupRef, Task, Trajectory
@@ -33,8 +33,7 @@ class SamplingParams:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(NamedTuple):
     """Token-in: the exact ids the model is to continue."""
 
     request_id: RequestId
@@ -42,8 +41,7 @@ class GenerateRequest:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """Token-out: newly sampled tokens of one request.
 
     Attributes:

@@ -6,7 +6,7 @@ weights, and the span lengths sum to the number of sampled tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +23,14 @@ class Span(NamedTuple):
 Spans = tuple[Span, ...]
 
 
-def join_spans(spans: Iterable[Span]) -> Spans:
+def join_spans(spans: Sequence[Span]) -> Spans:
     """Merge neighbouring spans of equal version and drop empty ones.
 
     Raises:
         ValueError: If a version decreases (I4).
     """
+    if len(spans) == 1 and spans[0].num_tokens:
+        return (spans[0],)
     joined: list[Span] = []
     for span in spans:
         if span.num_tokens == 0:

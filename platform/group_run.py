@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import FailureKind, TrajectoryError
@@ -83,43 +82,44 @@ class GroupRun:
 
     async def _run_member(self, member: int) -> None:
         """Sample and score one trajectory, with its retries; the last member to end reports the group."""
-        try:
-            self._outcomes[member] = await self._outcome(member)
-            self._unfinished -= 1
-            if self._unfinished == 0:
-                await self._flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
-        except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
-            self._flow.fail(error)
-
-    async def _outcome(self, member: int) -> Trajectory | TrajectoryError:
-        """A scored trajectory, or the failure that used up its budget."""
         flow, ports = self._flow, self._flow.ports
-        sampling = trajectory_sampling(ports.sampling, self.group_id, member)
         failures: Counter[FailureKind] | None = None
         is_generated = False
-        while True:
-            try:
-                trajectory = await ports.runner.run(
-                    self.queued.task,
-                    TrajectoryId(f"{self.group_id}/{member}"),
-                    sampling,
-                    partial(flow.core.member_at, self.group_id, member),
-                    slots=self._gang,
-                )
-                flow.stats.trajectory_generated(trajectory)
-                if not is_generated:
-                    is_generated = True
-                    self._member_generated()
-                score = await ports.rewards.score(self.queued.task, trajectory)
-                return trajectory.scored(score.reward, score.parts)
-            except TrajectoryError as failure:
-                failures = failures or Counter()
-                failures[failure.kind] += 1
-                if flow.core.may_retry(failure.kind, failures[failure.kind]):
-                    continue
-                if not is_generated:
-                    self._member_generated()
-                return failure
+        outcome: Trajectory | TrajectoryError | None = None
+        try:
+            while outcome is None:
+                try:
+                    trajectory = await ports.runner.run(
+                        self.queued.task,
+                        TrajectoryId(f"{self.group_id}/{member}"),
+                        trajectory_sampling(ports.sampling, self.group_id, member),
+                        watcher=self,
+                        member=member,
+                        slots=self._gang,
+                    )
+                    flow.stats.trajectory_generated(trajectory)
+                    if not is_generated:
+                        is_generated = True
+                        self._member_generated()
+                    score = await ports.rewards.score(self.queued.task, trajectory)
+                    outcome = trajectory.scored(score.reward, score.parts)
+                except TrajectoryError as failure:
+                    failures = failures or Counter()
+                    failures[failure.kind] += 1
+                    if not flow.core.may_retry(failure.kind, failures[failure.kind]):
+                        outcome = failure
+            if not is_generated:
+                self._member_generated()
+            self._outcomes[member] = outcome
+            self._unfinished -= 1
+            if self._unfinished == 0:
+                await flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
+        except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
+            flow.fail(error)
+
+    def member_at(self, member: int, version: int) -> None:
+        """Which version samples a member; the runner tells."""
+        self._flow.core.member_at(self.group_id, member, version)
 
     def _member_generated(self) -> None:
         self._ungenerated -= 1

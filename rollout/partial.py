@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import FinishReason
-from penstock.dataflow.versions import Span
+from penstock.dataflow.versions import Spans, join_spans
 from penstock.rollout.lease import InterruptionKind
 
 
@@ -34,35 +35,60 @@ class ResumeStats:
 
 @dataclass(slots=True)
 class PartialTrajectory:
-    """Tokens received so far. They are never sampled again."""
+    """Tokens received so far, delta by delta. They are never sampled again.
+
+    Attributes:
+        num_tokens: Sampled so far.
+        resumed_with: Tokens it had when it was last resumed; 0 if it never was.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    num_tokens: int = 0
+    resumed_with: int = 0
     finish_reason: FinishReason | None = None
+    _deltas: list[TokenDelta] | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All sampled ids, in order."""
+        deltas = self._deltas or []
+        return deltas[0].token_ids if len(deltas) == 1 else tuple(chain.from_iterable(d.token_ids for d in deltas))
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Behavior logprob of each."""
+        deltas = self._deltas or []
+        return deltas[0].logprobs if len(deltas) == 1 else tuple(chain.from_iterable(d.logprobs for d in deltas))
+
+    @property
+    def spans(self) -> Spans:
+        """Version spans of all of them."""
+        deltas = self._deltas or []
+        return deltas[0].spans if len(deltas) == 1 else join_spans([span for d in deltas for span in d.spans])
 
     @property
     def remaining(self) -> int:
         """Tokens it may still sample."""
-        return self.sampling.max_new_tokens - len(self.token_ids)
+        return self.sampling.max_new_tokens - self.num_tokens
 
     @property
     def min_version(self) -> int:
         """Oldest version that may go on with it (I4); -1 is any."""
-        return self.spans[-1].version if self.spans else -1
+        return next((delta.spans[-1].version for delta in reversed(self._deltas or []) if delta.spans), -1)
 
     def extend(self, delta: TokenDelta) -> None:
         """Keep what an engine reported."""
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.spans += delta.spans
+        if self._deltas is None:
+            self._deltas = [delta]  # not before: most of its life a trajectory waits for its first tokens
+        else:
+            self._deltas.append(delta)
+        self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
 
     def request(self, request_id: RequestId) -> GenerateRequest:
         """Ask for all of it, or for what is missing."""
-        if not self.token_ids:
+        if not self.num_tokens:
             return GenerateRequest(request_id, self.prompt_ids, self.sampling)
         prompt = (*self.prompt_ids, *self.token_ids)
         return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining))
@@ -70,7 +96,7 @@ class PartialTrajectory:
     def settle(self) -> bool:
         """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""
         self.finish_reason = None
-        if self.token_ids and self.token_ids[-1] in self.sampling.stop_token_ids:
+        if self.num_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
             self.finish_reason = "stop"
         elif self.remaining <= 0:
             self.finish_reason = "length"

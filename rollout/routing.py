@@ -157,7 +157,8 @@ class LeastLoaded:
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
         if len(views) > FULL_SCAN:
-            views = self._random.choices(views, k=SAMPLED)
+            draw, count = self._random.random, len(views)
+            views = [views[int(draw() * count)] for _ in range(SAMPLED)]
         best, fewest, num_equal = views[0], float("inf"), 0
         for view in views:
             load = (view.outstanding_tokens + ticket.tokens) / view.speed

@@ -13,23 +13,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
-from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams
+from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import join_spans
 from penstock.rollout.lease import Interruption, Lease, LeaseMaker
 from penstock.rollout.partial import PartialTrajectory, ResumeStats
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.tokenizers import TokenCodec
 
-VersionListener = Callable[[int], None]
 LOOKS_PER_LIMIT = 8
 MAX_PROMPTS = 4096
 """Rendered prompts kept: the members of a group share theirs."""
@@ -40,6 +39,15 @@ class _Prompt:
     task: Task
     token_ids: tuple[int, ...]
     text: str
+    array: NDArray[np.int32]
+
+
+class VersionWatcher(Protocol):
+    """Told which versions sample the members of its group."""
+
+    def member_at(self, member: int, version: int) -> None:
+        """The engine's version at dispatch, then the version of the first token, if that is another."""
+        ...
 
 
 class TrajectoryRunner:
@@ -67,8 +75,9 @@ class TrajectoryRunner:
         task: Task,
         trajectory_id: TrajectoryId,
         sampling: SamplingParams,
-        on_version: VersionListener = lambda _version: None,
         *,
+        watcher: VersionWatcher | None = None,
+        member: int = 0,
         slots: LeaseMaker | None = None,
     ) -> Trajectory:
         """Sample one answer.
@@ -77,7 +86,8 @@ class TrajectoryRunner:
             task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
             trajectory_id: Name of this attempt's place in its group.
             sampling: How tokens are drawn.
-            on_version: Told the engine's version at dispatch, then the version of the first token.
+            watcher: Told of the versions that sample it, as `member`.
+            member: Its place in its group.
             slots: A gang to lease from; default is the pool.
 
         Raises:
@@ -91,36 +101,42 @@ class TrajectoryRunner:
         avoid: EngineId | None = None
         num_interruptions = 0
         while True:
-            request = partial.request(RequestId(f"{trajectory_id}#{next(self._serial)}"))
+            request_id = RequestId(f"{trajectory_id}#{next(self._serial)}")
             async with source.lease(
-                tokens=request.sampling.max_new_tokens,
+                tokens=partial.remaining,
                 prefix=task.task_id,
                 min_version=partial.min_version,
                 avoid=avoid,
             ) as lease:
-                interruption = await self._generate(lease, request, partial, on_version)
+                interruption = await self._generate(lease, request_id, partial, watcher, member)
                 avoid = None if interruption is None or interruption.kind == "aborted" else lease.engine.engine_id
             if interruption is None:
                 return self._trajectory(task, trajectory_id, prompt, partial)
             num_interruptions += 1
-            self._interrupted(partial, request, interruption, num_interruptions)
+            self._interrupted(partial, request_id, interruption, num_interruptions)
             if partial.settle():
                 return self._trajectory(task, trajectory_id, prompt, partial)
 
     async def _generate(
-        self, lease: Lease, request: GenerateRequest, partial: PartialTrajectory, on_version: VersionListener
+        self,
+        lease: Lease,
+        request_id: RequestId,
+        partial: PartialTrajectory,
+        watcher: VersionWatcher | None,
+        member: int,
     ) -> Interruption | None:
         """Follow one request to its end, or to what interrupts it."""
         engine = lease.engine
-        if not partial.token_ids:
-            on_version(engine.version)
+        told = engine.version
+        if watcher is not None and not partial.num_tokens:
+            watcher.member_at(member, told)
         if self._watch is None:
             self._look_later()
         lease.hold()
         try:
-            async for delta in engine.generate(request):
-                if not partial.token_ids and delta.spans:
-                    on_version(delta.spans[0].version)
+            async for delta in engine.generate(partial.request(request_id)):
+                if delta.spans and delta.spans[0].version != told and watcher is not None and not partial.num_tokens:
+                    watcher.member_at(member, delta.spans[0].version)
                 lease.received(len(delta.token_ids))
                 partial.extend(delta)
         except EngineLostError as error:
@@ -128,34 +144,34 @@ class TrajectoryRunner:
             lease.lost(error)
             return Interruption("lost", str(error))
         except asyncio.CancelledError:
-            self._abort(engine, request.request_id)
+            self._abort(engine, request_id)
             if lease.was_interrupted():
                 return lease.interruption
             raise
         except BaseException:
-            self._abort(engine, request.request_id)
+            self._abort(engine, request_id)
             raise
         finally:
             lease.let_go()
         if partial.finish_reason is None or partial.finish_reason == "abort":
-            return Interruption("aborted", f"{engine.engine_id} ended {request.request_id}: {partial.finish_reason}")
+            return Interruption("aborted", f"{engine.engine_id} ended {request_id}: {partial.finish_reason}")
         return None
 
     def _interrupted(
-        self, partial: PartialTrajectory, request: GenerateRequest, interruption: Interruption, count: int
+        self, partial: PartialTrajectory, request_id: RequestId, interruption: Interruption, count: int
     ) -> None:
         """Count it, and give up on a trajectory that has had too many."""
         self.stats.interruptions[interruption.kind] += 1
         if count > self.max_resumes:
             raise TrajectoryError(
                 "engine",
-                f"{request.request_id}: interrupted {count} times with {len(partial.token_ids)} tokens sampled, "
+                f"{request_id}: interrupted {count} times with {partial.num_tokens} tokens sampled, "
                 f"rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
             )
-        if partial.token_ids:
-            is_first = partial.prompt_ids is request.prompt_token_ids
-            self.stats.trajectories += is_first
-            self.stats.tokens += len(partial.token_ids)
+        if partial.num_tokens:
+            self.stats.trajectories += not partial.resumed_with
+            self.stats.tokens += partial.num_tokens
+            partial.resumed_with = partial.num_tokens
 
     def _abort(self, engine: Engine, request_id: RequestId) -> None:
         """Tell the engine to stop what nobody waits for; it may hang, so nobody waits for that either."""
@@ -189,7 +205,9 @@ class TrajectoryRunner:
         if known is not None:
             return known
         token_ids = self.codec.encode_prompt(task.prompt)
-        prompt = self._prompts[id(task)] = _Prompt(task, token_ids, self.codec.decode(token_ids))
+        prompt = self._prompts[id(task)] = _Prompt(
+            task, token_ids, self.codec.decode(token_ids), np.array(token_ids, np.int32)
+        )
         if len(self._prompts) > MAX_PROMPTS:
             self._prompts.popitem(last=False)
         return prompt
@@ -197,13 +215,11 @@ class TrajectoryRunner:
     def _trajectory(
         self, task: Task, trajectory_id: TrajectoryId, prompt: _Prompt, partial: PartialTrajectory
     ) -> Trajectory:
-        num_prompt, num_sampled = len(prompt.token_ids), len(partial.token_ids)
-        token_ids = np.empty(num_prompt + num_sampled, dtype=np.int32)
-        token_ids[:num_prompt] = prompt.token_ids
-        token_ids[num_prompt:] = partial.token_ids
-        loss_mask = np.zeros(num_prompt + num_sampled, dtype=np.bool_)
+        num_prompt, sampled = len(prompt.token_ids), partial.token_ids
+        token_ids = np.concatenate((prompt.array, np.array(sampled, np.int32)))
+        loss_mask = np.zeros(len(token_ids), np.bool_)
         loss_mask[num_prompt:] = True
-        logprobs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
+        logprobs = np.zeros(len(token_ids), np.float32)
         logprobs[num_prompt:] = partial.logprobs
         assert partial.finish_reason is not None, "it ended"
         return Trajectory(
@@ -212,8 +228,8 @@ class TrajectoryRunner:
             token_ids=token_ids,
             loss_mask=loss_mask,
             behavior_logprobs=logprobs,
-            spans=join_spans(partial.spans),
+            spans=partial.spans,
             prompt=prompt.text,
-            response=self.codec.decode(partial.token_ids),
+            response=self.codec.decode(sampled),
             finish_reason=partial.finish_reason,
         )

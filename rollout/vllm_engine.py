@@ -232,10 +232,11 @@ class VllmEngine:
             state = processor.request_states[processor.external_req_ids[request_id][0]]
             starts = [(int(version), first) for version, first in state.weight_version_starts]
         ends = [first for _, first in starts[1:]] + [end]
-        return join_spans(
+        spans = [
             Span(version, max(min(last, end) - max(first, start), 0))
             for (version, first), last in zip(starts, ends, strict=True)
-        )
+        ]
+        return join_spans(spans)
 
     def _verify(self, manifest: WeightManifest, live: dict[str, str]) -> None:
         for entry in manifest.entries:
@@ -256,7 +257,7 @@ def split(delta: TokenDelta, most: int) -> list[TokenDelta]:
         TokenDelta(
             token_ids=delta.token_ids[start : start + most],
             logprobs=delta.logprobs[start : start + most],
-            spans=join_spans(Span(version, 1) for version in versions[start : start + most]),
+            spans=join_spans([Span(version, 1) for version in versions[start : start + most]]),
             finish_reason=delta.finish_reason if start == starts[-1] else None,
         )
         for start in starts

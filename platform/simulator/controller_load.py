@@ -1,37 +1,57 @@
 """What the controller itself costs: many live groups of short answers, so that little but the platform's code runs.
 
-Real seconds of one process on one core, over the shipping flow, core, pool and runner; the simulated parts are in it.
+Time is CPU time of one process on one core, over the shipping flow, core, pool and runner; the simulated parts are in
+it. Memory is what a live group holds while its trajectories are sampled. Both stand beside a bare asyncio program with
+as many tasks of the same shape (a task in which coroutines wait for each other, and the innermost for a future), run
+just before: what asyncio takes of the figures, on this machine at this moment.
 """
 
 from __future__ import annotations
 
-import resource
+import asyncio
 import time
-from collections.abc import Iterable
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.filters import FilterChain
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.platform.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.simulation import simulate
+from penstock.platform.simulator.lengths import LengthTable
+from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks
+from penstock.platform.simulator.simulation import rare_collections, simulate
 from penstock.platform.simulator.sweep import rounded
+from penstock.platform.simulator.world import World
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
 
 LIVE_GROUPS = (1_000, 10_000)
+GROUP_SIZE = 8
 ENGINES = 64
 STEPS = 4
+MEASURED_GROUPS = 1_000
+"""For memory: what a group holds does not depend on how many there are."""
 
 
-def load_config(live_groups: int, group_size: int = 8) -> SimulationConfig:
-    """`live_groups` under way at η = 1, every one of them in a slot; answers of one delta."""
+def load_config(live_groups: int) -> SimulationConfig:
+    """`live_groups` under way at η = 1, every one of them in a slot; answers of one delta of 16 tokens."""
     return SimulationConfig(
         profile="constant",
-        mean_tokens=64,
-        cap_tokens=64,
+        mean_tokens=16,
+        cap_tokens=16,
         grain=1,
         prompt_tokens=8,
         engines=ENGINES,
-        slots=live_groups * group_size // ENGINES + group_size,
+        slots=live_groups * GROUP_SIZE // ENGINES + GROUP_SIZE,
         kv_tokens=1_000_000_000,
         batch=live_groups // 2,
-        group_size=group_size,
+        group_size=GROUP_SIZE,
         eta=1,
         steps=STEPS,
         train_s_per_token=1e-9,
@@ -40,22 +60,126 @@ def load_config(live_groups: int, group_size: int = 8) -> SimulationConfig:
 
 
 def controller_load(seeds: Iterable[int]) -> dict[str, Any]:
-    """Completions per second of CPU time, by number of live groups."""
-    figures: dict[str, Any] = {"unit": "trajectory completions per CPU second, one core, groups of 8"}
+    """Completions per second of CPU time by number of live groups, and memory per live group."""
+    figures: dict[str, Any] = {"unit": f"trajectory completions per CPU second, one core, groups of {GROUP_SIZE}"}
+    seeds = list(seeds)
     for live_groups in LIVE_GROUPS:
-        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        costs_s, completions = [], 0
+        costs_s, bare_s = [], []
         for seed in seeds:
+            bare_s.append(_bare_cpu_s(min(live_groups, 5_000) * GROUP_SIZE))
             started = time.process_time()
             outcome = simulate(load_config(live_groups), seed, is_checked=False)
             assert outcome.violation is None, outcome.violation
-            completions = len(outcome.trained.lengths)
-            costs_s.append((time.process_time() - started) / completions)
-        after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            costs_s.append((time.process_time() - started) / len(outcome.trained.lengths))
         figures[f"{live_groups} live groups"] = {
-            "completions": completions,
             "completions_per_s": rounded(1 / min(costs_s)),
-            "us_per_completion": rounded(1e6 * min(costs_s)),
-            "peak_kib_per_live_group": rounded((after_kib - before_kib) / live_groups),
+            "us_per_completion": [rounded(1e6 * cost) for cost in costs_s],
+            "us_of_bare_asyncio": [rounded(1e6 * cost) for cost in bare_s],
         }
+    group_bytes, bare_bytes = _held_bytes(_park_flow), _held_bytes(_park_bare)
+    figures["kib per live group"] = rounded(group_bytes / 1024)
+    figures["kib of bare asyncio"] = rounded(bare_bytes / 1024)
+    figures["kib beyond asyncio"] = rounded((group_bytes - bare_bytes) / 1024)
     return figures
+
+
+async def _bare_member(parked: AsyncIterator[None]) -> None:
+    await _bare_run(parked)
+
+
+async def _bare_run(parked: AsyncIterator[None]) -> None:
+    await _bare_generate(parked)
+
+
+async def _bare_generate(parked: AsyncIterator[None]) -> None:
+    async for _ in parked:
+        pass
+
+
+async def _parked(gate: asyncio.Event) -> AsyncIterator[Any]:
+    await gate.wait()
+    yield
+
+
+def _bare_cpu_s(num_tasks: int) -> float:
+    """CPU seconds per task that is created, waits and ends."""
+
+    async def main() -> None:
+        gate = asyncio.Event()
+        tasks = [asyncio.create_task(_bare_member(_parked(gate))) for _ in range(num_tasks)]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    with rare_collections():
+        started = time.process_time()
+        asyncio.run(main())
+        return (time.process_time() - started) / num_tasks
+
+
+class _ParkedEngine:
+    """Takes requests and never answers."""
+
+    def __init__(self) -> None:
+        self.engine_id = EngineId("parked")
+        self.version = 0
+        self.is_full = asyncio.Event()
+        self._gate = asyncio.Event()
+        self._num_requests = 0
+
+    def generate(self, _request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        self._num_requests += 1
+        if self._num_requests == MEASURED_GROUPS * GROUP_SIZE:
+            self.is_full.set()
+        return _parked(self._gate)
+
+    async def abort(self, _request_id: RequestId) -> None:
+        """Nothing runs."""
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 0.0, 0, 0.0)
+
+
+async def _park_flow(measure: Callable[[], None]) -> None:
+    """The shipping flow with every trajectory of `MEASURED_GROUPS` groups on an engine."""
+    engine = _ParkedEngine()
+    limits = FlowLimits(MEASURED_GROUPS, max_staleness=0, total_steps=1)
+    core = Dataflow(limits, GroupRules(GROUP_SIZE, 2, 0))
+    pool = EnginePool([engine], max_per_engine=MEASURED_GROUPS * GROUP_SIZE)
+    config = load_config(MEASURED_GROUPS)
+    world = World(LengthTable(config.lengths, GROUP_SIZE, 0, 1), 8, 0)
+    ports = FlowPorts(
+        TrajectoryRunner(pool, SimulatedCodec(8), silence_timeout_s=3600),
+        SimulatedRewards(world, 0.0, 1),
+        SimulatedStore(),
+        SamplingParams(16),
+    )
+    line = TaskLine([TaskStream("", training_tasks())], limits.window, GROUP_SIZE)
+    async with Flow(core, line, FilterChain([], 1), ports, FlowStats(), FlowOptions(60.0)):
+        await engine.is_full.wait()
+        await asyncio.sleep(0)
+        measure()
+
+
+async def _park_bare(measure: Callable[[], None]) -> None:
+    gate = asyncio.Event()
+    tasks = [asyncio.create_task(_bare_member(_parked(gate))) for _ in range(MEASURED_GROUPS * GROUP_SIZE)]
+    await asyncio.sleep(0.01)
+    measure()
+    gate.set()
+    await asyncio.gather(*tasks)
+
+
+def _held_bytes(park: Callable[[Callable[[], None]], Awaitable[None]]) -> float:
+    """Bytes that Python holds per group while all of them wait."""
+    held: list[int] = []
+
+    async def main() -> None:
+        await park(lambda: held.append(tracemalloc.get_traced_memory()[0]))
+
+    tracemalloc.start()
+    try:
+        asyncio.run(main())
+    finally:
+        tracemalloc.stop()
+    return held[0] / MEASURED_GROUPS

@@ -108,8 +108,10 @@ class SimulatedRewards:
         self._rng = world.rng("rewards")
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        is_held_out = task_of(int(trajectory.token_ids[0])) >= EVALUATION_TASKS
-        draw, faults = self._rng.random(), NO_FAULTS if is_held_out else self.faults
+        task_number = task_of(int(trajectory.token_ids[0]))
+        draw, faults = self._rng.random(), self.faults if task_number < EVALUATION_TASKS else NO_FAULTS
+        if self._mean_s == 0 and draw >= faults.hangs + faults.raises:
+            return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
         async with self._free:
             if draw < faults.hangs:
                 self._world.faults["reward hang"] += 1
@@ -120,7 +122,7 @@ class SimulatedRewards:
             if draw < faults.hangs + faults.raises:
                 self._world.faults["reward exception"] += 1
                 raise TrajectoryError("reward", f"{task.task_id}: ValueError: planted")
-        return Score(true_reward(task_of(int(trajectory.token_ids[0])), member_of(trajectory.trajectory_id)))
+        return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,9 @@ class Trained:
     trimmed_tokens: int = 0
     max_staleness: int = 0
     steps: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def copy(self) -> Trained:
+        return Trained(set(self.tasks), list(self.lengths), self.trimmed_tokens, self.max_staleness, list(self.steps))
 
 
 class SimulatedTrainer:

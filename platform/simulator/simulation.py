@@ -34,7 +34,7 @@ from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.run import Parts, Run
 from penstock.platform.simulator.checks import CheckedDataflow
-from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
 from penstock.platform.simulator.decoding import Counters
 from penstock.platform.simulator.durable import DurableState, Restored
@@ -180,7 +180,8 @@ class Simulation:
             version=restored.version,
             trained=restored.trained,
         )
-        trainer.checkpoint = self.disk.checkpoint
+        if config.faults is not FaultLevel.NONE:
+            trainer.checkpoint = self.disk.checkpoint
         self.core = core = self._make_core(restored)
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 

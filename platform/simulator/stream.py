@@ -6,7 +6,6 @@ Not an async generator: one that is abandoned would be closed by the garbage col
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from penstock.dataflow.ports import TokenDelta
 
@@ -18,7 +17,7 @@ class TokenStream:
 
     def __init__(self) -> None:
         self.is_cut = False
-        self._inbox: deque[TokenDelta | Exception] = deque()
+        self._inbox: list[TokenDelta | Exception] = []
         self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
 
@@ -31,7 +30,7 @@ class TokenStream:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        item = self._inbox.popleft()
+        item = self._inbox.pop(0)
         if isinstance(item, Exception):
             self._is_over = True
             raise item

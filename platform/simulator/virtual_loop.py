@@ -29,6 +29,8 @@ class DeadlockError(PenstockError):
 class SerialTask(asyncio.Task[T]):
     """A task whose hash is its serial number, so that a set of tasks has the same order in every run."""
 
+    __slots__ = ("serial",)
+
     def __init__(
         self,
         serial: int,

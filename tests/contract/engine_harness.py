@@ -111,7 +111,7 @@ class Output:
 
     @property
     def spans(self) -> Spans:
-        return join_spans(span for delta in self.deltas for span in delta.spans)  # raises if a version decreases
+        return join_spans([span for delta in self.deltas for span in delta.spans])  # raises if a version decreases
 
     @property
     def finish_reason(self) -> FinishReason | None:

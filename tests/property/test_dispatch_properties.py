@@ -178,7 +178,8 @@ async def interleave(steps: list[tuple[str, int]]) -> None:
     for end in ends:
         end.set()
     for outcome in await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5):
-        assert outcome is None or isinstance(outcome, asyncio.CancelledError | EngineLostError), outcome
+        for end_of_one in outcome.exceptions if isinstance(outcome, BaseExceptionGroup) else (outcome,):
+            assert end_of_one is None or isinstance(end_of_one, asyncio.CancelledError | EngineLostError), outcome
     await asyncio.wait_for(pool.idle(), 1)
     assert pool.num_waiting == 0
     assert list(pool.leases()) == []
