@@ -107,10 +107,10 @@ class Dataflow:
         record = self._expect(group_id, GroupState.GENERATING, GroupState.SCORING)
         if record is None or (before := record.member_versions[member]) == version:
             return
-        oldest = record.oldest_version
         record.member_versions[member] = version
-        if oldest is None or version < oldest or before == oldest:
-            self._date(record)
+        if version < record.oldest or before == record.oldest:
+            record.oldest = min(record.member_versions)
+            self._gate.date(group_id, record.oldest)
 
     def may_retry(self, kind: FailureKind, attempts: int) -> bool:
         """Count a failed attempt and say whether the trajectory gets another one.
@@ -136,8 +136,9 @@ class Dataflow:
             return False
         self._check_stamps(record, group)
         self.ledger.move(group.group_id, GroupState.READY)
-        record.member_versions = [group.oldest_version]
-        self._date(record)
+        record.oldest = group.oldest_version
+        record.member_versions = [record.oldest]
+        self._gate.date(group.group_id, record.oldest)
         self._gate.mark_ready(group.group_id)
         self._ready[group.group_id] = group
         if self.limits.on_expiry is not ExpiryPolicy.WAIT and self._is_too_old(group):
@@ -236,11 +237,6 @@ class Dataflow:
         else:
             self.ignored["out_of_order" if record.state is GroupState.GENERATING else "repeated"] += 1
         return None
-
-    def _date(self, record: GroupRecord) -> None:
-        oldest = record.oldest_version
-        assert oldest is not None
-        self._gate.date(record.group_id, oldest)
 
     def _take_next(self) -> GroupRef:
         group_id = self._gate.next_ready()

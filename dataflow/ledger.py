@@ -88,6 +88,7 @@ class GroupRecord:
         group_size: Trajectories it was admitted with.
         stream: The task stream it came from.
         requeues: How often its task was started before and dropped as too old.
+        oldest: The smallest of `member_versions`.
     """
 
     group_id: GroupId
@@ -97,12 +98,12 @@ class GroupRecord:
     stream: str = ""
     requeues: int = 0
     state: GroupState = GroupState.GENERATING
+    oldest: int = UNDATED
 
     @property
     def oldest_version(self) -> int | None:
         """Lower bound of the group's oldest token; None before anything was dispatched."""
-        oldest = min(self.member_versions)
-        return None if oldest == UNDATED else oldest
+        return None if self.oldest == UNDATED else self.oldest
 
 
 @dataclass(frozen=True, slots=True)

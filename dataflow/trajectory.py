@@ -33,7 +33,7 @@ class Task:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # never changed, but not frozen: many are made, and frozen costs thrice the time
 class Trajectory:
     """One attempt at a task.
 

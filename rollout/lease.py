@@ -122,7 +122,7 @@ class Lease(Ticket):
 
     def hold(self) -> None:
         """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
-        self._holder = asyncio.current_task()
+        self._holder = asyncio.current_task(self._loop)
         assert self._holder is not None, "called in a task"
         self._cancelling = self._holder.cancelling()
 

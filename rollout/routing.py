@@ -21,7 +21,7 @@ RoutingName = Literal["prefix_aware", "least_loaded"]
 
 FULL_SCAN = 32
 """Up to so many engines with room, the best of all is taken; above, the best of `SAMPLED` drawn at random."""
-SAMPLED = 8
+SAMPLED = 4
 MAX_LEAD = 0.25
 """How much busier than the best engine the one with the prefix may be, as a share of its slots."""
 MAX_HOMES = 1 << 16

@@ -67,6 +67,7 @@ class TrajectoryRunner:
         self.stats = ResumeStats()
         self._serial = itertools.count()
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
+        self._newest: _Prompt | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
 
@@ -201,8 +202,11 @@ class TrajectoryRunner:
 
     def _rendered(self, task: Task) -> _Prompt:
         """The prompt of a task, rendered once for all its trajectories."""
+        if self._newest is not None and self._newest.task is task:
+            return self._newest  # members of a group come one after another
         known = self._prompts.get(id(task))
         if known is not None:
+            self._newest = known
             return known
         token_ids = self.codec.encode_prompt(task.prompt)
         prompt = self._prompts[id(task)] = _Prompt(
@@ -216,10 +220,13 @@ class TrajectoryRunner:
         self, task: Task, trajectory_id: TrajectoryId, prompt: _Prompt, partial: PartialTrajectory
     ) -> Trajectory:
         num_prompt, sampled = len(prompt.token_ids), partial.token_ids
-        token_ids = np.concatenate((prompt.array, np.array(sampled, np.int32)))
-        loss_mask = np.zeros(len(token_ids), np.bool_)
+        num_tokens = num_prompt + len(sampled)
+        token_ids = np.empty(num_tokens, np.int32)
+        token_ids[:num_prompt] = prompt.array
+        token_ids[num_prompt:] = sampled
+        loss_mask = np.zeros(num_tokens, np.bool_)
         loss_mask[num_prompt:] = True
-        logprobs = np.zeros(len(token_ids), np.float32)
+        logprobs = np.zeros(num_tokens, np.float32)
         logprobs[num_prompt:] = partial.logprobs
         assert partial.finish_reason is not None, "it ended"
         return Trajectory(

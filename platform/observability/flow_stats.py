@@ -120,8 +120,9 @@ class FlowStats:
             self.trainer_wait_s += asyncio.get_running_loop().time() - started
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
-        self.tokens_generated += trajectory.num_sampled_tokens
-        self.population.add(trajectory.num_sampled_tokens)
+        length = trajectory.num_sampled_tokens
+        self.tokens_generated += length
+        self.population.add(length)
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Remember two members until the group trains (bounded by the admission window)."""
