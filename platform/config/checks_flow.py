@@ -15,6 +15,9 @@ from penstock.platform.flow_parts import PAYLOAD_BYTES_PER_TOKEN, max_live_traje
 from penstock.platform.memory import kv_cache_gib, sequence_kv_gib
 from penstock.rollout.config import VllmEngineConfig
 
+DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
+"""η -> trained ÷ population length and share of the longest percent kept under `drop` (docs/concepts/policies.md)."""
+
 
 def check_live_memory(config: RunConfig) -> Iterator[Finding]:
     """A whole batch must fit in what is reserved for live groups."""
@@ -121,11 +124,14 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
 def check_expiry(config: RunConfig) -> Iterator[Finding]:
     """`drop` is biased, and says so."""
     flow = config.dataflow
+    measured = [eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1)]
     if flow.on_expiry is ExpiryPolicy.DROP:
+        length, longest = DROP_BIAS[max(measured)]
         yield warning(
             f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes long, so trained "
-            "answers are shorter than sampled ones: 0.95 of their mean length, 0.29 to 0.40 of the longest percent in "
-            "simulation (docs/concepts/simulation.md; metric length/trained_share). on_expiry=wait is unbiased.",
+            f"answers are shorter than sampled ones: {length:.2f} of their mean length, {longest:.2f} of the longest "
+            f"percent at max_staleness={max(measured)} in simulation (docs/concepts/policies.md; metric "
+            "length/trained_share). on_expiry=wait is unbiased.",
             "dataflow.on_expiry",
             "dataflow.max_staleness",
         )

@@ -77,9 +77,11 @@ LONGTAIL = {
     "reward_workers": 512,
 }
 DEVICES = 32
+SPLITS = (22, 24, 26)
+"""Devices that generate; the others train."""
 
 
-def async_vs_sync(seeds: Iterable[int], splits: Iterable[int] = (22, 24, 26)) -> dict[str, Any]:
+def async_vs_sync(seeds: Iterable[int]) -> dict[str, Any]:
     """Asynchronous training against the best synchronous arrangement of 32 devices × 16 slots, 512 trajectories."""
     seeds = list(seeds)
     figures: dict[str, Any] = {
@@ -89,20 +91,30 @@ def async_vs_sync(seeds: Iterable[int], splits: Iterable[int] = (22, 24, 26)) ->
     }
     for name, decode in MODELS.items():
         base = with_train_share({**LONGTAIL, **decode})
-        sync = {"colocated": step_seconds(colocated(base), seeds)}
-        sync |= {f"{d}+{DEVICES - d}": step_seconds(split(base, d, eta=0), seeds) for d in splits}
-        best = min(sync.values())
-        figures[name] = {"sync_step_s": rounded(best), "sync_best": min(sync, key=sync.__getitem__)}
+        arrangement, best = best_synchronous(base, seeds)
+        figures[name] = {"sync_step_s": rounded(best), "sync_best": arrangement}
         figures[name]["ceiling"] = rounded(best / perfect_step_s(base))
-        for policy in ("wait", "trim"):
+        for policy, stream in (("wait", False), ("wait", True), ("trim", True)):
             for eta in (1, 2, 4):
-                times = {d: step_seconds(split(base, d, eta=eta, on_expiry=policy), seeds) for d in splits}
+                times = {
+                    d: step_seconds(split(base, d, eta=eta, on_expiry=policy, stream=stream), seeds) for d in SPLITS
+                }
                 d = min(times, key=times.__getitem__)
-                figures[name][f"{policy} eta={eta}"] = {
+                figures[name][f"{policy}{' streamed' if stream else ''} eta={eta}"] = {
                     "ratio": rounded(best / times[d]),
                     "split": f"{d}+{DEVICES - d}",
                 }
     return figures
+
+
+def best_synchronous(base: SimulationConfig, seeds: Iterable[int]) -> tuple[str, float]:
+    """The fastest on-policy arrangement and its seconds per step: taking turns, or split, whole batches or streamed."""
+    sync = {"colocated": step_seconds(colocated(base), seeds)}
+    for d in SPLITS:
+        sync[f"{d}+{DEVICES - d}"] = step_seconds(split(base, d, eta=0), seeds)
+        sync[f"{d}+{DEVICES - d} streamed"] = step_seconds(split(base, d, eta=0, stream=True), seeds)
+    best = min(sync, key=sync.__getitem__)
+    return best, sync[best]
 
 
 def colocated(base: SimulationConfig) -> SimulationConfig:
@@ -111,10 +123,12 @@ def colocated(base: SimulationConfig) -> SimulationConfig:
     return base.model_copy(update={**changes, "steps": enough_steps(0)})
 
 
-def split(base: SimulationConfig, engines: int, *, eta: int, on_expiry: str = "wait") -> SimulationConfig:
+def split(
+    base: SimulationConfig, engines: int, *, eta: int, on_expiry: str = "wait", stream: bool = False
+) -> SimulationConfig:
     """Some devices generate, the others train."""
     changes = {"engines": engines, "trainer_devices": DEVICES - engines, "eta": eta, "on_expiry": on_expiry}
-    return base.model_copy(update={**changes, "steps": enough_steps(eta)})
+    return base.model_copy(update={**changes, "stream": stream, "steps": enough_steps(eta)})
 
 
 def perfect_step_s(config: SimulationConfig) -> float:
@@ -124,22 +138,30 @@ def perfect_step_s(config: SimulationConfig) -> float:
     return (1 + TRAIN_SHARE) * tokens * token_s / DEVICES
 
 
+POLICIES = (("wait", False), ("wait", True), ("trim", True), ("drop", True))
+"""(on_expiry, stream_micro_batches) compared."""
+
+
 def evict_bias(seeds: Iterable[int]) -> dict[str, Any]:
-    """Speed, bias and tokens lost of the three expiry policies over η."""
+    """Speed, bias and tokens lost of the expiry policies over η."""
     seeds = list(seeds)
     base = with_train_share(LONGTAIL)
-    best = step_seconds(colocated(base), seeds)
-    figures: dict[str, Any] = {"cost_model": "as async-vs-sync, step grows with batch, split 24+8"}
-    for policy in ("wait", "trim", "drop"):
+    arrangement, best = best_synchronous(base, seeds)
+    figures: dict[str, Any] = {
+        "cost_model": "as async-vs-sync, step grows with batch, split 26+6; 4 windows and 24 steps each",
+        "sync_best": arrangement,
+    }
+    for policy, stream in POLICIES:
         for eta in (1, 2, 4, 8):
-            config = split(base, 24, eta=eta, on_expiry=policy)
+            config = split(base, 26, eta=eta, on_expiry=policy, stream=stream)
+            config = config.model_copy(update={"steps": enough_steps(eta) + STEADY_STEPS + eta + 1})
             outcomes = [run(config, seed) for seed in seeds]
             bias = Bias()
             for outcome in outcomes:
                 bias.add(outcome, config)
             times = [steady_step_s(outcome, config) for outcome in outcomes]
             trimmed = sum(outcome.trained.trimmed_tokens for outcome in outcomes)
-            figures[f"{policy} eta={eta}"] = {
+            figures[f"{policy}{' streamed' if stream else ''} eta={eta}"] = {
                 "speed": rounded(best * len(times) / sum(times)),
                 "length_bias": rounded(bias.length_bias),
                 "kept_p99": rounded(bias.kept_p99),

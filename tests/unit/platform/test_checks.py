@@ -61,7 +61,10 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
     [
         (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 engine", "GPU"]),
         (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 in all"]),
-        (["trainer.zero_stage=0"], ["cluster.pools.train.memory_gib=80", "zero_stage"]),
+        (
+            ["trainer.zero_stage=0", "dataflow.stream_micro_batches=false"],
+            ["cluster.pools.train.memory_gib=80", "zero_stage"],
+        ),
         (["model.attention=flash_attention_2", "model.dtype=float32", "trainer.offload_optimizer=true"], ["bfloat16"]),
     ],
 )
@@ -71,7 +74,7 @@ def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
 
 
 def test_colocated_roles_need_one_pool():
-    overrides = ["cluster.colocated=true", "dataflow.max_staleness=0"]
+    overrides = ["cluster.colocated=true", "dataflow.max_staleness=0", "dataflow.stream_micro_batches=false"]
     assert "one pool" in refused("math_qwen_8gpu", *overrides)
 
 
