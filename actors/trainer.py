@@ -57,16 +57,30 @@ class TrainerRank:
             self._outbound = Path(tempfile.mkdtemp(prefix="penstock-weights-", dir=default_directory()))
         return ray.get_runtime_context().get_node_id()
 
-    def step(self, payloads: list[ray.ObjectRef], version: int, min_versions: list[int]) -> StepReport:
-        return self._running().step(ray.get(payloads), version, min_versions)
+    def step(
+        self,
+        payloads: list[ray.ObjectRef],
+        version: int,
+        min_versions: list[int],
+        references: list[ray.ObjectRef],
+    ) -> StepReport:
+        return self._running().step(ray.get(payloads), version, min_versions, ray.get(references))
 
-    def accumulate(self, payloads: list[ray.ObjectRef], min_versions: list[int]) -> None:
+    def accumulate(
+        self, payloads: list[ray.ObjectRef], min_versions: list[int], references: list[ray.ObjectRef]
+    ) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        self._running().accumulate(ray.get(payloads), min_versions)
+        self._running().accumulate(ray.get(payloads), min_versions, ray.get(references))
 
-    def finish(self, payloads: list[ray.ObjectRef], version: int, min_versions: list[int]) -> StepReport:
+    def finish(
+        self,
+        payloads: list[ray.ObjectRef],
+        version: int,
+        min_versions: list[int],
+        references: list[ray.ObjectRef],
+    ) -> StepReport:
         """Train the last part of a streamed batch, and take the step."""
-        return self._running().finish(ray.get(payloads), version, min_versions)
+        return self._running().finish(ray.get(payloads), version, min_versions, ray.get(references))
 
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))

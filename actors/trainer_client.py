@@ -58,9 +58,8 @@ class TrainerClient:
                         sent.create_task(self._answers("accumulate", calls))
                         part, is_streamed = [], True
                     part.append(group)
-                handles, min_versions = _arguments(part)
-                method = "finish" if is_streamed else "step"
-                reports = await self._all(method, handles, self.version, min_versions)
+                handles, *others = _arguments(part)
+                reports = await self._all("finish" if is_streamed else "step", handles, self.version, *others)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self.version = reports[0].version
@@ -111,5 +110,9 @@ class TrainerClient:
             ) from None
 
 
-def _arguments(groups: Sequence[GroupRef]) -> tuple[list[Any], list[int]]:
-    return [group.handle for group in groups], [group.min_version for group in groups]
+def _arguments(groups: Sequence[GroupRef]) -> tuple[list[Any], list[int], list[Any]]:
+    return (
+        [group.handle for group in groups],
+        [group.min_version for group in groups],
+        [group.reference for group in groups if group.reference is not None],
+    )

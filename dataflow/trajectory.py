@@ -109,6 +109,7 @@ class GroupRef:
         spans: Version spans of every member, for staleness accounting.
         rewards: One scalar per member, in member order.
         min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
+        reference: Handle of the reference policy's logprobs of the sampled tokens, if the loss needs them.
     """
 
     group_id: GroupId
@@ -118,6 +119,7 @@ class GroupRef:
     rewards: tuple[float, ...]
     num_tokens: int
     min_version: int = 0
+    reference: Any = None
 
     @property
     def oldest_version(self) -> int:

@@ -70,7 +70,10 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
         from penstock.platform.observability.report import write_report
 
         if not run.is_dir():
-            raise PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise.")
+            _print_error(
+                PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise.")
+            )
+            return EXIT_CONFIG
         typer.echo(write_report(run))
         return 0
 

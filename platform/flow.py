@@ -19,7 +19,7 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import PayloadStore, RewardWorker, SamplingParams
+from penstock.dataflow.ports import LogprobWorker, PayloadStore, RewardWorker, SamplingParams
 from penstock.dataflow.streams import TaskLine
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.group_run import GroupRun
@@ -35,12 +35,13 @@ _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason
 
 @dataclass(frozen=True, slots=True)
 class FlowPorts:
-    """What the flow works with."""
+    """What the flow works with; `reference` is asked for each group as soon as it is scored."""
 
     runner: TrajectoryRunner
     rewards: RewardWorker
     store: PayloadStore
     sampling: SamplingParams
+    reference: LogprobWorker | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,9 @@ class Flow:
             ) from failure
 
     async def _store(self, run: GroupRun, members: tuple[Trajectory, ...]) -> GroupRef:
-        handle = await self.ports.store.put(GroupPayload(run.group_id, members))
+        ports = self.ports
+        handle = await ports.store.put(GroupPayload(run.group_id, members))
+        reference = None if ports.reference is None else await ports.reference.logprobs(handle)
         return GroupRef(
             group_id=run.group_id,
             task_id=run.queued.task.task_id,
@@ -239,4 +242,5 @@ class Flow:
             spans=tuple(member.spans for member in members),
             rewards=tuple(member.reward for member in members if member.reward is not None),
             num_tokens=sum(len(member.token_ids) for member in members),
+            reference=reference,
         )

@@ -117,7 +117,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         )
 
         def make_flow(stats: FlowStats) -> Flow:
-            ports = FlowPorts(runner, actors.rewards, actors.store, sampling)
+            ports = FlowPorts(runner, actors.rewards, actors.store, sampling, actors.reference)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
             filters = make_filters(flow.filters)

@@ -11,6 +11,7 @@ Q and K query and key/value width, I intermediate, V vocabulary.
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
     engine               P·b + KV cache
+    reference            4·P + activations of one layer
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
 
 Good to about 20 %, on the high side.
@@ -87,6 +88,16 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB, **asleep})
 
 
+def reference_memory(config: RunConfig, pool: PoolConfig) -> Memory:
+    """Memory of one process with the reference policy: float32, and nothing is kept for a backward."""
+    shape, tokens = config.model.shape, config.trainer.max_tokens_per_micro_batch
+    passing = 4 * tokens * (_layer_width(config) + shape.hidden_size) + _logits_bytes(config)
+    parts: dict[Part, float] = {"weights": 4 * shape.num_parameters / GIB, "activations": passing / GIB}
+    if pool.device == "cpu":
+        return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts})
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB})
+
+
 def published_gib(config: RunConfig) -> float:
     """One published version of the policy, GiB."""
     return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
@@ -110,11 +121,20 @@ def sequence_kv_gib(config: RunConfig) -> float:
 
 
 def _activation_bytes(config: RunConfig) -> float:
-    shape, tokens = config.model.shape, config.trainer.max_tokens_per_micro_batch
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = 6 * shape.hidden_size + 2 * query + 2 * key + 4 * shape.intermediate_size
+    shape, tokens, layer = config.model.shape, config.trainer.max_tokens_per_micro_batch, _layer_width(config)
     layers = shape.num_layers * layer
     if config.trainer.gradient_checkpointing:
         layers = shape.num_layers * shape.hidden_size + layer
-    logits = 3 * 4 * shape.vocab_size * min(tokens, LOGITS_CHUNK_TOKENS)
-    return tokens * layers * DTYPE_BYTES[config.model.dtype] + logits
+    return tokens * layers * DTYPE_BYTES[config.model.dtype] + _logits_bytes(config)
+
+
+def _layer_width(config: RunConfig) -> int:
+    """Numbers that one layer keeps per token."""
+    shape = config.model.shape
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return 6 * shape.hidden_size + 2 * query + 2 * key + 4 * shape.intermediate_size
+
+
+def _logits_bytes(config: RunConfig) -> float:
+    tokens = config.trainer.max_tokens_per_micro_batch
+    return 3 * 4 * config.model.shape.vocab_size * min(tokens, LOGITS_CHUNK_TOKENS)

@@ -9,9 +9,9 @@ from typing import Literal
 
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
-from penstock.platform.memory import BASE_HOST_GIB, Memory, engine_memory, trainer_memory
+from penstock.platform.memory import BASE_HOST_GIB, Memory, engine_memory, reference_memory, trainer_memory
 
-Role = Literal["trainer", "engine", "reward", "driver"]
+Role = Literal["trainer", "engine", "reference", "reward", "driver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
 
     GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
-    pool of their own.
+    pool of their own. References take the slots after both.
     """
     cluster = config.cluster
     num_ranks = 0 if command == "eval" else config.trainer.num_ranks
@@ -52,12 +52,18 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     turns = cluster.colocated and command == "train"
     same_pool = cluster.trainer_pool == cluster.rollout_pool
     first_engine_slot = num_ranks if same_pool and not turns else 0
-    in_pool = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines})
+    num_references = config.num_references if command == "train" else 0
+    taken = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines})
+    in_pool = taken + Counter({config.reference_pool: num_references})
 
     def place(role: Role, index: int, first_slot: int) -> RolePlacement:
-        name = cluster.trainer_pool if role == "trainer" else cluster.rollout_pool
+        name, estimate = {
+            "trainer": (cluster.trainer_pool, trainer_memory),
+            "engine": (cluster.rollout_pool, engine_memory),
+            "reference": (config.reference_pool, reference_memory),
+        }[role]
         pool = cluster.pools[name]
-        memory = (trainer_memory if role == "trainer" else engine_memory)(config, pool)
+        memory = estimate(config, pool)
         num_gpus, num_cpus = _share(pool, in_pool[name], is_colocated=turns)
         return RolePlacement(
             role, index, name, pool.device, (first_slot + index) % pool.count, num_gpus, num_cpus, memory
@@ -67,6 +73,7 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
         _driver(),
         *(place("trainer", rank, 0) for rank in range(num_ranks)),
         *(place("engine", index, first_engine_slot) for index in range(num_engines)),
+        *(place("reference", index, taken[config.reference_pool]) for index in range(num_references)),
         *(_reward_worker(index) for index in range(config.reward.num_workers if num_engines else 0)),
     ]
 

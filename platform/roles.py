@@ -8,9 +8,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.actors.cluster import ObjectStore, Resources, ray_session, start_engines, start_rewards, start_trainer
+from penstock.actors.cluster import (
+    ObjectStore,
+    Resources,
+    ray_session,
+    start_engines,
+    start_rewards,
+    start_trainer,
+)
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
@@ -21,7 +29,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.placement import Role, plan_placement
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
-from penstock.trainer.spec import TrainerSpec
+from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.config import WeightsConfig
 
 
@@ -34,6 +42,7 @@ class RunActors:
     trainer: TrainerClient
     rewards: RewardClient
     store: ObjectStore
+    reference: ReferenceClient | None
 
     def publisher(self, pool: EnginePool, config: WeightsConfig) -> ActorWeightPublisher:
         return ActorWeightPublisher(self.trainer, pool, config)
@@ -50,9 +59,11 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
         async with asyncio.TaskGroup() as starting:
             trainer_start = starting.create_task(start_trainer_group(config))
             engines_start = starting.create_task(start_engine_group(config))
+            reference_start = starting.create_task(start_reference_group(config)) if config.num_references else None
         trainer, engines = trainer_start.result(), engines_start.result()
+        reference = None if reference_start is None else reference_start.result()
         try:
-            yield RunActors(model_path(config), engines, trainer, rewards, ObjectStore())
+            yield RunActors(model_path(config), engines, trainer, rewards, ObjectStore(), reference)
         finally:
             await asyncio.gather(rewards.close(), trainer.close(), *(engine.close() for engine in engines))
 
@@ -72,13 +83,32 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         streams=config.dataflow.stream_micro_batches,
     )
-    environment = {
-        "OMP_NUM_THREADS": str(cluster.threads_per_process),
+    return await start_trainer(spec, resources(config, "trainer", "train"), torch_environment(config, spec.device))
+
+
+async def start_reference_group(config: RunConfig) -> ReferenceClient:
+    """The processes with the reference policy of `config`."""
+    spec = ReferenceSpec(
+        path=config.reference.path or model_path(config),
+        model=config.model,
+        device=pool_device(config, config.reference_pool),
+        threads=config.cluster.threads_per_process,
+        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        temperature=config.rollout.sampling.temperature,
+    )
+    environment = torch_environment(config, spec.device)
+    timeouts_s = (config.trainer.start_timeout_s, config.reference.timeout_s)
+    return await start_references(spec, resources(config, "reference", "train"), environment, timeouts_s)
+
+
+def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
+    """Variables of a process that computes with torch."""
+    return {
+        "OMP_NUM_THREADS": str(config.cluster.threads_per_process),
         "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits for the others must not burn their core
         "TOKENIZERS_PARALLELISM": "false",
-        "DS_ACCELERATOR": spec.device,
+        "DS_ACCELERATOR": device,
     }
-    return await start_trainer(spec, resources(config, "trainer", "train"), environment)
 
 
 async def start_engine_group(config: RunConfig, command: Command = "train") -> list[RemoteEngine]:

@@ -54,6 +54,8 @@ class AlgorithmConfig(BaseModel):
         clip_high: ε_hi of ppo_clip: the ratio is clipped above 1 + ε_hi.
         correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
         std_epsilon: ε added to the group's standard deviation.
+        kl_coefficient: β of the divergence from the reference policy in the loss; 0 starts no reference.
+        kl_estimator: `k2` (gradient of reverse KL) or `k3` (of forward KL).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,6 +69,26 @@ class AlgorithmConfig(BaseModel):
     correction: Literal["none", "decoupled"] = "decoupled"
     correction_cap: float = Field(default=5.0, ge=1)
     aggregation: Literal["token_mean", "seq_mean_token_mean", "constant_length"] = "token_mean"
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    kl_estimator: Literal["k2", "k3"] = "k2"
+
+
+class ReferenceConfig(BaseModel):
+    """The frozen policy that `algorithm.kl_coefficient` holds the trained one to; started if that is above 0.
+
+    Attributes:
+        path: Hugging Face directory or hub name; None is the policy that training starts from.
+        num_workers: Processes; each holds the whole policy in float32.
+        pool: Pool that they run on; None is the trainer's.
+        timeout_s: Longest wait for the logprobs of one group, seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = None
+    num_workers: int = Field(default=1, ge=1)
+    pool: str | None = None
+    timeout_s: float = Field(default=600.0, gt=0)
 
 
 class SftConfig(BaseModel):

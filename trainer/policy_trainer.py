@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.dataflow.errors import TrainingError
@@ -23,6 +24,7 @@ from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.aggregation import batch_normaliser
 from penstock.trainer.algorithms.corrections import behavior_correction
+from penstock.trainer.algorithms.kl import kl_term
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.policy_loss import policy_loss
 from penstock.trainer.backend import Backend
@@ -90,6 +92,9 @@ class _OpenStep:
     busy_s: float = 0.0
 
 
+References = Sequence[NDArray[np.float32]]
+_OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl")
+"""Metrics that compare policies; supervised steps have none."""
 _LossFunction = Callable[[Tensor, MicroBatch], _LossTerms]
 
 
@@ -105,11 +110,16 @@ class PolicyTrainer:
         self._settings = settings
         self._policy_loss = policy_loss(algorithm)
         self._correction = behavior_correction(algorithm)
+        self._kl_term = kl_term(algorithm)
         self._num_steps = 0
         self._streamed: _OpenStep | None = None
 
     def step(
-        self, payloads: Sequence[GroupPayload], version: int, min_versions: Sequence[int] | None = None
+        self,
+        payloads: Sequence[GroupPayload],
+        version: int,
+        min_versions: Sequence[int] | None = None,
+        references: References = (),
     ) -> StepReport:
         """Train one batch once.
 
@@ -117,28 +127,39 @@ class PolicyTrainer:
             payloads: The batch's groups with rewards.
             version: Policy version before the step.
             min_versions: Per group, tokens sampled before this version carry no loss weight; None: none is trimmed.
+            references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed if
+                `kl_coefficient` is above 0.
 
         Returns:
             version + 1 and metrics, or the same version if the step was skipped.
         """
         start = time.perf_counter()
         step = _OpenStep(TokenMetrics(self.backend.device))
-        self._add(step, payloads, min_versions, None, is_last=True)
+        self._add(step, payloads, min_versions, references, None, is_last=True)
         return self._close(step, version, start)
 
-    def accumulate(self, payloads: Sequence[GroupPayload], min_versions: Sequence[int]) -> None:
+    def accumulate(
+        self, payloads: Sequence[GroupPayload], min_versions: Sequence[int], references: References = ()
+    ) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `finish` ends the batch.
 
         Args:
             payloads: Groups with rewards.
             min_versions: As in `step`.
+            references: As in `step`.
         """
         start = time.perf_counter()
         self._streamed = self._streamed or _OpenStep(TokenMetrics(self.backend.device))
-        self._add(self._streamed, payloads, min_versions, 1.0, is_last=False)
+        self._add(self._streamed, payloads, min_versions, references, 1.0, is_last=False)
         self._streamed.busy_s += time.perf_counter() - start
 
-    def finish(self, payloads: Sequence[GroupPayload], version: int, min_versions: Sequence[int]) -> StepReport:
+    def finish(
+        self,
+        payloads: Sequence[GroupPayload],
+        version: int,
+        min_versions: Sequence[int],
+        references: References = (),
+    ) -> StepReport:
         """The last part of a streamed batch: the same gradient and report as `step` over all its parts (I9).
 
         The normaliser is known only now, so the sum of gradients is divided by it before it is clipped.
@@ -147,7 +168,7 @@ class PolicyTrainer:
         step, self._streamed = self._streamed, None
         if step is None:
             raise TrainingError("trainer: finish without accumulate; a batch of one part is a step.")
-        self._add(step, payloads, min_versions, 1.0, is_last=True)
+        self._add(step, payloads, min_versions, references, 1.0, is_last=True)
         return self._close(step, version, start)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -160,7 +181,7 @@ class PolicyTrainer:
         step = _OpenStep(TokenMetrics(self.backend.device))
         self._backward(step, supervised_sequences(examples), _sft_terms, is_last=True)
         metrics, _ = self._update(step)
-        kept = {name: value for name, value in metrics.items() if not name.startswith(("ratio/", "mismatch/"))}
+        kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
         return kept
@@ -194,13 +215,19 @@ class PolicyTrainer:
         step: _OpenStep,
         payloads: Sequence[GroupPayload],
         min_versions: Sequence[int] | None,
+        references: References,
         normaliser: float | None,
         *,
         is_last: bool,
     ) -> None:
         """Add the gradient of some groups to a step; `normaliser` 1.0: it is divided by the batch's at the end."""
         algorithm, limit = self._algorithm, self._settings.max_new_tokens
-        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser)
+        if algorithm.kl_coefficient and not references:
+            raise TrainingError(
+                f"trainer: algorithm.kl_coefficient={algorithm.kl_coefficient:g}, but the groups came without "
+                "reference logprobs. Start a reference worker, or set it to 0."
+            )
+        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references)
         if normaliser is not None:
             counts = np.array([len(sequence.targets) for sequence in sequences])
             step.normaliser += batch_normaliser(counts, algorithm.aggregation)
@@ -219,7 +246,15 @@ class PolicyTrainer:
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=is_last and position == count - 1)
             if micro_batch.num_tokens:
-                step.metrics.add(loss, target, micro_batch.behavior_logprobs, entropies, is_masked, is_clipped)
+                step.metrics.add(
+                    loss,
+                    target,
+                    micro_batch.behavior_logprobs,
+                    micro_batch.reference_logprobs,
+                    entropies,
+                    is_masked,
+                    is_clipped,
+                )
         step.micro_batches.append(count)
         step.packing_efficiencies.append(plan.efficiency)
 
@@ -232,6 +267,8 @@ class PolicyTrainer:
         self._num_steps += not result.is_skipped
         metrics = step.metrics.reduce(self.backend.all_reduce)
         metrics["loss/policy"] /= normaliser
+        if not self._algorithm.kl_coefficient:
+            del metrics["loss/reference_kl"]
         metrics |= {
             "loss/grad_norm": result.grad_norm,
             "loss/lr": lr,
@@ -263,12 +300,13 @@ class PolicyTrainer:
             yield collate(micro_batch, sequences, device=self.backend.device, needs_mask=needs_mask)
 
     def _rl_terms(self, target: Tensor, micro_batch: MicroBatch) -> _LossTerms:
-        """Policy loss times behavior correction, with proximal = sg(target)."""
+        """Policy loss and divergence from the reference, times behavior correction, with proximal = sg(target)."""
         proximal = target.detach()
         behavior = micro_batch.behavior_logprobs
         terms, is_clipped = self._policy_loss(target, proximal, behavior, micro_batch.advantages)
         factors, is_masked = self._correction(proximal, behavior)
-        return _LossTerms(terms * factors, is_masked, is_clipped)
+        divergence = self._kl_term(target, micro_batch.reference_logprobs)  # of stale tokens: weighted like the rest
+        return _LossTerms((terms + divergence) * factors, is_masked, is_clipped)
 
     def _warmed_up_lr(self) -> float:
         """Linear from lr / warmup_steps at the first step to lr, then constant."""

@@ -40,6 +40,24 @@ class TrainerSpec:
         return self.trainer.num_ranks * self.trainer.max_tokens_per_micro_batch if self.streams else math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceSpec:
+    """What a process with a frozen policy needs to start.
+
+    Attributes:
+        path: Hugging Face directory or hub name.
+        max_tokens: Padded tokens of one forward.
+        temperature: The sampling temperature.
+    """
+
+    path: str
+    model: ModelConfig
+    device: Literal["cpu", "cuda"]
+    threads: int
+    max_tokens: int
+    temperature: float
+
+
 def free_port() -> int:
     """A TCP port of this machine that is free now."""
     with socket.socket() as probe:

@@ -32,13 +32,16 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
 def check_pools(config: RunConfig) -> Iterator[Finding]:
     """The pools that roles name must exist; the other checks need them."""
     cluster, pools = config.cluster, list(config.cluster.pools)
-    for key, name in (("trainer_pool", cluster.trainer_pool), ("rollout_pool", cluster.rollout_pool)):
+    roles = [("cluster.trainer_pool", cluster.trainer_pool), ("cluster.rollout_pool", cluster.rollout_pool)]
+    if config.reference.pool is not None:
+        roles.append(("reference.pool", config.reference.pool))
+    for key, name in roles:
         if name not in pools:
             close = get_close_matches(name, pools, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             yield error(
-                f"cluster.{key}={name} is no pool.{hint} Pools: {', '.join(pools) or 'none'}.",
-                f"cluster.{key}",
+                f"{key}={name} is no pool.{hint} Pools: {', '.join(pools) or 'none'}.",
+                key,
                 "cluster.pools",
             )
 
@@ -55,6 +58,16 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
             "ever. Use dataflow=synchronous, or cluster.colocated=false.",
             "cluster.colocated",
             "dataflow.max_staleness",
+        )
+    pool = cluster.pools[config.reference_pool]
+    if config.num_references and config.reference_pool == cluster.trainer_pool and pool.device == "gpu":
+        yield error(
+            f"cluster.colocated=true with algorithm.kl_coefficient={config.algorithm.kl_coefficient:g}: trainer and "
+            f"engines fill the GPUs of {config.reference_pool} in turns, and the reference works while they do. Give "
+            "it a pool of its own (reference.pool; a CPU pool will do for small policies).",
+            "cluster.colocated",
+            "algorithm.kl_coefficient",
+            "reference.pool",
         )
     if cluster.trainer_pool != cluster.rollout_pool:
         yield error(

@@ -37,7 +37,7 @@ _LOG_GIB = 0.5
 
 def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Everything that `command` needs from this machine. The pools of the configuration must exist."""
-    yield from check_model_path(config)
+    yield from check_model_paths(config, command)
     if command != "eval":
         yield from check_run_dir(config)
         yield from check_disk(config, command)
@@ -69,32 +69,34 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
         yield error(refusal, "run_dir", "name", "overwrite")
 
 
-def check_model_path(config: RunConfig) -> Iterator[Finding]:
-    """The policy is a directory with a config.json of the stated shape, or a hub name in the local cache."""
-    path = config.model.path
-    if path is None or config.model.from_scratch:
-        return
+def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Policies are directories with a config.json of the stated shape, or hub names in the local cache."""
+    if config.model.path is not None and not config.model.from_scratch:
+        yield from _check_model_path(config, "model.path", config.model.path)
+    if command == "train" and config.num_references and config.reference.path is not None:
+        yield from _check_model_path(config, "reference.path", config.reference.path)
+
+
+def _check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
     directory = Path(path).expanduser()
     if directory.is_dir():
-        yield from _check_checkpoint(config, directory)
+        yield from _check_checkpoint(config, key, directory)
     elif directory.exists():
-        yield error(
-            f"model.path={path} is a file. Give the directory that holds config.json and weights.", "model.path"
-        )
+        yield error(f"{key}={path} is a file. Give the directory that holds config.json and weights.", key)
     elif "arithmetic_sft" in path:
         yield absent(
-            f"model.path={path} does not exist: there is no policy to start from. Make it first: "
+            f"{key}={path} does not exist: there is no policy to start from. Make it first: "
             f"`penstock sft experiment=arithmetic_sft seed={config.seed}`.",
-            "model.path",
+            key,
             "seed",
         )
     elif not _HUB_NAME.match(path):
-        yield absent(f"model.path={path} does not exist. Give a model directory or a hub name.", "model.path", "seed")
+        yield absent(f"{key}={path} does not exist. Give a model directory or a hub name.", key, "seed")
     elif not _is_cached(path):
         yield absent(
-            f"model.path={path} does not exist: it is neither a directory nor in the local Hugging Face cache "
+            f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache "
             f"({_hub_cache()}), and every process would download it at once. Fetch it first: `hf download {path}`.",
-            "model.path",
+            key,
             "seed",
         )
 
@@ -104,7 +106,7 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
     cluster = config.cluster
     used = {
         name: cluster.pools[name]
-        for name in (cluster.trainer_pool, cluster.rollout_pool)
+        for name in (cluster.trainer_pool, cluster.rollout_pool, *([config.reference_pool] * config.num_references))
         if cluster.pools[name].device == "gpu"
     }
     if not used:
@@ -172,22 +174,27 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _check_checkpoint(config: RunConfig, directory: Path) -> Iterator[Finding]:
-    """The directory holds a model, of the shape that the YAML states."""
+def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[Finding]:
+    """The directory holds a model, of the shape that the YAML states; a reference needs its vocabulary only."""
     path = directory / "config.json"
     if not path.exists():
-        yield error(f"model.path={directory} has no config.json: it is no Hugging Face model directory.", "model.path")
+        yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.", key)
         return
     checkpoint: dict[str, Any] = json.loads(path.read_text())
     for theirs, name, stated in _stated(config.model.shape):
         found = checkpoint.get(theirs)
-        if found is not None and found != stated:
-            yield error(
-                f"model.shape.{name}={stated} differs from the checkpoint's {theirs}={found} ({path}): layouts and "
-                "memory estimates start from the shape. Copy the checkpoint's.",
-                f"model.shape.{name}",
-                "model.path",
-            )
+        if found is None or found == stated or (key != "model.path" and name != "vocab_size"):
+            continue
+        why = (
+            "layouts and memory estimates start from the shape. Copy the checkpoint's."
+            if key == "model.path"
+            else "its logprobs would be of other tokens. Use a reference with the policy's tokenizer."
+        )
+        yield error(
+            f"model.shape.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}",
+            f"model.shape.{name}",
+            key,
+        )
 
 
 def _stated(shape: ModelShape) -> Iterator[tuple[str, str, int | bool]]:

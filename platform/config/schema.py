@@ -13,7 +13,7 @@ from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.platform.config.dataflow import DataflowConfig
 from penstock.platform.config.section import Section
 from penstock.rollout.config import RolloutConfig
-from penstock.trainer.config import AlgorithmConfig, SftConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, ReferenceConfig, SftConfig, TrainerConfig
 from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
 
@@ -123,4 +123,14 @@ class RunConfig(Section):
     tracker: TrackerConfig
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     sft: SftConfig | None = None
+
+    @property
+    def num_references(self) -> int:
+        """Processes that hold the reference policy."""
+        return self.reference.num_workers if self.algorithm.kl_coefficient else 0
+
+    @property
+    def reference_pool(self) -> str:
+        return self.reference.pool or self.cluster.trainer_pool

@@ -10,25 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.chaos.processes import wait_for_line
 from tests.command_line import ENVIRONMENT, PENSTOCK, read_summary, run_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 LIMIT_S = 15.0
-
-
-def wait_for_line(process: subprocess.Popen[str], marker: str, timeout_s: float) -> list[str]:
-    """Read lines until one holds `marker`."""
-    assert process.stdout is not None
-    lines: list[str] = []
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        line = process.stdout.readline()
-        assert line, f"ended early: {lines} {process.stderr.read() if process.stderr else ''}"
-        lines.append(line)
-        if marker in line:
-            return lines
-    raise AssertionError(f"{marker!r} did not appear within {timeout_s} s: {lines}")
 
 
 def alive(processes: list[psutil.Process]) -> list[str]:

@@ -76,6 +76,15 @@ def test_max_staleness_zero_is_on_policy(workspace: Path, train_overrides: list[
                 "trainer.zero_stage=1",
             ],
         ),
+        (
+            "held_to_a_reference",
+            [
+                "rollout/engine=torch",
+                "trainer.backend=torch",
+                "algorithm.kl_coefficient=0.05",
+                "reference.num_workers=2",
+            ],
+        ),
         ("taking_turns", ["rollout/engine=torch", "cluster.colocated=true", "dataflow.max_staleness=0"]),
     ],
 )
@@ -88,6 +97,9 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     assert summary["ledger"]["trained"] == 24
     assert summary["max_staleness_seen"] <= summary["max_staleness_configured"]
     assert all(norm > 0 for norm in read_metric(run_dir, "loss/grad_norm"))
+    if "algorithm.kl_coefficient=0.05" in overrides:
+        divergence = read_metric(run_dir, "loss/reference_kl")
+        assert divergence[0] < 1e-6 < divergence[-1], "it begins at the reference and leaves it"
     is_streamed = "dataflow.stream_micro_batches=true" in overrides
     assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
     if "tracker" in "".join(overrides):

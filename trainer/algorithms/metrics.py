@@ -14,9 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.trainer.algorithms.kl import k3
 from penstock.trainer.algorithms.policy_loss import clamped_exp
 
-_SUMS = ("tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped", "abs_log_ratio", "kl_k3")
+_SUMS = (
+    "tokens",
+    "loss",
+    "entropy",
+    "weight",
+    "weight_squared",
+    "masked",
+    "clipped",
+    "abs_log_ratio",
+    "kl_k3",
+    "reference_kl",
+)
 _MAXIMA = ("weight", "abs_log_ratio")
 
 
@@ -33,6 +45,7 @@ class TokenMetrics:
         loss: Tensor,
         proximal: Tensor,
         behavior: Tensor,
+        reference: Tensor,
         entropies: Tensor,
         is_masked: Tensor,
         is_clipped: Tensor,
@@ -43,6 +56,7 @@ class TokenMetrics:
             loss: Scalar: Σ weight · term of this micro-batch.
             proximal: `[T]` logprobs at step start.
             behavior: `[T]` logprobs recorded by the engine.
+            reference: `[T]` logprobs of the reference policy; anything if there is none.
             entropies: `[T]` of the target policy, nats.
             is_masked: `[T] bool`, rejected by the correction.
             is_clipped: `[T] bool`, gradient taken away by the clip.
@@ -60,6 +74,7 @@ class TokenMetrics:
             is_clipped.sum(),
             distance.sum(),
             (weight - log_ratio - 1.0).sum(),
+            k3(proximal, reference).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
         if len(proximal):
@@ -80,6 +95,7 @@ class TokenMetrics:
         return {
             "loss/policy": sums["loss"],
             "loss/entropy": sums["entropy"] / tokens,
+            "loss/reference_kl": sums["reference_kl"] / tokens,
             "ratio/behavior_mean": sums["weight"] / tokens,
             "ratio/behavior_max": maxima["weight"],
             "ratio/masked_share": sums["masked"] / tokens,

@@ -29,6 +29,7 @@ class TrainingSequence:
         behavior_logprobs: `[len(targets)] float32`.
         advantage: Shared by all its loss tokens.
         token_weight: Aggregation weight of each loss token.
+        reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
     """
 
     token_ids: NDArray[np.integer]
@@ -36,6 +37,7 @@ class TrainingSequence:
     behavior_logprobs: NDArray[np.float32]
     advantage: float = 0.0
     token_weight: float = 0.0
+    reference_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -85,6 +87,7 @@ class MicroBatch:
     """Model inputs and what the loss needs, each `[K]`. An empty micro-batch has one dummy token of weight 0.
 
     Attributes:
+        reference_logprobs: 0 where the loss does not need them.
         num_tokens: Loss tokens that count: K, or 0 if empty.
         sequence_index: `[K] int64`, which sequence of the batch each loss token belongs to.
     """
@@ -93,6 +96,7 @@ class MicroBatch:
     behavior_logprobs: Tensor
     advantages: Tensor
     token_weights: Tensor
+    reference_logprobs: Tensor
     sequence_index: NDArray[np.int64]
     num_tokens: int
 
@@ -134,6 +138,9 @@ def collate(
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
+    behavior = [sequences[index].behavior_logprobs for index in order]
+    references = [sequences[index].reference_logprobs for index in order]
+
     return MicroBatch(
         inputs=ModelInputs(
             input_ids=tensor(input_ids),
@@ -144,9 +151,14 @@ def collate(
                 np.concatenate([sequences[i].token_ids[sequences[i].targets] for i in order]).astype(np.int64)
             ),
         ),
-        behavior_logprobs=tensor(np.concatenate([sequences[i].behavior_logprobs for i in order]).astype(np.float32)),
+        behavior_logprobs=tensor(np.concatenate(behavior).astype(np.float32)),
         advantages=tensor(np.repeat(np.array([sequences[i].advantage for i in order], np.float32), counts)),
         token_weights=tensor(np.repeat(np.array([sequences[i].token_weight for i in order], np.float32), counts)),
+        reference_logprobs=tensor(
+            np.concatenate(
+                [np.zeros(count) if one is None else one for one, count in zip(references, counts, strict=True)]
+            ).astype(np.float32)
+        ),
         sequence_index=np.repeat(np.array(order, np.int64), counts),
         num_tokens=sum(counts),
     )
@@ -167,4 +179,4 @@ def _empty(device: torch.device) -> MicroBatch:
     index = torch.zeros(1, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     grid = index[None]
-    return MicroBatch(ModelInputs(grid, grid, None, index, index), zeros, zeros, zeros, np.zeros(0, np.int64), 0)
+    return MicroBatch(ModelInputs(grid, grid, None, index, index), zeros, zeros, zeros, zeros, np.zeros(0, np.int64), 0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms.advantages import advantage_estimator, is_zero_variance
@@ -28,6 +28,7 @@ def policy_sequences(
     max_new_tokens: int,
     min_versions: Sequence[int] | None = None,
     normaliser: float | None = None,
+    references: Sequence[NDArray[np.float32]] = (),
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with its advantage and the aggregation weight of its tokens.
 
@@ -37,6 +38,7 @@ def policy_sequences(
         max_new_tokens: The sampling limit, tokens.
         min_versions: Per group, tokens sampled before this version carry no loss weight and do not count in
             the normaliser; None: all sampled tokens do.
+        references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
         normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
 
     Raises:
@@ -55,16 +57,35 @@ def policy_sequences(
     ]
     counts = np.array([len(index) for index in targets])
     weights = token_weights(counts, algorithm.aggregation, max_new_tokens, normaliser)
-    return [
-        TrainingSequence(
-            token_ids=trajectory.token_ids,
-            targets=index,
-            behavior_logprobs=trajectory.behavior_logprobs[index],
-            advantage=float(advantage),
-            token_weight=float(weight),
+    num_sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
+    sampled = np.concatenate(references) if references else None
+    if sampled is not None and len(sampled) != num_sampled:
+        raise ShapeError(
+            f"trainer: {len(sampled)} reference logprobs for {num_sampled} sampled tokens of {len(payloads)} groups. "
+            "The reference scores every sampled token of every group, in order."
         )
-        for trajectory, index, advantage, weight in zip(trajectories, targets, advantages, weights, strict=True)
-    ]
+    sequences, start = [], 0
+    for trajectory, index, advantage, weight in zip(trajectories, targets, advantages, weights, strict=True):
+        stop = start + trajectory.num_sampled_tokens
+        sequences.append(
+            TrainingSequence(
+                token_ids=trajectory.token_ids,
+                targets=index,
+                behavior_logprobs=trajectory.behavior_logprobs[index],
+                advantage=float(advantage),
+                token_weight=float(weight),
+                reference_logprobs=None if sampled is None else _of_targets(sampled[start:stop], trajectory, index),
+            )
+        )
+        start = stop
+    return sequences
+
+
+def _of_targets(
+    reference: NDArray[np.float32], trajectory: Trajectory, targets: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """From all sampled tokens to those that carry loss."""
+    return reference[np.searchsorted(np.flatnonzero(trajectory.loss_mask), targets)]
 
 
 def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:

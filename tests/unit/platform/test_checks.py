@@ -45,6 +45,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"], ["zero_stage=0", "Use trainer.zero_stage=1"]),
         (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
         (["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"], ["8 trajectories", "0.001 GiB", "preempted"]),
+        (["algorithm.kl_coefficient=0.1", "reference.pool=cpus"], ["reference.pool=cpus", "Did you mean cpu?"]),
         (["dataflow.group_sizing=penstock.dataflow.ids:TaskId"], ["has no method group_size"]),
         (["env.curriculum=penstock.dataflow.nothing:x"], ["env.curriculum", "attribute 'nothing'"]),
         (["dataflow.filters.user=penstock.dataflow.core:BATCH"], ["dataflow.filters.user", "no attribute 'BATCH'"]),
@@ -59,6 +60,10 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (
+            ["algorithm.kl_coefficient=0.1"],
+            ["cluster.pools.train.count=4", "4 trainer(s) and 1 reference(s)", "5 in all"],
+        ),
         (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 engine", "GPU"]),
         (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 in all"]),
         (

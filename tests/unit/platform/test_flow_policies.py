@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,7 @@ from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import TaskStream
-from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups, tasks, train_all
 
@@ -103,6 +104,39 @@ async def test_a_streamed_batch_is_handed_out_group_by_group() -> None:
     trained = await train_all(flow, engines)
     assert len({group.group_id for group in trained}) == 30
     assert flow.stats.total.max_versions <= 2
+
+
+class FakeReference:
+    """Scores one group at a time, slowly; remembers which groups were asked for when."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def logprobs(self, handle: GroupPayload) -> str:
+        self.asked.append(handle.group_id)
+        await asyncio.sleep(0.001)
+        return f"logprobs of {handle.group_id}"
+
+
+async def test_reference_logprobs_are_fetched_for_each_group_before_its_batch_is_complete() -> None:
+    engines, reference = [long_tailed()], FakeReference()
+    flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=4, reference=reference)
+    async with flow:
+        batch = await next_groups(flow)
+        assert len(reference.asked) >= 3
+        assert all(group.reference == f"logprobs of {group.group_id}" for group in batch)
+        assert flow.core.num_ready <= len(reference.asked) - 3, "nothing is ready without its logprobs"
+
+
+async def test_a_reference_that_dies_stops_the_run() -> None:
+    class Dying(FakeReference):
+        async def logprobs(self, handle: GroupPayload) -> str:
+            raise PenstockError("reference: logprobs: a process died")
+
+    flow = make_flow([FakeEngine()], FakeRewards(), reference=Dying())
+    async with flow:
+        with pytest.raises(PenstockError, match="a process died"):
+            await next_groups(flow)
 
 
 async def test_a_failed_member_is_never_a_reward_of_zero() -> None:

@@ -30,6 +30,15 @@ def test_engines_come_after_the_ranks_in_a_shared_pool():
     assert slots(config, "engine") == [("train", 4 + index, 1.0) for index in range(4)]
 
 
+def test_references_run_where_they_are_told_and_only_if_the_loss_needs_them():
+    held = ["experiment=math_qwen_8gpu", "algorithm.kl_coefficient=0.01", "reference.num_workers=2"]
+    config = compose_config([*held, "cluster.pools.train.count=6"])
+    assert slots(config, "reference") == [("train", 4, 1.0), ("train", 5, 1.0)]
+    config = compose_config([*held, "reference.pool=generate", "rollout.num_engines=2"])
+    assert slots(config, "reference") == [("generate", 2, 1.0), ("generate", 3, 1.0)]
+    assert slots(compose_config(["experiment=math_qwen_8gpu"]), "reference") == []
+
+
 @pytest.mark.parametrize("overrides", [[], ["rollout.num_engines=2", "trainer.num_ranks=2"], ["rollout.num_engines=7"]])
 def test_processes_of_a_cpu_pool_never_reserve_more_than_it_has(overrides):
     config = compose_config(["experiment=arithmetic", "cluster.pools.cpu.memory_gib=64", *overrides])

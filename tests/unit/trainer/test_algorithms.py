@@ -116,7 +116,7 @@ class TestAggregation:
 class TestTokenMetrics:
     def test_two_micro_batches_add_up_to_the_whole(self) -> None:
         rng = np.random.default_rng(5)
-        proximal, behavior = rng.normal(-2, 0.5, 11), rng.normal(-2, 0.5, 11)
+        proximal, behavior, reference = rng.normal(-2, 0.5, (3, 11))
         entropies, masked, clipped = rng.random(11), rng.random(11) < 0.3, rng.random(11) < 0.3
         metrics = TokenMetrics(torch.device("cpu"))
         for part in (slice(0, 4), slice(4, 11)):
@@ -124,6 +124,7 @@ class TestTokenMetrics:
                 tensor(0.25),
                 tensor(proximal[part]),
                 tensor(behavior[part]),
+                tensor(reference[part]),
                 tensor(entropies[part]),
                 torch.tensor(masked[part]),
                 torch.tensor(clipped[part]),
@@ -132,6 +133,7 @@ class TestTokenMetrics:
         expected = {
             "loss/policy": 0.5,
             "loss/entropy": entropies.mean(),
+            "loss/reference_kl": (np.exp(reference - proximal) - (reference - proximal) - 1).mean(),
             "ratio/behavior_mean": weights.mean(),
             "ratio/behavior_max": weights.max(),
             "ratio/masked_share": masked.mean(),

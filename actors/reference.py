@@ -1,0 +1,85 @@
+"""Frozen policies as Ray actors, and the driver's side of them: logprobs of each group, as soon as it is ready.
+
+Consumes: handles of stored groups. Waits for: a worker with room. Unblocked by: its answer, its death, the time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.actor import ActorHandle
+
+from penstock.actors.cluster import Resources
+from penstock.actors.ray_errors import ray_boundary
+from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.spec import ReferenceSpec
+
+
+class ReferenceActor:
+    """A process around a frozen policy."""
+
+    def __init__(self, spec: ReferenceSpec) -> None:
+        torch.set_num_threads(spec.threads)
+        self._policy = FrozenPolicy.load(spec.path, spec.model, spec.device, spec.max_tokens, spec.temperature)
+
+    def ready(self) -> None:
+        """Answers once the policy is loaded."""
+
+    @ray.method(num_returns=2)
+    def logprobs(self, payload: GroupPayload) -> tuple[NDArray[np.float32], int]:
+        """The array, for the trainer; its length, for who waits."""
+        found = self._policy.logprobs(payload)
+        return found, len(found)
+
+
+class ReferenceClient:
+    """`LogprobWorker`: groups go to the workers in turn. Arrays stay in the object store; the driver holds handles."""
+
+    def __init__(self, workers: Sequence[ActorHandle], timeout_s: float) -> None:
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._num_calls = 0
+
+    async def start(self, timeout_s: float) -> None:
+        await self._answer(asyncio.gather(*(worker.ready.remote() for worker in self._workers)), "start", timeout_s)
+
+    async def logprobs(self, handle: ray.ObjectRef) -> ray.ObjectRef:
+        """Handle of `[n] float32`, of the sampled tokens of the group behind `handle`.
+
+        Raises:
+            PenstockError: If the worker fails, dies or takes longer than the time limit.
+        """
+        worker = self._workers[self._num_calls % len(self._workers)]
+        self._num_calls += 1
+        found, length = worker.logprobs.remote(handle)
+        await self._answer(length, "logprobs", self._timeout_s)
+        return found
+
+    async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> None:
+        try:
+            with ray_boundary(PenstockError, f"reference: {what}"):
+                async with asyncio.timeout(timeout_s):
+                    await call
+        except TimeoutError:
+            raise PenstockError(
+                f"reference: {what} took longer than {timeout_s:.0f} s. The worker hangs or has too much to do; "
+                "use more reference.num_workers, or raise reference.timeout_s if it only is slow."
+            ) from None
+
+
+async def start_references(
+    spec: ReferenceSpec, resources: Sequence[Resources], environment: Mapping[str, str], timeouts_s: tuple[float, float]
+) -> ReferenceClient:
+    """Start the processes with the reference policy; `timeouts_s` are those of the start and of one group."""
+    workers = [ray.remote(ReferenceActor).options(**need.options(environment)).remote(spec) for need in resources]
+    client = ReferenceClient(workers, timeouts_s[1])
+    await client.start(timeouts_s[0])
+    return client

@@ -1,0 +1,20 @@
+"""Following a running `penstock` command."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+
+def wait_for_line(process: subprocess.Popen[str], marker: str, timeout_s: float) -> list[str]:
+    """Read lines until one holds `marker`."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        assert line, f"ended early: {lines} {process.stderr.read() if process.stderr else ''}"
+        lines.append(line)
+        if marker in line:
+            return lines
+    raise AssertionError(f"{marker!r} did not appear within {timeout_s} s: {lines}")

@@ -1,0 +1,130 @@
+"""Holding the policy to a reference: the divergence as a loss term, and the frozen policy that scores groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from penstock.dataflow.errors import ShapeError, TrainingError
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.dataflow.versions import Span
+from penstock.trainer.algorithms.kl import k2, k3, kl_term
+from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.tiny_policy import create_policy
+from tests.tiny_policy import SPECIAL_TOKENS
+
+from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, trainer_of
+
+TARGET, REFERENCE = [-1.0, -2.5, -0.1], [-1.0, -1.5, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "values", "gradients"),
+    [
+        # k2: ½ (c − r)², gradient c − r
+        (k2, [0.0, 0.5, 0.5 * 2.9**2], [0.0, -1.0, 2.9]),
+        # k3: exp(r − c) − (r − c) − 1, gradient 1 − exp(r − c)
+        (k3, [0.0, np.e - 2.0, np.exp(-2.9) + 1.9], [0.0, 1 - np.e, 1 - np.exp(-2.9)]),
+    ],
+)
+def test_estimators_and_their_gradients(estimator, values: list[float], gradients: list[float]) -> None:
+    target = torch.tensor(TARGET, dtype=torch.float64, requires_grad=True)
+    terms = estimator(target, torch.tensor(REFERENCE, dtype=torch.float64))
+    terms.sum().backward()
+    np.testing.assert_allclose(terms.detach().numpy(), values, atol=1e-9)
+    np.testing.assert_allclose(target.grad.numpy(), gradients, atol=1e-9)
+
+
+def test_without_a_coefficient_there_is_no_term() -> None:
+    assert not kl_term(AlgorithmConfig())(torch.tensor(TARGET), torch.tensor(REFERENCE)).any()
+
+
+@pytest.fixture(scope="module")
+def other_policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("other"))
+    create_policy(MODEL, SPECIAL_TOKENS, path, seed=7)
+    return path
+
+
+def scores(path: str, batch: list[GroupPayload], max_tokens: int = 60) -> list[NDArray[np.float32]]:
+    policy = FrozenPolicy.load(path, MODEL, "cpu", max_tokens, TEMPERATURE)
+    return [policy.logprobs(group) for group in batch]
+
+
+def test_a_frozen_policy_scores_every_sampled_token(policy: str, batch: list[GroupPayload]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    for group, found in zip(batch, scores(policy, batch), strict=True):
+        expected = np.concatenate([logprobs_of(model, one) for one in group.trajectories])
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def weights_after(trainer: PolicyTrainer) -> torch.Tensor:
+    return torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()])
+
+
+def test_a_reference_equal_to_the_policy_changes_nothing(policy: str, batch: list[GroupPayload]) -> None:
+    held, free = trainer_of(policy, kl_coefficient=1.0), trainer_of(policy)
+    report = held.step(batch, 0, references=scores(policy, batch))
+    free.step(batch, 0)
+    assert report.metrics["loss/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert float((weights_after(held) - weights_after(free)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_policy_is_drawn_to_the_reference(
+    estimator: str, policy: str, other_policy: str, batch: list[GroupPayload]
+) -> None:
+    trainer = trainer_of(policy, kl_coefficient=100.0, kl_estimator=estimator, correction="none")
+    references = scores(other_policy, batch)
+    divergence = [trainer.step(batch, v, references=references).metrics["loss/reference_kl"] for v in range(30)]
+    assert divergence[-1] < 0.5 * divergence[0]
+
+
+def test_a_streamed_batch_is_held_alike(policy: str, other_policy: str, batch: list[GroupPayload]) -> None:
+    references = scores(other_policy, batch)
+    whole, streamed = (trainer_of(policy, kl_coefficient=0.5) for _ in range(2))
+    expected = whole.step(batch, 0, references=references)
+    streamed.accumulate(batch[:2], [0, 0], references[:2])
+    report = streamed.finish(batch[2:], 0, [0], references[2:])
+    assert report.metrics["loss/reference_kl"] == pytest.approx(expected.metrics["loss/reference_kl"], rel=1e-5)
+    assert report.metrics["loss/policy"] == pytest.approx(expected.metrics["loss/policy"], rel=1e-4)
+    assert report.metrics["loss/grad_norm"] == pytest.approx(expected.metrics["loss/grad_norm"], rel=1e-4)
+
+
+def test_trimmed_tokens_take_their_logprobs_with_them(policy: str, batch: list[GroupPayload]) -> None:
+    def age(one):
+        return replace(one, spans=(Span(3, 1), Span(5, one.num_sampled_tokens - 1))) if len(one.token_ids) > 8 else one
+
+    aged = [GroupPayload(group.group_id, tuple(map(age, group.trajectories))) for group in batch]
+    references = scores(policy, aged)
+    whole = policy_sequences(aged, AlgorithmConfig(), 30, references=references)
+    trimmed = policy_sequences(aged, AlgorithmConfig(), 30, [4] * 3, references=references)
+    pairs = [(a, b) for a, b in zip(whole, trimmed, strict=True) if 0 < len(b.targets) < len(a.targets)]
+    assert pairs
+    for before, after in pairs:
+        np.testing.assert_array_equal(after.reference_logprobs, before.reference_logprobs[1:])
+
+
+def test_missing_or_misfitting_logprobs_are_refused(policy: str, batch: list[GroupPayload]) -> None:
+    trainer = trainer_of(policy, kl_coefficient=0.1)
+    with pytest.raises(TrainingError, match=r"kl_coefficient=0\.1, but the groups came without"):
+        trainer.step(batch, 0)
+    with pytest.raises(ShapeError, match="reference logprobs for"):
+        trainer.step(batch, 0, references=[one[:-1] for one in scores(policy, batch)])
+
+
+def test_a_reference_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    from penstock.dataflow.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="does not exist"):
+        FrozenPolicy.load(str(tmp_path / "nothing"), MODEL, "cpu", 100, 1.0)

@@ -1,0 +1,67 @@
+"""A policy that is not trained: the logprobs it gives to tokens that another one sampled. No Ray here.
+
+Shape legend: n sampled tokens of one group, its members one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.batches.collate import TrainingSequence, collate
+from penstock.trainer.batches.packing import plan_batch
+from penstock.trainer.batches.sequences import loss_tokens
+from penstock.trainer.policy_model import PolicyModel, load_policy
+from penstock.weights.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPolicy:
+    """Scores groups.
+
+    Attributes:
+        max_tokens: Padded tokens of one forward.
+        temperature: Of sampling; the same as the trainer's, or the two could not be compared.
+    """
+
+    model: PolicyModel
+    device: torch.device
+    attention: str
+    max_tokens: int
+    temperature: float
+
+    @classmethod
+    def load(cls, path: str, model: ModelConfig, device: str, max_tokens: int, temperature: float) -> FrozenPolicy:
+        """Load it in float32.
+
+        Raises:
+            ConfigError: If there is no such model, or it cannot be loaded.
+        """
+        policy = load_policy(path, attention=model.attention, gradient_checkpointing=False).to(device).eval()
+        return cls(
+            policy.requires_grad_(requires_grad=False), torch.device(device), model.attention, max_tokens, temperature
+        )
+
+    @torch.no_grad()
+    def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
+        """`[n] float32`, natural log, of every sampled token."""
+        sequences = [
+            TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
+            for one in payload.trajectories
+        ]
+        is_packed = self.attention == "sdpa"
+        lengths = [sequence.num_inputs for sequence in sequences]
+        plan = plan_batch(lengths, 1, self.max_tokens, layout="rows" if is_packed else "single_row")
+        starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
+        found = np.zeros(int(starts[-1]), np.float32)
+        for micro_batch in plan.ranks[0]:
+            batch = collate(micro_batch, sequences, device=self.device, needs_mask=is_packed)
+            logprobs, _ = batch.inputs.call(self.model, self.temperature)
+            values, index = logprobs[: batch.num_tokens].float().cpu().numpy(), batch.sequence_index
+            for sequence in np.unique(index):
+                found[starts[sequence] : starts[sequence + 1]] = values[index == sequence]
+        return found
