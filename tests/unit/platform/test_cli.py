@@ -108,5 +108,5 @@ def test_a_foreign_error_is_one_line_with_the_place_of_its_traceback(invoke, mon
 
 def test_a_report_of_nothing_says_so(invoke):
     result = invoke("report", "runs/none")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "runs/none" in result.stderr
