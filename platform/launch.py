@@ -19,6 +19,7 @@ from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
 from penstock.platform.observability.console import RunConsole
+from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
@@ -54,7 +55,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
     memory = MemorySampler()
     memory.start()
     hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")), console)
-    instruments = Instruments(hub, memory, TrajectoryTable(run_dir), run_dir, console.note)
+    instruments = Instruments(hub, memory, TrajectoryTable(run_dir), run_dir, console.note, EventTail())
     status: RunStatus = "failed"
     run: Run | None = None
     try:
@@ -66,7 +67,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
         status = "interrupted"
         raise
     except BaseException as error:
-        write_failure(run_dir, error)
+        write_failure(run_dir, error, instruments.events.lines())
         raise
     finally:
         peak_gib = memory.stop()
@@ -120,8 +121,9 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             ports = FlowPorts(runner, actors.rewards, actors.store, sampling, actors.reference)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
-            filters = make_filters(flow.filters)
-            return Flow(make_core(config), make_task_line(config), filters, ports, stats, options)
+            core, filters = make_core(config), make_filters(flow.filters)
+            core.ledger.sink = instruments.events
+            return Flow(core, make_task_line(config), filters, ports, stats, options)
 
         publisher = actors.publisher(pool, config.weights)
         stack.push_async_callback(publisher.close)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,9 @@ def first_error(error: BaseException) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, PenstockError)), leaves[0])
 
 
-def write_failure(run_dir: Path, error: BaseException) -> Path:
-    """Keep the whole traceback in the run directory; the console shows one sentence."""
+def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> Path:
+    """Keep the whole traceback in the run directory, and what happened before; the console shows one sentence."""
     path = run_dir / "error.txt"
-    path.write_text("".join(traceback.format_exception(error)))
+    told = ["\nThe newest events of the ledger, by time before the error:\n", *(f"{line}\n" for line in events)]
+    path.write_text("".join([*traceback.format_exception(error), *(told if events else ())]))
     return path

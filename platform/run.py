@@ -14,6 +14,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluation, Evaluator
 from penstock.platform.flow import Flow
+from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
@@ -41,6 +42,7 @@ class Instruments:
     trajectories: TrajectoryTable
     run_dir: Path
     note: Callable[[str], None]
+    events: EventTail
 
 
 @dataclass(slots=True)

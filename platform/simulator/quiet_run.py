@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
+from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.run import Instruments
@@ -30,7 +31,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
 
 def instruments() -> Instruments:
     """The real hub without sinks; a memory sampler that is never started; no files."""
-    return Instruments(MetricsHub([]), MemorySampler(), NoTable(), Path(), _say_nothing)
+    return Instruments(MetricsHub([]), MemorySampler(), NoTable(), Path(), _say_nothing, EventTail())
 
 
 def _say_nothing(_note: str) -> None:

@@ -94,7 +94,10 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
     assert "the task server went away" in done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) <= 4, done.stderr
-    assert "the task server went away" in (workspace / "runs" / "broken" / "error.txt").read_text()
+    told = (workspace / "runs" / "broken" / "error.txt").read_text()
+    assert "the task server went away" in told
+    assert "newest events of the ledger" in told
+    assert "generating" in told
     left = [p for p in psutil.process_iter(["name"]) if p.pid not in before and "ray" in (p.info["name"] or "")]
     assert not left
 
