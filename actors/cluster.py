@@ -27,6 +27,7 @@ from penstock.envs.config import RewardConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.spec import TrainerSpec
+from penstock.weights.transport.shared_memory import remove_directories_of
 
 ENGINE_CONCURRENCY = 64
 RAY_ENVIRONMENT = {
@@ -79,6 +80,7 @@ async def ray_session(address: str) -> AsyncIterator[None]:
         started = ray_processes()  # taken now: once the raylet is gone, its workers are nobody's children
         ray.shutdown()
         end_processes(started)
+        remove_directories_of(process.pid for process in started)
 
 
 class ObjectStore:

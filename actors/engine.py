@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import ray
@@ -22,7 +20,7 @@ from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
-from penstock.weights.transport.shared_memory import default_directory
+from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
 Parcel = tuple[RequestId, Answer]
@@ -47,7 +45,7 @@ class EngineActor:
         self._engine: LocalEngine | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._outbox: Outbox[Parcel] = Outbox()
-        self._inbound = Path(tempfile.mkdtemp(prefix="penstock-inbound-", dir=default_directory()))
+        self._inbound = private_directory()
 
     async def start(self) -> str:
         """Load the model; returns the node this engine runs on."""
@@ -90,11 +88,11 @@ class EngineActor:
         await self._running().wake()
 
     async def shutdown(self) -> None:
+        shutil.rmtree(self._inbound, ignore_errors=True)
         for job in list(self._requests):
             job.cancel()
         if self._engine is not None:
             await self._engine.shutdown()
-        shutil.rmtree(self._inbound, ignore_errors=True)
 
     def _running(self) -> LocalEngine:
         if self._engine is None:

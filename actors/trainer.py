@@ -7,7 +7,6 @@ between the ranks themselves (gloo or NCCL), never through Ray.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
 from penstock.trainer.spec import TrainerSpec, free_port
-from penstock.weights.transport.shared_memory import default_directory, write_version
+from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
 class TrainerRank:
@@ -54,7 +53,7 @@ class TrainerRank:
             max_new_tokens=spec.max_new_tokens,
         )
         if self._rank == 0:
-            self._outbound = Path(tempfile.mkdtemp(prefix="penstock-weights-", dir=default_directory()))
+            self._outbound = private_directory()
         return ray.get_runtime_context().get_node_id()
 
     def step(

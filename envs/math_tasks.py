@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -105,11 +106,15 @@ class MathTasks:
         try:
             rows = datasets.load_dataset(self._dataset, self._subset, split=split)
         except (OSError, ValueError, RuntimeError) as error:
+            found = f"env.args.dataset: split {split!r} of {name} is not in the local cache"
+            if os.environ.get("HF_DATASETS_OFFLINE") == "1":
+                raise ConfigError(
+                    [f"{found}, and the network was not asked (HF_DATASETS_OFFLINE=1; a dry run never asks it)."]
+                ) from error
             raise ConfigError(
                 [
-                    f"env.args.dataset: split {split!r} of {name} is neither in the local cache nor within reach "
-                    f"({type(error).__name__}: {error}). Without a network, load it once elsewhere and copy "
-                    "HF_DATASETS_CACHE, or give the path of a local folder."
+                    f"{found} and not within reach ({type(error).__name__}: {error}). Without a network, load it once "
+                    "elsewhere and copy HF_DATASETS_CACHE, or give the path of a local folder."
                 ]
             ) from error
         missing = {self._question_field, self._answer_field} - set(rows.column_names)

@@ -104,4 +104,6 @@ def _print(figures: dict[str, Any], *, as_json: bool) -> None:
         return
     width = max(len(name) for name in figures)
     for name, value in figures.items():
+        if value is None:
+            continue
         typer.echo(f"{name:<{width}}  {json.dumps(value) if isinstance(value, dict | list) else value}")

@@ -39,7 +39,7 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
 def placement_table(placements: Sequence[RolePlacement]) -> Table:
     """Roles × processes × devices × memory of each; equal processes share a row."""
     table = Table(title="placement", title_justify="left")
-    for heading in ("role", "processes", "pool", "devices", "device GiB", "main GiB"):
+    for heading in ("role", "processes", "pool", "devices of it", "device GiB", "main GiB"):
         table.add_column(heading, no_wrap=True)
     for same in _rows(placements):
         first = same[0]

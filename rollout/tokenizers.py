@@ -68,7 +68,16 @@ class TokenCodec:
         try:
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))
         except Exception as cause:  # `tokenizers` raises bare Exception
-            raise TrajectoryError("env", f"the tokenizer cannot encode the prompt {text!r}: {cause}") from cause
+            unknown = next((char for char in text if not self._knows(char)), None)
+            which = str(cause) if unknown is None else f"it knows no {unknown!r}"
+            raise TrajectoryError("env", f"the tokenizer cannot encode the prompt {text!r}: {which}") from cause
+
+    def _knows(self, text: str) -> bool:
+        try:
+            self.tokenizer.encode(text, add_special_tokens=False)
+        except Exception:  # noqa: BLE001 - `tokenizers` raises bare Exception
+            return False
+        return True
 
     def _encode_messages(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
         if not self.tokenizer.chat_template:

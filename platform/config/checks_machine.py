@@ -86,11 +86,11 @@ def _check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Findin
     elif "arithmetic_sft" in path:
         yield absent(
             f"{key}={path} does not exist: there is no policy to start from. Make it first: "
-            f"`penstock sft experiment=arithmetic_sft seed={config.seed}`.",
+            f"`penstock sft experiment=arithmetic_sft seed={config.seed}`, or give {key}=DIR of one that you have.",
             key,
             "seed",
         )
-    elif not _HUB_NAME.match(path):
+    elif not _HUB_NAME.match(path) or (directory.parent not in (Path(), directory) and directory.parent.is_dir()):
         yield absent(f"{key}={path} does not exist. Give a model directory or a hub name.", key, "seed")
     elif not _is_cached(path):
         yield absent(

@@ -41,6 +41,17 @@ Every name that Penstock logs, to every sink: `metrics.jsonl`, console, Weights 
 not declared here is refused when it is logged. A share is between 0 and 1. Terms are those of
 [the vocabulary](architecture.md): staleness is counted in policy versions, and of a step it is that of the tokens
 trained in it. `*` stands for a name chosen by the user, such as that of a reward.
+
+The columns of the console:
+
+| column | metric |
+|---|---|
+| reward, mean | `reward/mean` of the trained (sampled) answers |
+| eval, share | `eval/accuracy` of the newest evaluation: greedy, so mostly higher than the sampled reward |
+| staleness, mean/max | `staleness/mean_versions`, `staleness/max_versions` |
+| sampled, trained | `throughput/generated_tokens_per_s`, `throughput/trained_tokens_per_s` |
+| idle, train/eng | `idle/trainer_share`, `idle/engine_share` |
+| left | time left, at the pace so far |
 """
 
 

@@ -7,6 +7,7 @@ publisher has every acknowledgement of a newer one, or gives up on it.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import combine_checksums, tensor_checksum
 
+_PREFIX = "penstock-weights-"
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -26,6 +28,18 @@ def default_directory() -> Path:
     """`/dev/shm` where it exists (Linux), else the temporary folder."""
     shm = Path("/dev/shm")  # noqa: S108 - this is the shared-memory file system, files get unguessable names
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def private_directory() -> Path:
+    """A new folder in shared memory for this process; `remove_directories_of` finds it by the pid in its name."""
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=default_directory()))
+
+
+def remove_directories_of(pids: Iterable[int]) -> None:
+    """Remove what processes that were killed have left in shared memory."""
+    for pid in pids:
+        for folder in default_directory().glob(f"{_PREFIX}{pid}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_version(
