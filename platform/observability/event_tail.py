@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from penstock.dataflow.ledger import JournalEntry, VersionMark
+from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionMark
 
 EVENTS_KEPT = 64
 
 
 class EventTail:
-    """Keeps the newest events; a sink of `Ledger`."""
+    """Keeps the newest events; a sink of `Ledger`. What ends with the run itself says nothing, and is left out."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[float, JournalEntry]] = deque(maxlen=EVENTS_KEPT)
 
     def __call__(self, entry: JournalEntry) -> None:
-        self._events.append((time.monotonic(), entry))
+        if not isinstance(entry, LedgerEvent) or entry.reason is not Reason.RUN_END:
+            self._events.append((time.monotonic(), entry))
 
     def lines(self) -> list[str]:
         """One line per event, oldest first, with its time before now."""

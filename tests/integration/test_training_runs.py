@@ -49,40 +49,25 @@ def test_max_staleness_zero_is_on_policy(workspace: Path, train_overrides: list[
     [
         ("two_vllm_engines", ["rollout.num_engines=2"]),
         (
-            "torch_engine_zero3_two_ranks_all_trackers",
+            "torch_engine_zero3_two_ranks_all_trackers_held_to_a_reference",
             [
                 "rollout/engine=torch",
+                "algorithm.kl_coefficient=0.05",
                 "trainer.num_ranks=2",
                 "trainer.zero_stage=3",
                 "tracker=[jsonl,wandb,tensorboard]",
             ],
         ),
         (
-            "two_torch_engines_through_the_object_store_recomputing_kv",
+            "two_torch_engines_through_the_object_store_recomputing_kv_streaming_micro_batches",
             [
+                "dataflow.stream_micro_batches=true",
+                "trainer.max_tokens_per_micro_batch=256",
                 "rollout/engine=torch",
                 "rollout.num_engines=2",
                 "weights.transport=object_store",
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
-            ],
-        ),
-        (
-            "streamed_micro_batches",
-            [
-                "rollout/engine=torch",
-                "dataflow.stream_micro_batches=true",
-                "trainer.max_tokens_per_micro_batch=256",
-                "trainer.zero_stage=1",
-            ],
-        ),
-        (
-            "held_to_a_reference",
-            [
-                "rollout/engine=torch",
-                "trainer.backend=torch",
-                "algorithm.kl_coefficient=0.05",
-                "reference.num_workers=2",
             ],
         ),
         ("taking_turns", ["rollout/engine=torch", "cluster.colocated=true", "dataflow.max_staleness=0"]),

@@ -18,6 +18,7 @@ def test_the_newest_events_are_kept_oldest_first(tmp_path: Path) -> None:
     first = next(ledger.live()).group_id
     ledger.end(first, GroupState.DROPPED, Reason.STALE)
     ledger.mark(7)
+    ledger.end(next(ledger.live()).group_id, GroupState.DROPPED, Reason.RUN_END)
     lines = tail.lines()
     assert len(lines) == EVENTS_KEPT
     assert "group 2 generating  t2" in lines[0]
