@@ -70,8 +70,8 @@ class ReferenceClient:
                     await call
         except TimeoutError:
             raise PenstockError(
-                f"reference: {what} took longer than {timeout_s:.0f} s. The worker hangs or has too much to do; "
-                "use more reference.num_workers, or raise reference.timeout_s if it only is slow."
+                f"reference: {what} took longer than {timeout_s:.0f} s: the worker hangs or has too much to do. Use "
+                "more reference.num_workers, or raise reference.timeout_s (trainer.start_timeout_s for the start)."
             ) from None
 
 

@@ -63,6 +63,7 @@ class TrainerRank:
         min_versions: list[int],
         references: list[ray.ObjectRef],
     ) -> StepReport:
+        """Train a batch, or the last part of one that was streamed."""
         return self._running().step(ray.get(payloads), version, min_versions, ray.get(references))
 
     def accumulate(
@@ -70,16 +71,6 @@ class TrainerRank:
     ) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
         self._running().accumulate(ray.get(payloads), min_versions, ray.get(references))
-
-    def finish(
-        self,
-        payloads: list[ray.ObjectRef],
-        version: int,
-        min_versions: list[int],
-        references: list[ray.ObjectRef],
-    ) -> StepReport:
-        """Train the last part of a streamed batch, and take the step."""
-        return self._running().finish(ray.get(payloads), version, min_versions, ray.get(references))
 
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))

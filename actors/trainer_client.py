@@ -51,15 +51,14 @@ class TrainerClient:
         part: list[GroupRef] = []
         try:
             async with asyncio.TaskGroup() as sent:  # a rank that fails is noticed while groups are waited for
-                is_streamed = False
                 async for group in batch:
                     if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
                         calls = self._call("accumulate", *_arguments(part))  # now: the ranks keep the order of calls
                         sent.create_task(self._answers("accumulate", calls))
-                        part, is_streamed = [], True
+                        part = []
                     part.append(group)
                 handles, *others = _arguments(part)
-                reports = await self._all("finish" if is_streamed else "step", handles, self.version, *others)
+                reports = await self._all("step", handles, self.version, *others)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self.version = reports[0].version

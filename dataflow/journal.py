@@ -48,11 +48,10 @@ def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0)
     Raises:
         CheckpointError: If the journal does not reach that version.
     """
-    ledger, waiting = Ledger(), _Waiting(max_requeues)
+    waiting = _Waiting(max_requeues)
+    ledger = Ledger(sink=waiting.follow)
     for event in _until(entries, version):
         _apply(ledger, event)
-        waiting.follow(event)
-    ledger.sink = lambda entry: waiting.follow(entry) if isinstance(entry, LedgerEvent) else None
     for record in tuple(ledger.live()):
         ledger.end(record.group_id, GroupState.DROPPED, Reason.ROLLBACK)
     ledger.sink = None
@@ -92,7 +91,10 @@ class _Waiting:
         self._max_requeues = max_requeues
         self._events: dict[tuple[str, TaskId, int], list[LedgerEvent]] = {}
 
-    def follow(self, event: LedgerEvent) -> None:
+    def follow(self, event: JournalEntry) -> None:
+        """A sink of the ledger that is replayed."""
+        if isinstance(event, VersionMark):
+            return
         if event.state is GroupState.GENERATING and event.requeues:
             key = (event.stream, event.task_id, event.requeues - 1)
             if len(self._events.get(key, ())) > 1:

@@ -134,18 +134,18 @@ class TaskLine:
         waited_for = {(event.stream, event.task_id) for event in restarts}
         found: dict[tuple[str, TaskId], Task] = {}
         for stream in self.streams:
-            for task in itertools.islice(stream.tasks, ledger.tasks_by_stream[stream.name]):
-                if (stream.name, task.task_id) in waited_for:
-                    found[stream.name, task.task_id] = task
+            for taken in itertools.islice(stream.tasks, ledger.tasks_by_stream[stream.name]):
+                if (stream.name, taken.task_id) in waited_for:
+                    found[stream.name, taken.task_id] = taken
         for event in restarts:
-            task_or_none = found.get((event.stream, event.task_id))
-            if task_or_none is None:
+            task = found.get((event.stream, event.task_id))
+            if task is None:
                 raise PenstockError(
                     f"env: task {event.task_id} was under way when the run stopped, and is not among the first "
                     f"{ledger.tasks_by_stream[event.stream]} tasks of its source any more. Resume with the same data "
                     "in the same order, or start a new run."
                 )
-            queued = QueuedTask(task_or_none, event.stream, event.group_size, event.requeues + 1)
+            queued = QueuedTask(task, event.stream, event.group_size, event.requeues + 1)
             self._requeued.append((ledger.num_admitted, queued))
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:

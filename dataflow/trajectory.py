@@ -61,8 +61,6 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.reward is not None:
-            return  # it was checked before it was scored
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
         assert num_tokens(self.spans) == np.count_nonzero(self.loss_mask), "I4: spans must sum to sampled tokens"
 

@@ -64,7 +64,7 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
         }[role]
         pool = cluster.pools[name]
         memory = estimate(config, pool)
-        num_gpus, num_cpus = _share(pool, in_pool[name], is_colocated=turns)
+        num_gpus, num_cpus = _share(pool, in_pool[name], is_colocated=turns and role != "reference")
         return RolePlacement(
             role, index, name, pool.device, (first_slot + index) % pool.count, num_gpus, num_cpus, memory
         )

@@ -65,7 +65,7 @@ class PartialTrajectory:
     def spans(self) -> Spans:
         """Version spans of all of them."""
         deltas = self._deltas or []
-        return deltas[0].spans if len(deltas) == 1 else join_spans([span for d in deltas for span in d.spans])
+        return join_spans(deltas[0].spans if len(deltas) == 1 else [span for d in deltas for span in d.spans])
 
     @property
     def remaining(self) -> int:

@@ -121,7 +121,9 @@ class PolicyTrainer:
         min_versions: Sequence[int] | None = None,
         references: References = (),
     ) -> StepReport:
-        """Train one batch once.
+        """Train one batch once; after `accumulate`, its last part: same gradient and report as of the whole (I9).
+
+        Of a batch in parts the normaliser is known only now, so the sum of gradients is divided before it is clipped.
 
         Args:
             payloads: The batch's groups with rewards.
@@ -134,14 +136,16 @@ class PolicyTrainer:
             version + 1 and metrics, or the same version if the step was skipped.
         """
         start = time.perf_counter()
-        step = _OpenStep(TokenMetrics(self.backend.device))
-        self._add(step, payloads, min_versions, references, None, is_last=True)
+        step, self._streamed = self._streamed, None
+        normaliser = None if step is None else 1.0
+        step = step or _OpenStep(TokenMetrics(self.backend.device))
+        self._add(step, payloads, min_versions, references, normaliser, is_last=True)
         return self._close(step, version, start)
 
     def accumulate(
         self, payloads: Sequence[GroupPayload], min_versions: Sequence[int], references: References = ()
     ) -> None:
-        """Add the gradient of a part of a batch, while the rest is still being generated; `finish` ends the batch.
+        """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.
 
         Args:
             payloads: Groups with rewards.
@@ -152,24 +156,6 @@ class PolicyTrainer:
         self._streamed = self._streamed or _OpenStep(TokenMetrics(self.backend.device))
         self._add(self._streamed, payloads, min_versions, references, 1.0, is_last=False)
         self._streamed.busy_s += time.perf_counter() - start
-
-    def finish(
-        self,
-        payloads: Sequence[GroupPayload],
-        version: int,
-        min_versions: Sequence[int],
-        references: References = (),
-    ) -> StepReport:
-        """The last part of a streamed batch: the same gradient and report as `step` over all its parts (I9).
-
-        The normaliser is known only now, so the sum of gradients is divided by it before it is clipped.
-        """
-        start = time.perf_counter()
-        step, self._streamed = self._streamed, None
-        if step is None:
-            raise TrainingError("trainer: finish without accumulate; a batch of one part is a step.")
-        self._add(step, payloads, min_versions, references, 1.0, is_last=True)
-        return self._close(step, version, start)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One step of −logprob, the mean over all response tokens of the batch.

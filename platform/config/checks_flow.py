@@ -124,13 +124,13 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
 def check_expiry(config: RunConfig) -> Iterator[Finding]:
     """`drop` is biased, and says so."""
     flow = config.dataflow
-    measured = [eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1)]
     if flow.on_expiry is ExpiryPolicy.DROP:
-        length, longest = DROP_BIAS[max(measured)]
+        measured = max(eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1))
+        length, longest = DROP_BIAS[measured]
         yield warning(
-            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes long, so trained "
-            f"answers are shorter than sampled ones: {length:.2f} of their mean length, {longest:.2f} of the longest "
-            f"percent at max_staleness={max(measured)} in simulation (docs/concepts/policies.md; metric "
+            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes too long. "
+            f"Trained answers had {length:.2f} of the mean length of sampled ones, and {longest:.2f} of the longest "
+            f"percent, at max_staleness={measured} in simulation (docs/concepts/policies.md; metric "
             "length/trained_share). on_expiry=wait is unbiased.",
             "dataflow.on_expiry",
             "dataflow.max_staleness",

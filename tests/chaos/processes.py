@@ -4,6 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import time
+from pathlib import Path
+
+from tests.command_line import ENVIRONMENT, PENSTOCK
+
+
+def start_train(workspace: Path, *overrides: str) -> subprocess.Popen[str]:
+    """`penstock train` in a session of its own, its output to be read line by line."""
+    return subprocess.Popen(
+        [PENSTOCK, "train", *overrides],
+        cwd=workspace,
+        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for_line(process: subprocess.Popen[str], marker: str, timeout_s: float) -> list[str]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.chaos.processes import wait_for_line
-from tests.command_line import ENVIRONMENT, PENSTOCK, read_summary, run_cli
+from tests.chaos.processes import start_train, wait_for_line
+from tests.command_line import read_summary, run_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -35,15 +34,7 @@ def test_a_signal_ends_every_process(
     signum: signal.Signals, engine: str, marker: str, workspace: Path, train_overrides: list[str]
 ) -> None:
     name = f"ended_{signum.name}_{engine}_{marker.strip().replace(' ', '_').replace('/', '')}"
-    process = subprocess.Popen(
-        [PENSTOCK, "train", *train_overrides, f"rollout/engine={engine}", f"name={name}", "total_steps=1000"],
-        cwd=workspace,
-        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_train(workspace, *train_overrides, f"rollout/engine={engine}", f"name={name}", "total_steps=1000")
     try:
         wait_for_line(process, marker, 120)
         if marker == "starting Ray":

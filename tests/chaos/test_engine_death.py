@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.chaos.processes import wait_for_line
-from tests.command_line import ENVIRONMENT, PENSTOCK, read_metric, read_summary
+from tests.chaos.processes import start_train, wait_for_line
+from tests.command_line import read_metric, read_summary
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -17,25 +16,16 @@ STEPS, BATCH = 6, 12
 
 
 def test_a_killed_engine_costs_no_trajectory(workspace: Path, train_overrides: list[str]) -> None:
-    process = subprocess.Popen(
-        [
-            PENSTOCK,
-            "train",
-            *train_overrides,
-            "name=killed_engine",
-            "rollout/engine=torch",
-            "rollout.num_engines=2",
-            "rollout.engine.journal_interval_tokens=4",
-            "rollout.engine.max_num_seqs=8",  # generation is the bottleneck: the engine is busy when it dies
-            f"dataflow.batch_groups={BATCH}",
-            f"total_steps={STEPS}",
-        ],
-        cwd=workspace,
-        env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    process = start_train(
+        workspace,
+        *train_overrides,
+        "name=killed_engine",
+        "rollout/engine=torch",
+        "rollout.num_engines=2",
+        "rollout.engine.journal_interval_tokens=4",
+        "rollout.engine.max_num_seqs=8",  # generation is the bottleneck: the engine is busy when it dies
+        f"dataflow.batch_groups={BATCH}",
+        f"total_steps={STEPS}",
     )
     try:
         wait_for_line(process, f" 2/{STEPS}", 120)

@@ -160,7 +160,7 @@ def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: in
     """The same batch in three parts."""
     trainer.accumulate(batch[:1], [0])
     trainer.accumulate(batch[1:3], [0, 0])
-    return trainer.finish(batch[3:], version, [0])
+    return trainer.step(batch[3:], version, [0])
 
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, np.ndarray]:

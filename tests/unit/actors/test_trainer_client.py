@@ -51,7 +51,7 @@ async def test_without_streaming_a_batch_is_one_call() -> None:
     assert rank.calls == [("step", ["handle 0", "handle 1", "handle 2"])]
 
 
-async def test_parts_are_full_and_in_order_and_the_last_one_finishes() -> None:
+async def test_parts_are_full_and_in_order_and_the_last_one_is_the_step() -> None:
     ranks = [FakeRank(), FakeRank()]
     client = TrainerClient(ranks, 10.0, tokens_per_part=10)
     report = await client.step(batch([5, 5, 7, 30, 2, 2]))
@@ -60,7 +60,7 @@ async def test_parts_are_full_and_in_order_and_the_last_one_finishes() -> None:
         ("accumulate", ["handle 0", "handle 1"]),
         ("accumulate", ["handle 2"]),
         ("accumulate", ["handle 3"]),
-        ("finish", ["handle 4", "handle 5"]),
+        ("step", ["handle 4", "handle 5"]),
     ]
     assert (client.version, client.busy_s, report.version) == (1, 2.0, 1)
 

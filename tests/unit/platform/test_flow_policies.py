@@ -16,6 +16,7 @@ from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.platform.flow import Flow
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups, tasks, train_all
 
@@ -107,25 +108,26 @@ async def test_a_streamed_batch_is_handed_out_group_by_group() -> None:
 
 
 class FakeReference:
-    """Scores one group at a time, slowly; remembers which groups were asked for when."""
+    """Remembers for each call how many groups were ready."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.num_ready: list[int] = []
+        self.flow: Flow | None = None
 
     async def logprobs(self, handle: GroupPayload) -> str:
-        self.asked.append(handle.group_id)
+        assert self.flow is not None
+        self.num_ready.append(self.flow.core.num_ready)
         await asyncio.sleep(0.001)
         return f"logprobs of {handle.group_id}"
 
 
 async def test_reference_logprobs_are_fetched_for_each_group_before_its_batch_is_complete() -> None:
     engines, reference = [long_tailed()], FakeReference()
-    flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=4, reference=reference)
+    flow = reference.flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=4, reference=reference)
     async with flow:
         batch = await next_groups(flow)
-        assert len(reference.asked) >= 3
-        assert all(group.reference == f"logprobs of {group.group_id}" for group in batch)
-        assert flow.core.num_ready <= len(reference.asked) - 3, "nothing is ready without its logprobs"
+    assert reference.num_ready[0] == 0, "asked before any group is ready, let alone the batch"
+    assert all(group.reference == f"logprobs of {group.group_id}" for group in batch)
 
 
 async def test_a_reference_that_dies_stops_the_run() -> None:

@@ -95,7 +95,7 @@ def test_a_streamed_batch_is_held_alike(policy: str, other_policy: str, batch: l
     whole, streamed = (trainer_of(policy, kl_coefficient=0.5) for _ in range(2))
     expected = whole.step(batch, 0, references=references)
     streamed.accumulate(batch[:2], [0, 0], references[:2])
-    report = streamed.finish(batch[2:], 0, [0], references[2:])
+    report = streamed.step(batch[2:], 0, [0], references[2:])
     assert report.metrics["loss/reference_kl"] == pytest.approx(expected.metrics["loss/reference_kl"], rel=1e-5)
     assert report.metrics["loss/policy"] == pytest.approx(expected.metrics["loss/policy"], rel=1e-4)
     assert report.metrics["loss/grad_norm"] == pytest.approx(expected.metrics["loss/grad_norm"], rel=1e-4)
