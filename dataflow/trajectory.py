@@ -33,9 +33,9 @@ class Task:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)  # never changed, but not frozen: many are made, and frozen costs thrice the time
+@dataclass(slots=True, eq=False)  # not frozen: many are made, and frozen costs thrice the time
 class Trajectory:
-    """One attempt at a task.
+    """One attempt at a task. Its reward is set once; nothing else ever changes.
 
     Attributes:
         token_ids: `[T] int32`, prompt first, in the order the model saw them.
@@ -64,21 +64,10 @@ class Trajectory:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
         assert num_tokens(self.spans) == np.count_nonzero(self.loss_mask), "I4: spans must sum to sampled tokens"
 
-    def scored(self, reward: float, parts: Mapping[str, float]) -> Trajectory:
-        """This trajectory with its reward."""
-        return Trajectory(
-            self.trajectory_id,
-            self.task_id,
-            self.token_ids,
-            self.loss_mask,
-            self.behavior_logprobs,
-            self.spans,
-            self.prompt,
-            self.response,
-            self.finish_reason,
-            reward,
-            parts,
-        )
+    def score(self, reward: float, parts: Mapping[str, float]) -> None:
+        """Set its reward, once."""
+        assert self.reward is None, f"{self.trajectory_id} has a reward already"
+        self.reward, self.reward_parts = reward, parts
 
     @property
     def num_sampled_tokens(self) -> int:

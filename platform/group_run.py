@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import FailureKind, TrajectoryError
@@ -82,27 +83,21 @@ class GroupRun:
 
     async def _run_member(self, member: int) -> None:
         """Sample and score one trajectory, with its retries; the last member to end reports the group."""
-        flow, ports = self._flow, self._flow.ports
+        flow = self._flow
         failures: Counter[FailureKind] | None = None
         is_generated = False
         outcome: Trajectory | TrajectoryError | None = None
         try:
             while outcome is None:
                 try:
-                    trajectory = await ports.runner.run(
-                        self.queued.task,
-                        TrajectoryId(f"{self.group_id}/{member}"),
-                        trajectory_sampling(ports.sampling, self.group_id, member),
-                        watcher=self,
-                        member=member,
-                        slots=self._gang,
-                    )
+                    trajectory = await self._sampled(member)
                     flow.stats.trajectory_generated(trajectory)
                     if not is_generated:
                         is_generated = True
                         self._member_generated()
-                    score = await ports.rewards.score(self.queued.task, trajectory)
-                    outcome = trajectory.scored(score.reward, score.parts)
+                    score = await flow.ports.rewards.score(self.queued.task, trajectory)
+                    trajectory.score(score.reward, score.parts)
+                    outcome = trajectory
                 except TrajectoryError as failure:
                     failures = failures or Counter()
                     failures[failure.kind] += 1
@@ -116,6 +111,17 @@ class GroupRun:
                 await flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
         except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
             flow.fail(error)
+
+    def _sampled(self, member: int) -> Awaitable[Trajectory]:
+        ports = self._flow.ports
+        return ports.runner.run(
+            self.queued.task,
+            TrajectoryId(f"{self.group_id}/{member}"),
+            trajectory_sampling(ports.sampling, self.group_id, member),
+            watcher=self,
+            member=member,
+            slots=self._gang,
+        )
 
     def member_at(self, member: int, version: int) -> None:
         """Which version samples a member; the runner tells."""

@@ -52,7 +52,7 @@ class LeaseMaker(Protocol):
     """Where trajectories get their leases: the pool, or a gang of it."""
 
     def lease(
-        self, *, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
+        self, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
     ) -> Lease: ...
 
 
@@ -66,7 +66,7 @@ class GangPool(SlotSource, LeaseMaker, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Lease(Ticket):
-    """One slot. `async with` holds it; afterwards it cannot be used again.
+    """One slot, from `acquire` to `release` or under `async with`; afterwards it cannot be used again.
 
     Attributes:
         heard_at: When the engine last delivered tokens, or the lease was granted or began to wait; seconds.
@@ -82,7 +82,8 @@ class Lease(Ticket):
     _holder: asyncio.Task[object] | None = None
     _cancelling: int = 0
 
-    async def __aenter__(self) -> Self:
+    async def acquire(self) -> None:
+        """Wait for the slot. If that fails or is cancelled there is nothing to release."""
         assert self.source is not None, "a lease comes from a pool"
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()
@@ -94,11 +95,17 @@ class Lease(Ticket):
                 self.source.give_up(self)
                 raise
             self.heard_at = self._loop.time()
+
+    def release(self) -> None:
+        assert self.source is not None, "acquired before"
+        self.source.give_back(self)
+
+    async def __aenter__(self) -> Self:
+        await self.acquire()
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        assert self.source is not None, "entered before"
-        self.source.give_back(self)
+        self.release()
 
     @property
     def engine(self) -> Engine:
@@ -163,7 +170,7 @@ class Gang:
         return self._held.engine
 
     def lease(
-        self, *, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
+        self, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
     ) -> Lease:
         """One of the gang's slots; if its engine is gone, or the gang has ended, any slot."""
         view = self._held.view

@@ -46,6 +46,7 @@ class PartialTrajectory:
     sampling: SamplingParams
     num_tokens: int = 0
     resumed_with: int = 0
+    num_interruptions: int = 0
     finish_reason: FinishReason | None = None
     _deltas: list[TokenDelta] | None = None
 

@@ -111,7 +111,6 @@ class EnginePool:
 
     def lease(
         self,
-        *,
         tokens: int = 1,
         prefix: str | None = None,
         min_version: int = -1,

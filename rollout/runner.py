@@ -96,27 +96,21 @@ class TrajectoryRunner:
                 on with it comes up in time.
             EngineLostError: If no engine is left in service.
         """
-        prompt = self._rendered(task)
-        partial = PartialTrajectory(prompt.token_ids, sampling)
-        source: LeaseMaker = self.pool if slots is None else slots
+        partial = PartialTrajectory(self._rendered(task).token_ids, sampling)
         avoid: EngineId | None = None
-        num_interruptions = 0
         while True:
             request_id = RequestId(f"{trajectory_id}#{next(self._serial)}")
-            async with source.lease(
-                tokens=partial.remaining,
-                prefix=task.task_id,
-                min_version=partial.min_version,
-                avoid=avoid,
-            ) as lease:
+            lease = (slots or self.pool).lease(partial.remaining, task.task_id, partial.min_version, avoid)
+            await lease.acquire()
+            try:
                 interruption = await self._generate(lease, request_id, partial, watcher, member)
                 avoid = None if interruption is None or interruption.kind == "aborted" else lease.engine.engine_id
-            if interruption is None:
-                return self._trajectory(task, trajectory_id, prompt, partial)
-            num_interruptions += 1
-            self._interrupted(partial, request_id, interruption, num_interruptions)
-            if partial.settle():
-                return self._trajectory(task, trajectory_id, prompt, partial)
+            finally:
+                lease.release()
+            if interruption is not None:
+                self._interrupted(partial, request_id, interruption)
+            if interruption is None or partial.settle():
+                return self._trajectory(task, trajectory_id, partial)
 
     async def _generate(
         self,
@@ -158,16 +152,15 @@ class TrajectoryRunner:
             return Interruption("aborted", f"{engine.engine_id} ended {request_id}: {partial.finish_reason}")
         return None
 
-    def _interrupted(
-        self, partial: PartialTrajectory, request_id: RequestId, interruption: Interruption, count: int
-    ) -> None:
+    def _interrupted(self, partial: PartialTrajectory, request_id: RequestId, interruption: Interruption) -> None:
         """Count it, and give up on a trajectory that has had too many."""
         self.stats.interruptions[interruption.kind] += 1
-        if count > self.max_resumes:
+        partial.num_interruptions += 1
+        if partial.num_interruptions > self.max_resumes:
             raise TrajectoryError(
                 "engine",
-                f"{request_id}: interrupted {count} times with {partial.num_tokens} tokens sampled, "
-                f"rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
+                f"{request_id}: interrupted {partial.num_interruptions} times with {partial.num_tokens} tokens "
+                f"sampled, rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
             )
         if partial.num_tokens:
             self.stats.trajectories += not partial.resumed_with
@@ -216,9 +209,8 @@ class TrajectoryRunner:
             self._prompts.popitem(last=False)
         return prompt
 
-    def _trajectory(
-        self, task: Task, trajectory_id: TrajectoryId, prompt: _Prompt, partial: PartialTrajectory
-    ) -> Trajectory:
+    def _trajectory(self, task: Task, trajectory_id: TrajectoryId, partial: PartialTrajectory) -> Trajectory:
+        prompt = self._rendered(task)
         num_prompt, sampled = len(prompt.token_ids), partial.token_ids
         num_tokens = num_prompt + len(sampled)
         token_ids = np.empty(num_tokens, np.int32)

@@ -238,16 +238,17 @@ class DecodeBatch:
         cost = self.cost
         while self.waiting and len(self.running) < cost.slots:
             sequence = self.waiting[0]
-            if self.running and self.kv_used + sequence.kv_tokens + DELTA_TOKENS > cost.kv_tokens:
+            kv_tokens = sequence.kv_tokens
+            if self.running and self.kv_used + kv_tokens + DELTA_TOKENS > cost.kv_tokens:
                 return
             self.waiting.popleft()
             cached = self._prefixes.take((sequence.salt, sequence.task), self._prompt_tokens)
             self.counters.prefix_hits += cached
-            self.counters.prefilled += sequence.kv_tokens - cached
-            self._prefill_debt_s += (sequence.kv_tokens - cached) * cost.prefill_s / speed
+            self.counters.prefilled += kv_tokens - cached
+            self._prefill_debt_s += (kv_tokens - cached) * cost.prefill_s / speed
             sequence.origin = self.tau - sequence.emitted
             sequence.version, sequence.marks_seen = version, len(self._marks)
-            self._kv_offset += len(sequence.request.prompt_token_ids) - sequence.origin
+            self._kv_offset += kv_tokens - self.tau
             self.running[sequence.request.request_id] = sequence
             self._push(sequence)
 
