@@ -13,7 +13,11 @@ DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 class ModelShape(BaseModel):
     """Dimensions of a dense decoder-only transformer with grouped-query attention and a gated MLP.
 
-    Stands in the YAML, so that a dry run can estimate memory without the checkpoint.
+    Stands in the YAML, so that a dry run can estimate memory and plan transfers without the checkpoint.
+
+    Attributes:
+        attention_bias: q, k and v have biases (Qwen2).
+        qk_norm: Queries and keys are normalised per head (Qwen3).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -26,6 +30,8 @@ class ModelShape(BaseModel):
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)
     tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,208 @@
+"""Every training layout into every vLLM layout and back: bit-exact, each element once, at the lower bound of bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
+from penstock.weights.layout.training import fsdp_layout, training_layout
+from penstock.weights.layout.vllm import vllm_layout
+from penstock.weights.planner.plan import Plan, make_plan
+from penstock.weights.planner.relay import depth, relay_tree
+from tests.unit.weights.models import PADDING, buffers_of, numbered, strided, tensors_of, vllm_rank
+
+Sources = Callable[[list[TensorSpec], int, int], Layout | None]
+
+
+def _autotp(tensors: list[TensorSpec], ranks: int, kv_heads: int, *, is_partitioned: bool) -> Layout | None:
+    if ranks % 2 or any("experts" in tensor.name for tensor in tensors):
+        return None
+    return training_layout(
+        tensors, num_replicas=ranks // 2, tp_size=2, is_partitioned=is_partitioned, num_kv_heads=kv_heads
+    )
+
+
+SOURCES: dict[str, Sources] = {
+    "replicated": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks),
+    "zero3": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks, is_partitioned=True),
+    "fsdp": lambda tensors, ranks, _: fsdp_layout(tensors, ranks),
+    "autotp": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=False),
+    "autotp_zero3": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=True),
+    "autotp_wide": lambda tensors, ranks, kv: (
+        None
+        if any("experts" in tensor.name for tensor in tensors)
+        else training_layout(tensors, tp_size=ranks, num_kv_heads=kv)
+    ),
+}
+MODELS = ("qwen2", "qwen3", "llama", "gemma", "moe")
+
+
+def carried_out(
+    plan: Plan, source: Layout, destination: Layout, full: dict[str, np.ndarray]
+) -> list[dict[str, np.ndarray]]:
+    """The destination's buffers after the transfer; fails if an element is written twice."""
+    sent, received = buffers_of(source, full), buffers_of(destination)
+    for copy in plan.copies:
+        into = strided(received[copy.dst_rank][copy.destination.buffer], copy.shape, copy.destination)
+        assert (into == PADDING).all(), f"{copy} writes what was written"
+        into[...] = strided(sent[copy.src_rank][copy.source.buffer], copy.shape, copy.source)
+    return received
+
+
+def least_egress(source: Layout, destination: Layout, item_bytes: int) -> float:
+    """Least possible maximum over source ranks: for each set of ranks, what only they have, shared evenly."""
+    by_owners: dict[frozenset[int], int] = defaultdict(int)
+    for tensor, wanted in destination.shards.items():
+        owners: dict[tuple, set[int]] = defaultdict(set)
+        for shard in source.shards[tensor]:
+            owners[shard.box].add(shard.rank)
+        for shard in wanted:
+            for box, ranks in owners.items():
+                if (common := intersect(shard.box, box)) is not None:
+                    by_owners[frozenset(ranks)] += volume(common) * item_bytes
+    sets = {frozenset().union(*some) for n in (1, 2) for some in itertools.combinations(by_owners, n)}
+    sets.add(frozenset(range(source.num_ranks)))
+    return max(sum(size for owners, size in by_owners.items() if owners <= ranks) / len(ranks) for ranks in sets)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(name: str, kind: str, tp: int) -> None:
+    model, tensors = tensors_of(name)
+    full = numbered(tensors)
+    destination = vllm_layout(tensors, model, tp)
+    references = [vllm_rank(full, model, tp, rank) for rank in range(tp)]
+    needed = sum(volume(shard.box) for shards in destination.shards.values() for shard in shards)
+    for ranks in range(1, 9):
+        source = SOURCES[kind](tensors, ranks, model.num_kv_heads)
+        if source is None:
+            continue
+        plan = make_plan(source, destination, 4, bucket_bytes=4096)
+        received = carried_out(plan, source, destination, full)
+        for rank, reference in enumerate(references):
+            assert received[rank].keys() == reference.keys()
+            for buffer, values in reference.items():
+                np.testing.assert_array_equal(
+                    received[rank][buffer], values.ravel(), err_msg=f"{ranks} {rank} {buffer}"
+                )
+        assert plan.wire_bytes == 4 * needed
+        assert max(plan.egress.values()) <= 1.1 * least_egress(source, destination, 4)
+        for bucket in plan.buckets:
+            for end in ("src_rank", "dst_rank"):
+                filled: dict[int, int] = defaultdict(int)
+                for copy in bucket:
+                    filled[getattr(copy, end)] += 4 * copy.num_elements
+                assert max(filled.values()) <= 4096
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("ranks", "tp"), [(1, 2), (4, 4), (3, 8)])
+def test_the_way_back(name: str, ranks: int, tp: int) -> None:
+    model, tensors = tensors_of(name)
+    full = numbered(tensors)
+    source = vllm_layout(tensors, model, tp)
+    for destination in (
+        training_layout(tensors, num_replicas=ranks, is_partitioned=True),
+        training_layout(tensors, num_replicas=ranks),
+        fsdp_layout(tensors, ranks),
+    ):
+        received = carried_out(make_plan(source, destination, 4), source, destination, full)
+        for rank, expected in enumerate(buffers_of(destination, full)):
+            for buffer, values in expected.items():
+                np.testing.assert_array_equal(received[rank][buffer], values)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_the_same_devices_only_what_a_device_lacks_is_sent(name: str) -> None:
+    model, tensors = tensors_of(name)
+    destination = vllm_layout(tensors, model, 4)
+    whole_everywhere = training_layout(tensors, num_replicas=4)
+    here = {rank: rank for rank in range(4)}
+    assert make_plan(whole_everywhere, destination, 2, resident=here).wire_bytes == 0
+    partitioned = training_layout(tensors, num_replicas=4, is_partitioned=True)
+    plan = make_plan(partitioned, destination, 2, resident=here)
+    lacking = 0
+    for tensor, wanted in destination.shards.items():
+        for shard in wanted:
+            own = [other.box for other in partitioned.shards[tensor] if other.rank == shard.rank]
+            lacking += volume(shard.box) - sum(volume(c) for box in own if (c := intersect(shard.box, box)) is not None)
+    assert plan.wire_bytes == 2 * lacking
+    carried_out(plan, partitioned, destination, numbered(tensors))
+
+
+def test_among_owners_those_on_the_same_node_send() -> None:
+    model, tensors = tensors_of("llama")
+    plan = make_plan(
+        training_layout(tensors, num_replicas=4),
+        vllm_layout(tensors, model, 2),
+        2,
+        source_nodes={0: "a", 1: "a", 2: "b", 3: "b"},
+        destination_nodes={0: "b", 1: "c"},
+    )
+    assert {src for src, dst in plan.bytes_per_link if dst == 0} == {2, 3}
+    assert {src for src, dst in plan.bytes_per_link if dst == 1} == {0, 1}  # they have nothing else to send
+    assert max(plan.egress.values()) <= 1.1 * plan.wire_bytes / 4
+
+
+def test_a_plan_survives_being_written_down() -> None:
+    model, tensors = tensors_of("qwen2")
+    plan = make_plan(
+        training_layout(tensors, num_replicas=2, is_partitioned=True),
+        vllm_layout(tensors, model, 2),
+        2,
+        resident={0: 0},
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_the_training_side_lacks_is_named() -> None:
+    model, tensors = tensors_of("qwen2")
+    destination = vllm_layout(tensors, model, 2)
+    with pytest.raises(WeightSyncError, match=r"has no model\.norm\.weight"):
+        make_plan(training_layout([t for t in tensors if t.name != "model.norm.weight"]), destination, 4)
+    shorter = [t._replace(shape=(7,)) if t.name == "model.norm.weight" else t for t in tensors]
+    with pytest.raises(WeightSyncError, match=r"of model.norm.weight, 17 elements .* rank 0"):
+        make_plan(training_layout(shorter), destination, 4)
+
+
+def test_unknown_tensors_and_uneven_splits_are_named() -> None:
+    model, tensors = tensors_of("qwen2")
+    with pytest.raises(WeightSyncError, match=r"model.layers.0.mixer.in_proj.weight .* weights.mode=gather"):
+        vllm_layout([*tensors, TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))], model, 1)
+    with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 3"):
+        vllm_layout([t for t in tensors if "q_proj" in t.name], model, 3)
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 3), (3, 4, 5)])
+def test_flat_intervals_are_boxes_in_order(shape: tuple[int, ...]) -> None:
+    numbers = np.arange(np.prod(shape)).reshape(shape)
+    for start, stop in itertools.combinations(range(numbers.size + 1), 2):
+        boxes = flat_boxes(shape, start, stop)
+        values = np.concatenate([numbers[tuple(slice(*range_) for range_ in box)].ravel() for box in boxes])
+        np.testing.assert_array_equal(values, np.arange(start, stop))
+        assert len(boxes) <= 2 * len(shape) - 1
+
+
+def test_subtraction_leaves_the_rest_once() -> None:
+    box, hole = ((0, 5), (2, 9)), ((1, 3), (0, 4))
+    counts = np.zeros((5, 9), int)
+    for part in [*subtract(box, hole), ((1, 3), (2, 4))]:
+        counts[tuple(slice(*range_) for range_ in part)] += 1
+    assert (counts[:, 2:] == 1).all()
+    assert not counts[:, :2].any()
+
+
+@pytest.mark.parametrize("per_node", [1, 4, 8])
+def test_relays_reach_every_replica_once_and_the_root_sends_to_few(per_node: int) -> None:
+    hops = relay_tree([f"node{replica // per_node}" for replica in range(64)])
+    assert sorted(hop.child for hop in hops) == list(range(1, 64))
+    nodes_sent_to = [hop for hop in hops if hop.parent // per_node != hop.child // per_node]
+    assert max(sum(hop.parent == parent for hop in nodes_sent_to) for parent in range(64)) <= 2
+    assert depth(hops) <= 7

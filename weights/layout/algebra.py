@@ -1,0 +1,133 @@
+"""The shard algebra: which rank holds which part of which tensor, and where in its memory.
+
+Symbols: a *box* is one index range per dimension of a full tensor; a *shard* is a box that one rank holds, with the
+address of each of its elements in one of that rank's buffers: `offset + Σ_d (i_d − start_d) · stride_d`, in elements.
+A *layout* is all shards of all tensors over the ranks of one side. Replicated tensors are equal boxes on several ranks;
+a flat partition (ZeRO-3) is a row-major interval, which is at most 2·n − 1 boxes of an n-dimensional tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+Range = tuple[int, int]
+Box = tuple[Range, ...]
+Shape = tuple[int, ...]
+
+
+class View(NamedTuple):
+    """Addresses of a box's elements in a buffer, in elements."""
+
+    buffer: str
+    offset: int
+    strides: Shape
+
+    def at(self, outer: Box, inner: Box) -> View:
+        """The view of `inner`, a part of the `outer` box that this view addresses."""
+        moved = sum(
+            (range_[0] - start) * stride for range_, (start, _), stride in zip(inner, outer, self.strides, strict=True)
+        )
+        return View(self.buffer, self.offset + moved, self.strides)
+
+
+class Shard(NamedTuple):
+    """A part of a tensor on one rank."""
+
+    rank: int
+    box: Box
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where one side of a transfer holds a model.
+
+    Attributes:
+        shards: By tensor name.
+        buffers: By rank: name -> size in elements, padding included.
+    """
+
+    shards: Mapping[str, tuple[Shard, ...]]
+    buffers: tuple[Mapping[str, int], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.buffers)
+
+
+class TensorSpec(NamedTuple):
+    """A full tensor, by the name it has in the model's Hugging Face form."""
+
+    name: str
+    shape: Shape
+
+
+def whole(shape: Shape) -> Box:
+    """The box of all of a tensor."""
+    return tuple((0, extent) for extent in shape)
+
+
+def extents(box: Box) -> Shape:
+    """Its size in each dimension."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Elements in it."""
+    return prod(stop - start for start, stop in box)
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def cut(box: Box, axis: int, start: int, stop: int) -> Box:
+    """`box` with another range along one axis."""
+    return (*box[:axis], (start, stop), *box[axis + 1 :])
+
+
+def intersect(left: Box, right: Box) -> Box | None:
+    """What both hold; None if nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """`box` without `hole`, as disjoint boxes: at most two per dimension."""
+    common = intersect(box, hole)
+    if common is None:
+        return [box]
+    rest = []
+    for axis, (start, stop) in enumerate(common):
+        if box[axis][0] < start:
+            rest.append(cut(box, axis, box[axis][0], start))
+        if stop < box[axis][1]:
+            rest.append(cut(box, axis, stop, box[axis][1]))
+        box = cut(box, axis, start, stop)
+    return rest
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """The row-major interval [start, stop) of a tensor as disjoint boxes, in order.
+
+    Example: of shape (4, 3), elements 2 … 9 are row 0 from column 2, rows 1 and 2, and row 3 up to column 1.
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start, stop),) if shape else ()]
+    inner = prod(shape[1:])
+    first, last = start // inner, -(-stop // inner)
+    if last - first == 1:
+        if stop - start == inner:
+            return [((first, last), *whole(shape[1:]))]
+        return [((first, last), *box) for box in flat_boxes(shape[1:], start - first * inner, stop - first * inner)]
+    head, tail = -(-start // inner), stop // inner
+    boxes = flat_boxes(shape, start, head * inner) if start % inner else []
+    if head < tail:
+        boxes.append(((head, tail), *whole(shape[1:])))
+    return boxes + (flat_boxes(shape, tail * inner, stop) if stop % inner else [])

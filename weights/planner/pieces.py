@@ -1,0 +1,81 @@
+"""What a destination lacks, piece by piece, and who has it.
+
+Every element of a destination shard is in exactly one piece. A piece that the destination's own device holds already
+(colocated training and generation) is local: it costs no transfer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.weights.layout.algebra import Box, Layout, Shard, View, intersect, subtract, volume
+
+
+class Piece(NamedTuple):
+    """A box that one destination shard needs.
+
+    Attributes:
+        sources: Rank of each owner -> its view of the box.
+        destination: The destination shard's view of the box.
+    """
+
+    tensor: str
+    box: Box
+    dst_rank: int
+    destination: View
+    sources: Mapping[int, View]
+
+
+def missing_pieces(source: Layout, destination: Layout, resident: Mapping[int, int]) -> Iterator[Piece]:
+    """Cut every destination shard along the borders of the source shards.
+
+    Args:
+        source: Who has what.
+        destination: Who needs what.
+        resident: Destination rank -> source rank on the same device, where there is one.
+
+    Raises:
+        WeightSyncError: If a tensor is missing on the source side, wholly or in part.
+    """
+    for tensor, wanted in destination.shards.items():
+        owned = source.shards.get(tensor)
+        if owned is None:
+            raise WeightSyncError(f"weights: the training side has no {tensor}, which the engine needs.")
+        by_box = _by_box(owned)
+        for shard in wanted:
+            yield from _cover(tensor, shard, by_box, resident.get(shard.rank))
+
+
+def _by_box(shards: Iterable[Shard]) -> list[tuple[Box, dict[int, View]]]:
+    """Replicas together: each box once, with all its owners."""
+    owners: dict[Box, dict[int, View]] = defaultdict(dict)
+    for shard in shards:
+        owners[shard.box][shard.rank] = shard.view
+    return list(owners.items())
+
+
+def _cover(
+    tensor: str, shard: Shard, by_box: list[tuple[Box, dict[int, View]]], resident: int | None
+) -> Iterator[Piece]:
+    missing = [shard.box]
+    for box, owners in sorted(by_box, key=lambda item: resident not in item[1]):  # what is here already comes first
+        rest: list[Box] = []
+        for wanted in missing:
+            common = intersect(wanted, box)
+            if common is None:
+                rest.append(wanted)
+                continue
+            names = {resident} if resident in owners else owners
+            sources = {rank: owners[rank].at(box, common) for rank in names if rank is not None}
+            yield Piece(tensor, common, shard.rank, shard.view.at(shard.box, common), sources)
+            rest += subtract(wanted, box)
+        missing = rest
+        if not missing:
+            return
+    raise WeightSyncError(
+        f"weights: of {tensor}, {sum(map(volume, missing))} elements that engine rank {shard.rank} needs are on no "
+        "training rank. The two layouts were made from different models."
+    )

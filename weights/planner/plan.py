@@ -1,0 +1,180 @@
+"""The plan of a transfer: every copy from a training rank to an engine rank, in buckets, at the fewest bytes possible.
+
+Symbols: N_d = elements that destination rank d needs, O_d = those that its own device holds already. Bytes over the
+wire = Σ_d |N_d \\ O_d| · size: no plan can send fewer, and this one sends exactly so many (docs/concepts/weights.md).
+Pure: made once per (model, layouts) and reused for every version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+from penstock.weights.layout.algebra import Layout, Shape, View, cut, extents, volume
+from penstock.weights.planner.balance import Assignment, assign, part_of
+from penstock.weights.planner.pieces import missing_pieces
+
+BUCKET_BYTES = 64 << 20
+
+
+class Copy(NamedTuple):
+    """One strided box from a source buffer into a destination buffer; sizes, offsets and strides in elements."""
+
+    tensor: str
+    shape: Shape
+    src_rank: int
+    source: View
+    dst_rank: int
+    destination: View
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All copies of one transfer.
+
+    Attributes:
+        item_bytes: Size of an element on the wire.
+        bucket_bytes: What any rank sends or receives within one bucket, at most.
+        resident: Destination rank -> source rank on the same device; copies between them are local.
+        buckets: Copies in the order of transfer.
+    """
+
+    item_bytes: int
+    bucket_bytes: int
+    resident: Mapping[int, int]
+    buckets: tuple[tuple[Copy, ...], ...]
+
+    @property
+    def copies(self) -> Iterable[Copy]:
+        """Of all buckets."""
+        return (copy for bucket in self.buckets for copy in bucket)
+
+    def is_local(self, copy: Copy) -> bool:
+        """Whether it stays on one device."""
+        return self.resident.get(copy.dst_rank) == copy.src_rank
+
+    @cached_property
+    def bytes_per_link(self) -> Mapping[tuple[int, int], int]:
+        """`(source rank, destination rank)` -> bytes over the wire."""
+        links: Counter[tuple[int, int]] = Counter()
+        for copy in self.copies:
+            if not self.is_local(copy):
+                links[copy.src_rank, copy.dst_rank] += copy.num_elements * self.item_bytes
+        return links
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes over all links."""
+        return sum(self.bytes_per_link.values())
+
+    @property
+    def egress(self) -> Mapping[int, int]:
+        """Bytes that each source rank sends."""
+        sent: Counter[int] = Counter()
+        for (src_rank, _), num_bytes in self.bytes_per_link.items():
+            sent[src_rank] += num_bytes
+        return sent
+
+    def to_json(self) -> str:
+        """Everything, for another process."""
+        return json.dumps(
+            [self.item_bytes, self.bucket_bytes, list(self.resident.items()), self.buckets], separators=(",", ":")
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Inverse of `to_json`."""
+        item_bytes, bucket_bytes, resident, buckets = json.loads(text)
+        return cls(item_bytes, bucket_bytes, dict(resident), tuple(tuple(map(_copy, bucket)) for bucket in buckets))
+
+
+def make_plan(
+    source: Layout,
+    destination: Layout,
+    item_bytes: int,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    resident: Mapping[int, int] | None = None,
+    source_nodes: Mapping[int, str] | None = None,
+    destination_nodes: Mapping[int, str] | None = None,
+) -> Plan:
+    """Plan a transfer between any two layouts of one model, in either direction.
+
+    Args:
+        source: Who has what.
+        destination: Who needs what.
+        item_bytes: Size of an element in the wire dtype.
+        bucket_bytes: Extra memory that a rank may use, for what it sends or receives at a time.
+        resident: Destination rank -> source rank on the same device, where training and generation share devices.
+        source_nodes: Node of each source rank: among owners, those on the destination's node send.
+        destination_nodes: Node of each destination rank.
+
+    Raises:
+        WeightSyncError: If the source side lacks something.
+    """
+    resident = dict(resident or {})
+    here, there = source_nodes or {}, destination_nodes or {}
+
+    def is_near(src_rank: int, dst_rank: int) -> bool:
+        return here.get(src_rank) == there.get(dst_rank)
+
+    chosen = assign(missing_pieces(source, destination, resident), item_bytes, resident, is_near)
+    order = {name: index for index, name in enumerate(destination.shards)}
+    chosen.sort(key=lambda one: (order[one.piece.tensor], one.piece.dst_rank, one.piece.destination.offset))
+    largest = max(bucket_bytes // item_bytes, 1)
+    copies = [_as_copy(part) for one in chosen for part in _at_most(one, largest)]
+    return Plan(item_bytes, bucket_bytes, resident, tuple(_buckets(copies, largest)))
+
+
+def _as_copy(one: Assignment) -> Copy:
+    piece = one.piece
+    source = piece.sources[one.src_rank]
+    return Copy(piece.tensor, extents(piece.box), one.src_rank, source, piece.dst_rank, piece.destination)
+
+
+def _at_most(one: Assignment, largest: int) -> Iterable[Assignment]:
+    """Cut a piece that is larger than a bucket into rows, and rows that are still larger into parts of rows."""
+    total = volume(one.piece.box)
+    if total <= largest:
+        yield one
+        return
+    axis, (start, stop) = next((a, r) for a, r in enumerate(one.piece.box) if r[1] - r[0] > 1)
+    rows = max(largest // (total // (stop - start)), 1)
+    for first in range(start, stop, rows):
+        box = cut(one.piece.box, axis, first, min(first + rows, stop))
+        yield from _at_most(Assignment(part_of(one.piece, box), one.src_rank), largest)
+
+
+def _buckets(copies: list[Copy], largest: int) -> Iterable[tuple[Copy, ...]]:
+    """Fill buckets in order; one is closed before any rank would send or receive more than it holds."""
+    bucket: list[Copy] = []
+    filled: dict[tuple[str, int], int] = defaultdict(int)
+    for copy in copies:
+        ends = (("from", copy.src_rank), ("to", copy.dst_rank))
+        if bucket and any(filled[end] + copy.num_elements > largest for end in ends):
+            yield tuple(bucket)
+            bucket, filled = [], defaultdict(int)
+        bucket.append(copy)
+        for end in ends:
+            filled[end] += copy.num_elements
+    if bucket:
+        yield tuple(bucket)
+
+
+def _copy(row: list[Any]) -> Copy:
+    tensor, shape, src_rank, source, dst_rank, destination = row
+    return Copy(tensor, tuple(shape), src_rank, _view(source), dst_rank, _view(destination))
+
+
+def _view(row: list[Any]) -> View:
+    buffer, offset, strides = row
+    return View(buffer, offset, tuple(strides))

@@ -1,0 +1,47 @@
+"""How replicas of an engine pass weights on, so that what the training side sends does not grow with their number.
+
+The training side sends to the first replica only. Nodes form a tree in which each hands every bucket on to at most
+`fanout` others as it arrives; on a node, the first replica hands it to its neighbours. Replicas hold equal shards, so
+rank r of a replica passes its whole shard to rank r of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Hop(NamedTuple):
+    """Replica `parent` passes every bucket on to replica `child`."""
+
+    parent: int
+    child: int
+
+
+def relay_tree(nodes: Sequence[str], fanout: int = 2) -> tuple[Hop, ...]:
+    """Hops that reach every replica once, parents before children.
+
+    Args:
+        nodes: Node of each replica; replica 0 gets the weights from the training side.
+        fanout: Nodes that one node sends to.
+    """
+    first_on: dict[str, int] = {}
+    hops: list[Hop] = []
+    heads: list[int] = []
+    for replica, node in enumerate(nodes):
+        if node in first_on:
+            hops.append(Hop(first_on[node], replica))
+            continue
+        if heads:
+            hops.append(Hop(heads[(len(heads) - 1) // fanout], replica))
+        first_on[node] = replica
+        heads.append(replica)
+    return tuple(hops)
+
+
+def depth(hops: Sequence[Hop]) -> int:
+    """Longest chain of hops: a bucket reaches the last replica so many hops after the first."""
+    level = {0: 0}
+    for hop in hops:
+        level[hop.child] = level[hop.parent] + 1
+    return max(level.values())
