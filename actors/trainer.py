@@ -18,6 +18,8 @@ from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
 from penstock.trainer.spec import TrainerSpec, free_port
+from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.transport.shards import PartialSum, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
@@ -29,6 +31,7 @@ class TrainerRank:
         self._rank = rank
         self._trainer: PolicyTrainer | None = None
         self._outbound: Path | None = None
+        self._writer: ShardWriter | None = None
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's node: where the ranks meet (rank 0 only)."""
@@ -88,6 +91,19 @@ class TrainerRank:
         for old in self._outbound.iterdir():
             old.unlink()
         return write_version(tensors, version, self._spec.model.dtype, self._outbound)
+
+    def training_side(self) -> tuple[TrainingSide, str]:
+        """How the ranks hold the model, and a folder in shared memory for what they publish (rank 0 only)."""
+        return self._running().training_side(), str(self._outbound)
+
+    def share_weights(self, transfer: ShardTransfer) -> None:
+        """Publish by this plan from now on."""
+        self._writer = ShardWriter(transfer, self._rank)
+
+    def write_shards(self, version: int) -> list[PartialSum]:
+        """Write this rank's part of a version into shared memory, where the engines need it."""
+        assert self._writer is not None, "share_weights comes first"
+        return self._writer.write(version, self._running().local_weights())
 
     def read_back(self, manifest: WeightManifest) -> np.ndarray:
         """The version's file as bytes, for engines on other nodes (through the object store)."""

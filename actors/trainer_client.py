@@ -17,6 +17,9 @@ from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.policy_trainer import TeacherForced
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.model_config import DType
+from penstock.weights.transport.shards import ShardTransfer
 
 
 class TrainerClient:
@@ -24,6 +27,7 @@ class TrainerClient:
 
     Attributes:
         node_id: Node of rank 0, where published versions are written.
+        is_on_one_node: Whether all ranks are there.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float, tokens_per_part: float = math.inf) -> None:
@@ -37,14 +41,14 @@ class TrainerClient:
         self._ranks = ranks
         self._step_timeout_s = step_timeout_s
         self._tokens_per_part = tokens_per_part
-        self.node_id = ""
+        self.node_id, self.is_on_one_node = "", True
         self.version = 0
         self.busy_s = 0.0
 
     async def start(self, timeout_s: float) -> None:
         host, port = await self._ranks[0].rendezvous.remote()
         nodes = await self._all("start", host, port, timeout_s=timeout_s)
-        self.node_id = nodes[0]
+        self.node_id, self.is_on_one_node = nodes[0], len(set(nodes)) == 1
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         """Train one batch; the version moves on unless the step was skipped."""
@@ -76,6 +80,22 @@ class TrainerClient:
         manifest = (await self._all("export", version))[0]
         assert manifest is not None, "rank 0 exports"
         return manifest
+
+    async def share_weights(self, engine: EngineSide, dtype: DType) -> ShardTransfer:
+        """Plan how the ranks publish into the layout of the engines, and tell them.
+
+        Raises:
+            WeightSyncError: If a layout is not known.
+        """
+        training, folder = await self._ranks[0].training_side.remote()
+        transfer = await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder)
+        await self._all("share_weights", ray.put(transfer))
+        return transfer
+
+    async def write_shards(self, version: int, transfer: ShardTransfer) -> WeightManifest:
+        """Let every rank write its part of a version into shared memory."""
+        parts = await self._all("write_shards", version)
+        return transfer.manifest(version, [part for some in parts for part in some])
 
     def read_back(self, manifest: WeightManifest) -> ray.ObjectRef:
         """Handle of the version's bytes in the object store."""

@@ -148,12 +148,18 @@ class TrainerGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One HF-named tensor of a published version; `checksum` is of its bytes in the wire dtype."""
+    """One tensor of a published version, or one parameter of an engine's tensor-parallel rank.
+
+    Attributes:
+        checksum: Of its bytes in the wire dtype.
+        rank: The tensor-parallel rank, where versions are published in the engine's layout.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     checksum: int
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,7 @@ class WeightManifest:
         location: Where the bytes are: a file in shared memory, or a handle that the actors resolve to one.
         num_bytes: Size of all tensors, bytes.
         checksum: Combined over all entries; what every engine must acknowledge.
+        num_shards: Tensor-parallel ranks of an engine, if the entries are its parameters; 0 if they are whole tensors.
     """
 
     version: int
@@ -171,6 +178,7 @@ class WeightManifest:
     entries: tuple[TensorEntry, ...]
     num_bytes: int
     checksum: int
+    num_shards: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def placement_table(placements: Sequence[RolePlacement]) -> Table:
     for same in _rows(placements):
         first = same[0]
         on_gpu = first.device == "gpu"
-        slots = ",".join(str(slot) for slot in sorted({placement.slot for placement in same}))
+        slots = ",".join(str(slot) for slot in sorted({p.slot + extra for p in same for extra in range(p.num_slots)}))
         table.add_row(
             first.role,
             str(len(same)),

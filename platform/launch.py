@@ -125,7 +125,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             core.ledger.sink = instruments.events
             return Flow(core, make_task_line(config), filters, ports, stats, options)
 
-        publisher = actors.publisher(pool, config.weights)
+        publisher = actors.publisher(pool, config)
         stack.push_async_callback(publisher.close)
         parts = Parts(
             trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,

@@ -10,7 +10,8 @@ Q and K query and key/value width, I intermediate, V vocabulary.
     gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
-    engine               P·b + KV cache
+    engine               P·b / tp + KV cache, on each of its tp devices
+    published            P·b in shared memory, twice with weights.mode=direct
     reference            4·P + activations of one layer
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
 
@@ -24,6 +25,7 @@ from typing import Literal
 
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
+from penstock.weights.config import NUM_SLOTS
 from penstock.weights.model_config import DTYPE_BYTES
 
 GIB = 1 << 30
@@ -36,7 +38,7 @@ BASE_GPU_HOST_GIB = 3.0
 """Host memory of a process that drives a GPU, GiB."""
 CUDA_CONTEXT_GIB = 1.0
 
-Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache"]
+Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache", "published"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,17 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
 
 
 def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
-    """Memory of one rollout engine."""
-    parts: dict[Part, float] = {"weights": published_gib(config), "kv_cache": kv_cache_gib(config, pool)}
+    """Memory of one rollout engine: on each of its devices, and in main memory in all."""
+    engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
+    num_devices = engine.tensor_parallel_size
     if pool.device == "cpu":
-        return Memory({}, {"base": BASE_HOST_GIB[config.rollout.engine.type], **parts})
-    asleep: dict[Part, float] = {"weights": published_gib(config)} if config.cluster.colocated else {}
-    return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB, **asleep})
+        base = BASE_HOST_GIB[engine.type] * num_devices
+        return Memory({}, {"base": base, "weights": weights, "kv_cache": kv_cache * num_devices})
+    asleep: dict[Part, float] = {"weights": weights} if config.cluster.colocated else {}
+    return Memory(
+        {"base": CUDA_CONTEXT_GIB, "weights": weights / num_devices, "kv_cache": kv_cache},
+        {"base": BASE_GPU_HOST_GIB * num_devices, **asleep},
+    )
 
 
 def reference_memory(config: RunConfig, pool: PoolConfig) -> Memory:
@@ -103,14 +110,20 @@ def published_gib(config: RunConfig) -> float:
     return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
 
 
+def shared_gib(config: RunConfig) -> float:
+    """Published versions in shared memory, GiB: with `direct`, one is written while another is still read."""
+    return published_gib(config) * (NUM_SLOTS if config.weights.mode == "direct" else 1)
+
+
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
-    """KV cache of one engine, GiB. The torch engine's grows with use: this is its upper limit."""
+    """KV cache of an engine on each of its devices, GiB. The torch engine's grows with use: this is its upper limit."""
     engine = config.rollout.engine
     if isinstance(engine, VllmEngineConfig):
         stated = engine.cache_gib(pool.device)
         if stated is not None:
             return stated
-        return max(pool.memory_gib * engine.gpu_memory_utilization - published_gib(config) - CUDA_CONTEXT_GIB, 0.0)
+        weights = published_gib(config) / engine.tensor_parallel_size
+        return max(pool.memory_gib * engine.gpu_memory_utilization - weights - CUDA_CONTEXT_GIB, 0.0)
     return engine.max_num_seqs * sequence_kv_gib(config)
 
 

@@ -9,7 +9,15 @@ from typing import Literal
 
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
-from penstock.platform.memory import BASE_HOST_GIB, Memory, engine_memory, reference_memory, trainer_memory
+from penstock.platform.memory import (
+    BASE_HOST_GIB,
+    Memory,
+    Part,
+    engine_memory,
+    reference_memory,
+    shared_gib,
+    trainer_memory,
+)
 
 Role = Literal["trainer", "engine", "reference", "reward", "driver"]
 
@@ -22,7 +30,8 @@ class RolePlacement:
         index: Rank of a trainer, number of an engine or reward worker.
         pool: Name of its pool; None for processes that need no accelerator slot (driver, reward workers).
         slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
-        num_gpus: GPUs Ray reserves for it; 0.5 each when colocated.
+        num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
+        num_gpus: GPUs Ray reserves for it; half of them when colocated.
         num_cpus: CPUs Ray reserves for it. On a CPU pool all processes together reserve at most the pool.
     """
 
@@ -34,6 +43,7 @@ class RolePlacement:
     num_gpus: float
     num_cpus: float
     memory: Memory
+    num_slots: int = 1
 
     @property
     def name(self) -> str:
@@ -44,7 +54,7 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
 
     GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
-    pool of their own. References take the slots after both.
+    pool of their own, `tensor_parallel_size` each. References take the slots after both.
     """
     cluster = config.cluster
     num_ranks = 0 if command == "eval" else config.trainer.num_ranks
@@ -53,10 +63,11 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     same_pool = cluster.trainer_pool == cluster.rollout_pool
     first_engine_slot = num_ranks if same_pool and not turns else 0
     num_references = config.num_references if command == "train" else 0
-    taken = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines})
+    width = config.rollout.engine.tensor_parallel_size
+    taken = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines * width})
     in_pool = taken + Counter({config.reference_pool: num_references})
 
-    def place(role: Role, index: int, first_slot: int) -> RolePlacement:
+    def place(role: Role, index: int, first_slot: int, num_slots: int = 1) -> RolePlacement:
         name, estimate = {
             "trainer": (cluster.trainer_pool, trainer_memory),
             "engine": (cluster.rollout_pool, engine_memory),
@@ -65,14 +76,15 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
         pool = cluster.pools[name]
         memory = estimate(config, pool)
         num_gpus, num_cpus = _share(pool, in_pool[name], is_colocated=turns and role != "reference")
+        slot = (first_slot + index * num_slots) % pool.count
         return RolePlacement(
-            role, index, name, pool.device, (first_slot + index) % pool.count, num_gpus, num_cpus, memory
+            role, index, name, pool.device, slot, num_gpus * num_slots, num_cpus * num_slots, memory, num_slots
         )
 
     return [
-        _driver(),
+        _driver(config, command),
         *(place("trainer", rank, 0) for rank in range(num_ranks)),
-        *(place("engine", index, first_engine_slot) for index in range(num_engines)),
+        *(place("engine", index, first_engine_slot, width) for index in range(num_engines)),
         *(place("reference", index, taken[config.reference_pool]) for index in range(num_references)),
         *(_reward_worker(index) for index in range(config.reward.num_workers if num_engines else 0)),
     ]
@@ -87,7 +99,8 @@ def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[
     by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
     for placement in placements:
         if placement.pool is not None and placement.device == "gpu":
-            by_slot[placement.pool, placement.slot].append(placement)
+            for slot in range(placement.slot, placement.slot + placement.num_slots):
+                by_slot[placement.pool, slot].append(placement)
     loads: dict[str, float] = {}
     for (pool, _), here in by_slot.items():
         loads[pool] = max(loads.get(pool, 0.0), _slot_load(here, is_colocated=config.cluster.colocated))
@@ -119,8 +132,11 @@ def _share(pool: PoolConfig, num_processes: int, *, is_colocated: bool) -> tuple
     return 0.0, min(1.0, floor(1e4 * pool.count / max(num_processes, 1)) / 1e4)
 
 
-def _driver() -> RolePlacement:
-    return RolePlacement("driver", 0, None, "cpu", 0, 0.0, 0.0, Memory({}, {"base": BASE_HOST_GIB["driver"]}))
+def _driver(config: RunConfig, command: Command) -> RolePlacement:
+    parts: dict[Part, float] = {"base": BASE_HOST_GIB["driver"]}
+    if command == "train":
+        parts["published"] = shared_gib(config)
+    return RolePlacement("driver", 0, None, "cpu", 0, 0.0, 0.0, Memory({}, parts))
 
 
 def _reward_worker(index: int) -> RolePlacement:

@@ -17,7 +17,7 @@ from penstock.actors.cluster import (
     start_trainer,
 )
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.publisher import ActorWeightPublisher, DirectExport, Export
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
@@ -30,7 +30,7 @@ from penstock.platform.placement import Role, plan_placement
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
-from penstock.weights.config import WeightsConfig
+from penstock.weights.layout.engine import EngineSide
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,13 @@ class RunActors:
     store: ObjectStore
     reference: ReferenceClient | None
 
-    def publisher(self, pool: EnginePool, config: WeightsConfig) -> ActorWeightPublisher:
-        return ActorWeightPublisher(self.trainer, pool, config)
+    def publisher(self, pool: EnginePool, config: RunConfig) -> ActorWeightPublisher:
+        export: Export = self.trainer.export
+        if config.weights.mode == "direct":
+            engine = config.rollout.engine
+            layout = EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size)
+            export = DirectExport(self.trainer, self.engines, layout, config.model.dtype)
+        return ActorWeightPublisher(self.trainer, pool, config.weights, export)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)

@@ -16,8 +16,9 @@ class VllmEngineConfig(BaseModel):
 
     Attributes:
         max_num_seqs: Trajectories decoded at once by one engine.
-        kv_cache_gib: KV-cache memory of one engine, GiB; None lets vLLM take what `gpu_memory_utilization` leaves,
-            and is `CPU_KV_CACHE_GIB` on a CPU, where there is no device memory to take a share of.
+        tensor_parallel_size: Devices that one engine is split over.
+        kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None lets vLLM take what
+            `gpu_memory_utilization` leaves, and is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share.
         enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
@@ -26,6 +27,7 @@ class VllmEngineConfig(BaseModel):
 
     type: Literal["vllm"]
     max_num_seqs: int = Field(default=256, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     kv_cache_gib: float | None = Field(default=None, gt=0)
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     enforce_eager: bool = False
@@ -50,6 +52,11 @@ class TorchEngineConfig(BaseModel):
     max_num_seqs: int = Field(default=256, ge=1)
     journal_interval_tokens: int = Field(default=64, ge=1, le=64)
     deterministic: bool = False
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """It runs on one device."""
+        return 1
 
 
 EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminator="type")]

@@ -29,7 +29,7 @@ from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.torch_cache import SlotCache
 from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
 from penstock.rollout.torch_weights import StagedTensors, stage, swap
-from penstock.weights.transport.shared_memory import TORCH_DTYPES
+from penstock.weights.dtypes import TORCH_DTYPES
 
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0

@@ -13,8 +13,10 @@ from torch import nn
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightManifest
-from penstock.weights.checksum import combine_checksums, tensor_checksum
-from penstock.weights.transport.shared_memory import TORCH_DTYPES, read_version
+from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.transport.shards import read_shard
+from penstock.weights.transport.shared_memory import read_version
 
 StagedTensors = dict[str, torch.Tensor]
 
@@ -30,7 +32,7 @@ def stage(model: nn.Module, manifest: WeightManifest, engine_id: EngineId) -> St
     """
     where = f"publish v{manifest.version} on {engine_id}"
     live = _parameters(model)
-    staged = dict(read_version(manifest))
+    staged = dict(read_shard(manifest, 0) if manifest.num_shards else read_version(manifest))
     unknown = sorted(staged.keys() - live.keys())
     if unknown:
         raise WeightSyncError(f"{where}: the policy has no parameter {unknown[0]} ({len(unknown)} such). Other model?")
@@ -42,8 +44,10 @@ def stage(model: nn.Module, manifest: WeightManifest, engine_id: EngineId) -> St
             "They would keep old weights. Publish whole versions."
         )
     for name, tensor in staged.items():
-        if tensor.shape != live[name].shape:
-            raise WeightSyncError(f"{where}: {name} has shape {tuple(tensor.shape)}, not {tuple(live[name].shape)}.")
+        shape = live[name].shape
+        if tensor.numel() != shape.numel() or (not manifest.num_shards and tensor.shape != shape):
+            raise WeightSyncError(f"{where}: {name} has shape {tuple(tensor.shape)}, not {tuple(shape)}.")
+        staged[name] = tensor.view(shape)
     _compare(staged, manifest, f"{where}: what arrived of")
     return staged
 
@@ -78,7 +82,7 @@ def _compare(tensors: StagedTensors | dict[str, nn.Parameter], manifest: WeightM
             raise WeightSyncError(
                 f"{what} {entry.name} checksum differs ({checksum:x} != {entry.checksum:x} in the manifest)."
             )
-        found.append((entry.name, checksum))
+        found.append((entry_key(entry.rank, entry.name), checksum))
     combined = combine_checksums(found)
     if combined != manifest.checksum:
         raise WeightSyncError(f"{what} all tensors: combined checksum differs ({combined:x} != {manifest.checksum:x}).")

@@ -31,7 +31,7 @@ from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_worker import BACKEND, encode
-from penstock.weights.checksum import combine_checksums
+from penstock.weights.checksum import combine_checksums, entry_key
 
 UNPUBLISHED = -1
 
@@ -70,7 +70,8 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",  # after temperature: what the importance ratio needs
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="penstock.rollout.vllm_worker.WorkerExtension",
-        distributed_executor_backend="uni",
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
         seed=spec.seed,
         enable_log_requests=False,
         disable_log_stats=False,
@@ -159,19 +160,18 @@ class VllmEngine:
         if self._ack is not None and manifest.version == self._version:
             return self._ack
         llm = self._open()
-        rows = encode(manifest.entries)
+        update = encode(manifest)
         started = time.monotonic()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
-        update = {"version": manifest.version, "location": manifest.location, "entries": rows}
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-        live = dict((await llm.collective_rpc("penstock_live_checksums", args=(rows,)))[0])
+        answers = await llm.collective_rpc("penstock_live_checksums", args=(update,))
+        live = {(rank, name): int(value, 16) for answer in answers for rank, name, value in answer}
         self._version, self._ack = UNPUBLISHED, None
         await llm.finish_weight_update(weight_version=str(manifest.version))
-        self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
+        checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self._version = manifest.version
         await llm.resume_generation()
-        checksum = combine_checksums((name, int(value, 16)) for name, value in live.items())
         self._ack = WeightAck(self.engine_id, manifest.version, checksum, 0.0, time.monotonic() - started)
         return self._ack
 
@@ -238,13 +238,16 @@ class VllmEngine:
         ]
         return join_spans(spans)
 
-    def _verify(self, manifest: WeightManifest, live: dict[str, str]) -> None:
+    def _verify(self, manifest: WeightManifest, live: dict[tuple[int, str], int]) -> int:
+        """Compare every entry; returns the checksum of all."""
         for entry in manifest.entries:
-            if int(live[entry.name], 16) != entry.checksum:
+            if live[entry.rank, entry.name] != entry.checksum:
                 raise WeightSyncError(
                     f"publish v{manifest.version}: {entry.name} checksum differs on {self.engine_id} "
-                    f"({live[entry.name]} != {entry.checksum:x}). The engine stays paused and serves nothing."
+                    f"({live[entry.rank, entry.name]:x} != {entry.checksum:x}). The engine stays paused and serves "
+                    "nothing."
                 )
+        return combine_checksums((entry_key(rank, name), checksum) for (rank, name), checksum in live.items())
 
 
 def split(delta: TokenDelta, most: int) -> list[TokenDelta]:

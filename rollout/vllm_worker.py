@@ -13,15 +13,19 @@ from typing import Any, cast
 
 import torch
 import vllm.model_executor.layers.utils as linear_dispatch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import tensor_checksum
+from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
 
 BACKEND = "penstock_shared_memory"
+EntryRow = tuple[str, str, list[int], str, int]
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -43,11 +47,14 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
     version: int
     location: str
-    entries: list[tuple[str, str, list[int], str]]
+    entries: list[EntryRow]
+    num_shards: int
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Maps the published file and loads HF-named tensors through the model's own (fusing, padding) loaders."""
+    """Maps the published file. In the engine's layout it is copied parameter by parameter; whole tensors go through the
+    model's own loaders, which fuse, slice and pad.
+    """
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
@@ -59,8 +66,11 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         pass
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        manifest = WeightManifest(update_info.version, update_info.location, decode(update_info.entries), 0, 0)
-        self.model.load_weights(read_version(manifest, self.device))
+        manifest = decode(update_info)
+        if manifest.num_shards:
+            swap_shard(self.model, manifest)
+        else:
+            self.model.load_weights(read_version(manifest, self.device))
 
     def finish_weight_update(self) -> None:
         pass
@@ -72,14 +82,45 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
-def encode(entries: Sequence[TensorEntry]) -> list[tuple[str, str, list[int], str]]:
-    """Entries in types that survive vLLM's message packing; checksums as hex, since they use all 64 bits."""
-    return [(entry.name, entry.dtype, list(entry.shape), f"{entry.checksum:x}") for entry in entries]
+def encode(manifest: WeightManifest) -> dict[str, Any]:
+    """A manifest in types that survive vLLM's message packing; checksums as hex, since they use all 64 bits."""
+    rows = [
+        (entry.name, entry.dtype, list(entry.shape), f"{entry.checksum:x}", entry.rank) for entry in manifest.entries
+    ]
+    return {
+        "version": manifest.version,
+        "location": manifest.location,
+        "entries": rows,
+        "num_shards": manifest.num_shards,
+    }
 
 
-def decode(rows: Sequence[Any]) -> tuple[TensorEntry, ...]:
-    """Inverse of `encode`."""
-    return tuple(TensorEntry(name, dtype, tuple(shape), int(checksum, 16)) for name, dtype, shape, checksum in rows)
+def decode(update: SharedMemoryUpdate) -> WeightManifest:
+    """Inverse of `encode`; sizes and checksums over all entries stay with the engine."""
+    entries = tuple(
+        TensorEntry(name, dtype, tuple(shape), int(checksum, 16), rank)
+        for name, dtype, shape, checksum, rank in update.entries
+    )
+    return WeightManifest(update.version, update.location, entries, 0, 0, update.num_shards)
+
+
+@torch.no_grad()
+def swap_shard(model: torch.nn.Module, manifest: WeightManifest) -> None:
+    """Copy this rank's shard into the live parameters.
+
+    Raises:
+        WeightSyncError: If they are not the parameters that the plan was made for.
+    """
+    shard, live = dict(read_shard(manifest, get_tensor_model_parallel_rank())), dict(model.named_parameters())
+    for name in shard.keys() | live.keys():
+        planned, held = (len(shard[name]) if name in shard else 0), (live[name].numel() if name in live else 0)
+        if planned != held:
+            raise WeightSyncError(
+                f"publish v{manifest.version}: {name} has {held} elements in this engine and {planned} in the plan, so "
+                "vLLM lays this model out otherwise than we know. Set weights.mode=gather."
+            )
+    for name, values in shard.items():
+        live[name].view(-1).copy_(values)
 
 
 class WorkerExtension:
@@ -87,24 +128,29 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def penstock_live_checksums(self, rows: Sequence[Any]) -> list[tuple[str, str]]:
-        """Read every live parameter back and return (HF name, checksum in hex) for the manifest's entries."""
-        model = self.model_runner.get_model()
-        entries = decode(rows)
-        live = LiveTensors(model, entries)
-        return [(entry.name, f"{tensor_checksum(live.find(entry)):x}") for entry in entries]
+    def penstock_live_checksums(self, update: Mapping[str, Any]) -> list[tuple[int, str, str]]:
+        """Read live parameters back and return (rank, name, checksum in hex) for this worker's entries."""
+        manifest = decode(SharedMemoryUpdate(**update))
+        model, rank = self.model_runner.get_model(), get_tensor_model_parallel_rank()
+        live = LiveTensors(model, manifest)
+        return [
+            (entry.rank, entry.name, f"{tensor_checksum(live.find(entry)):x}")
+            for entry in manifest.entries
+            if entry.rank == rank
+        ]
 
 
 class LiveTensors:
-    """Finds the slice of a live vLLM parameter that holds an HF-named tensor (one tensor-parallel rank).
+    """Finds what a live vLLM model holds of an entry: a parameter, or the slice of it that holds an HF-named tensor.
 
     vLLM fuses q/k/v and gate/up by stacking rows in the order of the model's `packed_modules_mapping`,
     pads the vocabulary with rows at the end, and shares tied embeddings.
     """
 
-    def __init__(self, model: torch.nn.Module, entries: Sequence[TensorEntry]) -> None:
+    def __init__(self, model: torch.nn.Module, manifest: WeightManifest) -> None:
         self._parameters = dict(model.named_parameters())
-        self._rows = {entry.name: entry.shape[0] for entry in entries}
+        self._is_sharded = manifest.num_shards > 0
+        self._rows = {entry.name: entry.shape[0] for entry in manifest.entries}
         packed = cast("Mapping[str, Sequence[str]]", model.packed_modules_mapping)
         self._fused = {part: (fused, parts) for fused, parts in packed.items() for part in parts}
 
@@ -114,6 +160,8 @@ class LiveTensors:
         Raises:
             KeyError: If the model has no such parameter, fused or not.
         """
+        if self._is_sharded:
+            return self._parameters[entry.name]
         if entry.name in self._parameters:
             return self._parameters[entry.name][: entry.shape[0]]
         if entry.name == "lm_head.weight":

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.batches.collate import ModelInputs
+from penstock.weights.layout.engine import TrainingSide
 
 
 class OptimizerResult(NamedTuple):
@@ -65,6 +66,14 @@ class Backend(Protocol):
 
         A yielded tensor may alias live weights: use it before the next step.
         """
+        ...
+
+    def training_side(self) -> TrainingSide:
+        """Which tensors there are, under their HF names, and how the ranks hold them."""
+        ...
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """HF name -> what this rank holds of the tensor, flat; aliases of live weights."""
         ...
 
     def save_hf(self, path: str) -> None:

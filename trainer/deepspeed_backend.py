@@ -33,6 +33,8 @@ from penstock.trainer.policy_model import (
     restore_rotary_buffers,
 )
 from penstock.trainer.torch_backend import build_adamw, divide_gradients
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
 
 _GATHER_BYTES = 256 << 20
@@ -119,6 +121,20 @@ class DeepSpeedBackend:
             if self.rank != 0:
                 return []
             return [(name, parameter.detach().clone()) for name, parameter in bucket]
+
+    def training_side(self) -> TrainingSide:
+        is_partitioned = self._zero_stage == 3
+        tensors = tuple(
+            TensorSpec(hf_name(name), tuple(parameter.ds_shape if is_partitioned else parameter.shape))
+            for name, parameter in self._engine.module.named_parameters()
+        )
+        return TrainingSide(tensors, self.world_size, is_partitioned)
+
+    def local_weights(self) -> dict[str, Tensor]:
+        return {
+            hf_name(name): (parameter.ds_tensor if self._zero_stage == 3 else parameter).detach().view(-1)
+            for name, parameter in self._engine.module.named_parameters()
+        }
 
     def save_hf(self, path: str) -> None:
         state = {name: tensor.to("cpu") for name, tensor in self.export_weights()}

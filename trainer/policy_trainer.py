@@ -32,6 +32,7 @@ from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, colla
 from penstock.trainer.batches.packing import BatchPlan, plan_batch
 from penstock.trainer.batches.sequences import Example, batch_metrics, policy_sequences, supervised_sequences
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
+from penstock.weights.layout.engine import TrainingSide
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,14 @@ class PolicyTrainer:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""
         return self.backend.export_weights()
+
+    def training_side(self) -> TrainingSide:
+        """Which tensors there are and how the ranks hold them."""
+        return self.backend.training_side()
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """HF name -> what this rank holds of the tensor, flat; aliases of live weights."""
+        return self.backend.local_weights()
 
     def close(self) -> None:
         """Leave the process group."""

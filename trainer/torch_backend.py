@@ -16,6 +16,8 @@ from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_model import PolicyModel, hf_name, load_policy
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
 
 
@@ -64,6 +66,13 @@ class TorchBackend:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
             yield hf_name(name), parameter.detach()
+
+    def training_side(self) -> TrainingSide:
+        parameters = self._model.named_parameters()
+        return TrainingSide(tuple(TensorSpec(hf_name(name), tuple(parameter.shape)) for name, parameter in parameters))
+
+    def local_weights(self) -> dict[str, Tensor]:
+        return {name: tensor.view(-1) for name, tensor in self.export_weights()}
 
     def save_hf(self, path: str) -> None:
         self._model.causal_lm.save_pretrained(path)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+NUM_SLOTS = 2
+"""Versions kept in shared memory by `direct`: one is written while another may still be read."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
 
 
@@ -13,6 +15,9 @@ class WeightsConfig(BaseModel):
     """How published weights travel from trainer to engines (docs/concepts/weight-updates.md).
 
     Attributes:
+        mode: `direct` sends each engine rank exactly what it holds, from whichever trainer rank has it; `gather` sends
+            whole tensors through rank 0 and the engine's own loader: for models whose layout is not known, and across
+            nodes.
         transport: `shared_memory` needs trainer rank 0 and the engine on one node; `object_store` works across nodes.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
@@ -23,6 +28,7 @@ class WeightsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    mode: Literal["direct", "gather"] = "direct"
     transport: Literal["shared_memory", "object_store"] = "shared_memory"
     update_mode: UpdateMode = "keep_kv"
     timeout_s: float = Field(default=120.0, gt=0)

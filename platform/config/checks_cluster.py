@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from math import ceil
 
+from penstock.dataflow.errors import WeightSyncError
 from penstock.platform.config.findings import Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
 from penstock.rollout.config import VllmEngineConfig
+from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.vllm import vllm_layout
 
 _MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
 
@@ -23,6 +26,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     if command != "sft":
         yield from check_cpu_engine(config)
         yield from check_kv_cache(config)
+        yield from check_tensor_parallel(config)
     if command == "train":
         yield from check_colocated(config)
         yield from check_update_mode(config)
@@ -107,18 +111,19 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
     roles: dict[str, Counter[str]] = {}
     for placement in plan_placement(config, command):
         if placement.pool is not None and placement.device == "gpu":
-            roles.setdefault(placement.pool, Counter())[placement.role] += 1
+            roles.setdefault(placement.pool, Counter())[placement.role] += placement.num_slots
     for pool, counts in roles.items():
         needed = max(counts.values()) if cluster.colocated else counts.total()
         count = cluster.pools[pool].count
         if needed > count:
-            words = " and ".join(f"{number} {role}(s)" for role, number in counts.items())
+            words = " and ".join(f"{number} for {role}s" for role, number in counts.items())
             yield error(
-                f"cluster.pools.{pool}.count={count} is too small for {words}: each needs a GPU of its own, {needed} "
-                "in all. Use fewer ranks or engines, or a larger pool.",
+                f"cluster.pools.{pool}.count={count} is too small, needed are {words}: {needed} GPUs in all. Use fewer "
+                "ranks or engines, a smaller rollout.engine.tensor_parallel_size, or a larger pool.",
                 "cluster",
                 "trainer.num_ranks",
                 "rollout.num_engines",
+                "rollout.engine",
             )
 
 
@@ -142,7 +147,8 @@ def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
     if not isinstance(engine, VllmEngineConfig):
         return
     block = 128 if pool.device == "cpu" else 16  # vLLM's, tokens
-    needed, available = sequence_kv_gib(config) * ceil(context / block) * block / context, kv_cache_gib(config, pool)
+    needed = sequence_kv_gib(config) * ceil(context / block) * block / context
+    available = kv_cache_gib(config, pool) * engine.tensor_parallel_size
     if available < needed:
         yield error(
             f"rollout.engine.kv_cache_gib: the KV cache of an engine, {_size(available)}, does not hold one trajectory "
@@ -178,7 +184,22 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_transport(config: RunConfig) -> Iterator[Finding]:
-    """Shared memory does not cross nodes."""
+    """How weights travel fits to where they go."""
+    weights, tp_size = config.weights, config.rollout.engine.tensor_parallel_size
+    if weights.mode == "direct" and weights.transport != "shared_memory":
+        yield error(
+            f"weights.mode=direct with weights.transport={weights.transport}: training ranks write straight into "
+            "the shared memory of the engines' node. Use weights.mode=gather (weights=object_store sets it).",
+            "weights.mode",
+            "weights.transport",
+        )
+    if weights.mode == "gather" and tp_size > 1:
+        yield error(
+            f"weights.mode=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be compared "
+            "with what each of the ranks holds of them. Use weights.mode=direct.",
+            "weights.mode",
+            "rollout.engine",
+        )
     if config.weights.transport == "shared_memory" and config.cluster.address != "local":
         yield warning(
             f"weights.transport=shared_memory on the cluster {config.cluster.address}: it needs trainer rank 0 and "
@@ -186,6 +207,17 @@ def check_transport(config: RunConfig) -> Iterator[Finding]:
             "weights.transport",
             "cluster.address",
         )
+
+
+def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
+    """Heads and rows can be split over the devices of an engine."""
+    tp_size = config.rollout.engine.tensor_parallel_size
+    if tp_size == 1:
+        return
+    try:
+        vllm_layout(decoder_tensors(config.model.shape), config.model.shape, tp_size)
+    except WeightSyncError as refusal:
+        yield error(str(refusal), "rollout.engine", "model.shape")
 
 
 def _size(gib: float) -> str:

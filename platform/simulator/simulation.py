@@ -262,7 +262,8 @@ class Simulation:
         weights = WeightsConfig(
             update_mode=self.config.update_mode, timeout_s=PUBLISH_TIMEOUT_S, drain_timeout_s=DRAIN_TIMEOUT_S
         )
-        return self.seams.publisher(cast("TrainerClient", self.trainer), pool, weights)
+        trainer = cast("TrainerClient", self.trainer)
+        return self.seams.publisher(trainer, pool, weights, trainer.export)
 
 
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:

@@ -25,8 +25,11 @@ from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter, read_shard
 from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
+from tests.unit.weights.models import PADDING, vllm_rank
 
 VOCAB = 24
 SHAPE = tiny_shape(VOCAB)
@@ -68,6 +71,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
 ]
+ENGINES = (("torch", 1), ("vllm", 2))
 FLOAT32 = [case for case in CASES if case.dtype == "float32"]
 
 
@@ -150,10 +154,24 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
         "weights": weights_of(trainer),
         "saved": saved,
+        "shards": {kind: published(trainer, EngineSide(kind, SHAPE, tp), rank, folder) for kind, tp in ENGINES},
     }
     if rank == 0:
         result["buffers"] = {str(b.dtype) for b in model_of(trainer).buffers() if b.is_floating_point()}
     return result
+
+
+def published(trainer: PolicyTrainer, engine: EngineSide, rank: int, folder: Path) -> list[dict[str, np.ndarray]]:
+    """What the ranks of an engine find in the files of a version; every training rank writes its part."""
+    where = str(folder / "shards" / engine.type)
+    transfer = ShardTransfer.between(trainer.training_side(), engine, "float32", where)
+    parts = ShardWriter(transfer, rank).write(1, trainer.local_weights())
+    trainer.backend.all_reduce(np.zeros(1), "sum")  # every rank has written
+    manifest = transfer.manifest(1, parts)
+    shards = [dict(read_shard(manifest, tp_rank)) for tp_rank in range(engine.tp_size)]
+    found = [{name: tensor.numpy().copy() for name, tensor in shard.items()} for shard in shards]
+    trainer.backend.all_reduce(np.zeros(1), "sum")  # every rank has read
+    return found
 
 
 def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
@@ -265,6 +283,17 @@ class TrainerContract:
 
     def test_weights_equal_plain_torch(self, result: dict, reference: dict) -> None:
         assert relative_error(result["weights"], reference["weights"]) < 1e-5
+
+    def test_what_is_written_for_engines_is_what_is_exported(self, result: dict) -> None:
+        (whole,) = result["shards"]["torch"]
+        assert whole.keys() == result["weights"].keys()
+        for name, weights in result["weights"].items():
+            np.testing.assert_array_equal(whole[name], weights.ravel(), err_msg=name)
+        for rank, shard in enumerate(result["shards"]["vllm"]):
+            reference = vllm_rank(result["weights"], SHAPE, 2, rank)
+            assert shard.keys() == reference.keys()
+            for name, weights in reference.items():
+                np.testing.assert_array_equal(shard[name], np.where(weights == PADDING, 0, weights).ravel(), name)
 
     def test_what_is_saved_is_what_is_exported(self, result: dict, folder: Path) -> None:
         from safetensors.numpy import load_file

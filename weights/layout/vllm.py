@@ -4,6 +4,8 @@ Fused parameters stack the parts of one rank: `qkv_proj` is [q heads; k heads; v
 [gate rows; up rows], the experts' `w13_weight` is the same per expert. When tp > key/value heads, each head is
 replicated on tp ÷ heads consecutive ranks. The vocabulary is padded with rows at its end to a multiple of 64 and then
 split evenly, so the last ranks may hold little or nothing of it. A tied lm_head has no buffer of its own.
+
+This is what the weight loaders write. Some kernels for experts change it afterwards; engines refuse those.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ _FUSED = {
     Role.VALUE: ("v_proj", "qkv_proj"),
     Role.GATE: ("gate_proj", "gate_up_proj"),
     Role.UP: ("up_proj", "gate_up_proj"),
-    Role.EXPERTS_IN: ("gate_up_proj", "w13_weight"),
-    Role.EXPERTS_OUT: ("down_proj", "w2_weight"),
+    Role.EXPERTS_IN: ("gate_up_proj", "routed_experts.w13_weight"),
+    Role.EXPERTS_OUT: ("down_proj", "routed_experts.w2_weight"),
 }
 
 

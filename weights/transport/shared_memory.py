@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.weights.checksum import combine_checksums, tensor_checksum
+from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.dtypes import TORCH_DTYPES
 
 _PREFIX = "penstock-weights-"
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def default_directory() -> Path:
@@ -69,7 +69,7 @@ def write_version(
         location=str(path),
         entries=entries,
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in wire.values()),
-        checksum=combine_checksums((entry.name, entry.checksum) for entry in entries),
+        checksum=combine_checksums((entry_key(0, entry.name), entry.checksum) for entry in entries),
     )
 
 

@@ -53,7 +53,7 @@ def publisher(
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     trainer = FakeTrainer()
     config = WeightsConfig(transport=transport, timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
-    return ActorWeightPublisher(trainer, pool, config), pool, trainer  # type: ignore[arg-type]
+    return ActorWeightPublisher(trainer, pool, config, trainer.export), pool, trainer  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain"])

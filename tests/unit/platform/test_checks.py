@@ -62,10 +62,20 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
     [
         (
             ["algorithm.kl_coefficient=0.1"],
-            ["cluster.pools.train.count=4", "4 trainer(s) and 1 reference(s)", "5 in all"],
+            ["cluster.pools.train.count=4", "4 for trainers and 1 for references", "5 GPUs in all"],
         ),
-        (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 engine", "GPU"]),
-        (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 in all"]),
+        (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 for engines", "GPU"]),
+        (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 GPUs in all"]),
+        (["rollout.engine.tensor_parallel_size=2"], ["cluster.pools.generate.count=4", "8 for engines"]),
+        (
+            ["rollout.engine.tensor_parallel_size=3", "rollout.num_engines=1"],
+            ["down_proj", "18944 heads", "over 3"],
+        ),
+        (["weights.transport=object_store"], ["weights.mode=direct", "weights=object_store"]),
+        (
+            ["weights.mode=gather", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
+            ["weights.mode=gather", "tensor_parallel_size=2"],
+        ),
         (
             ["trainer.zero_stage=0", "dataflow.stream_micro_batches=false"],
             ["cluster.pools.train.memory_gib=80", "zero_stage"],

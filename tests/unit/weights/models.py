@@ -87,7 +87,7 @@ def vllm_rank(full: Tensors, model: ModelShape, tp: int, rank: int) -> Tensors:
     for name, tensor in full.items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             padded = -(-len(tensor) // 64) * 64
-            filled = np.full((padded, tensor.shape[1]), PADDING, np.int32)
+            filled = np.full((padded, tensor.shape[1]), PADDING, tensor.dtype)
             filled[: len(tensor)] = tensor
             held[name] = filled[rank * padded // tp : (rank + 1) * padded // tp]
         elif name.endswith(("o_proj.weight", "mlp.down_proj.weight")):
@@ -95,12 +95,16 @@ def vllm_rank(full: Tensors, model: ModelShape, tp: int, rank: int) -> Tensors:
             held[name] = tensor[:, rank * width : (rank + 1) * width]
         elif name.endswith("experts.down_proj"):
             width = tensor.shape[2] // tp
-            held[name.replace("down_proj", "w2_weight")] = tensor[:, :, rank * width : (rank + 1) * width]
+            held[name.replace("down_proj", "routed_experts.w2_weight")] = tensor[
+                :, :, rank * width : (rank + 1) * width
+            ]
         elif name.endswith("experts.gate_up_proj"):
             gate, up = np.split(tensor, 2, axis=1)
             width = gate.shape[1] // tp
             rows = slice(rank * width, (rank + 1) * width)
-            held[name.replace("gate_up_proj", "w13_weight")] = np.concatenate([gate[:, rows], up[:, rows]], axis=1)
+            held[name.replace("gate_up_proj", "routed_experts.w13_weight")] = np.concatenate(
+                [gate[:, rows], up[:, rows]], axis=1
+            )
         elif any(part in name for part in ("q_proj", "k_proj", "v_proj", "mlp.gate_proj", "up_proj")):
             owner, part, leaf = name.rsplit(".", 2)
             heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads, "v_proj": model.num_kv_heads}

@@ -1,0 +1,249 @@
+"""What a weight update costs: Penstock's plan beside vLLM's own ways.
+
+    python benchmarks/weights.py bytes     (15 s, no GPU; writes benchmarks/results/weights_bytes.md and .json)
+
+`bytes`: Qwen2.5-7B in bfloat16 from 4 ZeRO-3 ranks to 2 engines of 4 tensor-parallel ranks each, all on devices of
+their own. Nothing is sent: counted is what each side's own planner lets each rank receive.
+
+- Penstock: `make_plan` from the ranks to the first engine, which passes its shards on to the second (`relay_tree`).
+- vLLM's M-to-N (backend `nccl_m2n`): vLLM's model class is built on the meta device for each of the 4 ranks, and its
+  `resolve_parameter_destinations`, `resolve_layout` and `shard_count` say into how many parts each tensor is split on
+  the mesh of 2 × 4 engine ranks. A rank receives one part: its shard where the planner goes direct, the whole tensor
+  where it falls back to `load_weights`.
+- Gather and broadcast: the trainer gathers each tensor on rank 0, every engine rank receives it whole.
+
+How replicas share a tensor is up to the libraries below: bytes that leave the trainer are given as what is unavoidable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from math import prod
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+from alone import ROOT
+from rich.console import Console
+from rich.table import Table
+from vs_trl_report import RESULTS, cpu_name
+
+from penstock.rollout.vllm_environment import vllm_environment
+from penstock.weights.layout.algebra import TensorSpec, volume
+from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.training import training_layout
+from penstock.weights.layout.vllm import vllm_layout
+from penstock.weights.model_config import DTYPE_BYTES, ModelConfig
+from penstock.weights.planner.plan import make_plan
+from penstock.weights.planner.relay import relay_tree
+
+GIB, MIB = float(1 << 30), float(1 << 20)
+PLANNING_ROUNDS = 5
+console = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who sends what to whom."""
+
+    model: str = "qwen2_5_7b"
+    num_training_ranks: int = 4
+    tp_size: int = 4
+    num_replicas: int = 2
+
+
+def count_bytes() -> None:
+    """The section `bytes`."""
+    setting = Setting()
+    model = ModelConfig.model_validate(yaml.safe_load((ROOT / f"conf/model/{setting.model}.yaml").read_text()))
+    tensors, item_bytes = decoder_tensors(model.shape), DTYPE_BYTES[model.dtype]
+    model_bytes = sum(sizes := [prod(tensor.shape) * item_bytes for tensor in tensors])
+    m2n = many_to_many(setting, model, tensors, item_bytes)
+    broadcast = dict.fromkeys(("leaving_trainer_bytes", "max_egress_bytes"), model_bytes) | {
+        "received_per_rank_bytes": [model_bytes] * setting.tp_size * setting.num_replicas,
+        "gathered_bytes": model_bytes * (setting.num_training_ranks - 1) // setting.num_training_ranks,
+        "largest_receive_bytes": max(sizes),
+    }
+    results = {
+        "setting": asdict(setting) | {"dtype": model.dtype, "num_tensors": len(tensors), "model_bytes": model_bytes},
+        "penstock": penstock(setting, model, tensors, item_bytes),
+        "m2n": m2n,
+        "broadcast": broadcast,
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": version("torch"), "vllm": m2n.pop("version")},
+        "command": ["benchmarks/weights.py", *sys.argv[1:]],
+    }
+    write("weights_bytes", "Bytes of a weight update", *bytes_table(results), results)
+
+
+def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
+    """The plan for the first engine, and the relay from there."""
+    planning_s = []
+    for _ in range(PLANNING_ROUNDS):
+        started = time.perf_counter()
+        source = training_layout(tensors, num_replicas=setting.num_training_ranks, is_partitioned=True)
+        destination = vllm_layout(tensors, model.shape, setting.tp_size)
+        plan = make_plan(source, destination, item_bytes)
+        planning_s.append(time.perf_counter() - started)
+    needed = sum(volume(shard.box) for shards in destination.shards.values() for shard in shards)
+    links = plan.bytes_per_link
+    received = [sum(size for (_, dst), size in links.items() if dst == rank) for rank in range(setting.tp_size)]
+    hops = relay_tree([f"node{replica}" for replica in range(setting.num_replicas)])
+    return {
+        "received_per_rank_bytes": received * (1 + len(hops)),
+        "leaving_trainer_bytes": plan.wire_bytes,
+        "max_egress_bytes": max(plan.egress.values()),
+        "relayed_bytes": len(hops) * plan.wire_bytes,
+        "lower_bound_bytes": setting.num_replicas * needed * item_bytes,  # the engines own nothing before
+        "largest_receive_bytes": plan.bucket_bytes,
+        "num_copies": sum(1 for _ in plan.copies),
+        "num_buckets": len(plan.buckets),
+        "planning_s": planning_s,
+    }
+
+
+def many_to_many(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
+    """What vLLM's planner lets each engine rank receive."""
+    import torch
+
+    os.environ.update(vllm_environment("cuda" if torch.cuda.is_available() else "cpu", threads=1))
+    import vllm
+    from vllm.distributed.weight_transfer.m2n_common import M2NMesh, resolve_layout, shard_count
+    from vllm.distributed.weight_transfer.m2n_layout import resolve_parameter_destinations
+
+    mesh = M2NMesh((setting.num_replicas, setting.tp_size), start_rank=setting.num_training_ranks)
+    names, shapes = [tensor.name for tensor in tensors], [tensor.shape for tensor in tensors]
+    sizes = [prod(shape) * item_bytes for shape in shapes]
+    received = []
+    for rank in range(setting.tp_size):
+        destinations = resolve_parameter_destinations(
+            vllm_model(model, setting.tp_size, rank),
+            names,
+            [getattr(torch, model.dtype)] * len(names),
+            shapes,
+            num_workers=mesh.size,
+            shard_axis_size=setting.tp_size,
+            allow_direct=True,  # as M2NWeightTransferEngine sets it without quantization and pipeline stages
+        )
+        parts = [shard_count(*resolve_layout(mesh, destination.placements)) for destination in destinations]
+        received.append(sum(size // count for size, count in zip(sizes, parts, strict=True)))
+    whole = [size for size, destination in zip(sizes, destinations, strict=True) if not destination.direct]
+    direct = [destination.name for destination in destinations if destination.direct]
+    return {
+        "received_per_rank_bytes": received * setting.num_replicas,
+        "leaving_trainer_bytes": sum(sizes),
+        "max_egress_bytes": sum(sizes) // setting.num_training_ranks,
+        "largest_receive_bytes": max(whole),
+        "whole_bytes": sum(whole),
+        "num_direct": len(direct),
+        "direct": sorted({name.rpartition("layers.")[2].partition(".")[2] for name in direct}),
+        "version": vllm.__version__,
+    }
+
+
+def vllm_model(model: ModelConfig, tp_size: int, rank: int) -> Any:
+    """vLLM's model class as one rank has it, on the meta device.
+
+    Private API: there are no process groups, so those that `parallel_state` keeps are stand-ins that know their rank.
+    """
+    import torch
+    from transformers import Qwen2Config
+    from vllm import config as vllm
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    alone = SimpleNamespace(rank_in_group=0, world_size=1, is_first_rank=True, is_last_rank=True)
+    own = SimpleNamespace(rank_in_group=rank, world_size=tp_size)
+    vars(parallel_state).update(_TP=own, _PP=alone, _DP=alone, _PCP=alone)
+    config = Qwen2Config(
+        num_hidden_layers=model.shape.num_layers,
+        num_attention_heads=model.shape.num_heads,
+        num_key_value_heads=model.shape.num_kv_heads,
+        architectures=["Qwen2ForCausalLM"],
+        **model.shape.model_dump(include={"vocab_size", "hidden_size", "intermediate_size", "tie_word_embeddings"}),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        model_config = vllm.ModelConfig(folder, skip_tokenizer_init=True, dtype=model.dtype, max_model_len=1024)
+        parallel = vllm.ParallelConfig(tensor_parallel_size=tp_size, distributed_executor_backend="mp")
+        torch.set_default_dtype(model_config.dtype)
+        built = vllm.VllmConfig(model_config=model_config, parallel_config=parallel)
+        with vllm.set_current_vllm_config(built), torch.device("meta"):
+            return initialize_model(built)
+
+
+def bytes_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Header, rows and notes."""
+    ours, m2n, broadcast, setting = (results[key] for key in ("penstock", "m2n", "broadcast", "setting"))
+    sides, bound = (ours, m2n, broadcast), ours["lower_bound_bytes"]
+    totals = [sum(side["received_per_rank_bytes"]) for side in sides]
+
+    def gib(key: str, least: str = "") -> list[str]:
+        return [f"{'' if side is ours else least}{side.get(key, 0) / GIB:.2f}" for side in sides]
+
+    rows = [
+        ["received by all engine ranks, GiB", *(f"{total / GIB:.2f}" for total in totals)],
+        ["÷ what they need and do not own", *(f"{total / bound:.3f}" for total in totals)],
+        ["received by one engine rank, GiB", *(f"{max(s['received_per_rank_bytes']) / GIB:.2f}" for s in sides)],
+        ["leaving the trainer, GiB", *gib("leaving_trainer_bytes", "≥ ")],
+        ["sent by the busiest training rank, GiB", *gib("max_egress_bytes", "≥ ")],
+        ["gathered within the trainer before, GiB", *gib("gathered_bytes")],
+        ["relayed from engine to engine, GiB", f"{ours['relayed_bytes'] / GIB:.2f}", "up to the library", "up to NCCL"],
+        [
+            "largest receive (bucket, else tensor), MiB",
+            *(f"{side['largest_receive_bytes'] / MIB:,.0f}" for side in sides),
+        ],
+    ]
+    count, planning_s = setting["num_tensors"], ours["planning_s"]
+    notes = [
+        f"{setting['model']}, {setting['dtype']}, {setting['model_bytes'] / GIB:.2f} GiB in {count} tensors; "
+        f"{setting['num_training_ranks']} ZeRO-3 ranks to {setting['num_replicas']} engines × {setting['tp_size']} "
+        "tensor-parallel ranks, which own nothing before; counted from the plans, nothing was sent",
+        f"Penstock: {ours['num_copies']:,} copies in {ours['num_buckets']} buckets, planned once per run in "
+        f"{median(planning_s):.2f} s (median of {', '.join(f'{seconds:.2f}' for seconds in planning_s)})",
+        f"vLLM M-to-N: of {count} tensors {m2n['num_direct']} go direct ({', '.join(m2n['direct'])}), a shard to each "
+        f"rank; the others, {m2n['whole_bytes'] / GIB:.2f} GiB, reach every rank whole and go through load_weights. "
+        "From vLLM's resolve_parameter_destinations on its own model class of each rank (meta device), resolve_layout "
+        "and shard_count over its 2-axis mesh (replicas × tensor-parallel ranks)",
+        "≥: every element leaves the trainer once; whether replicas share it is up to nccl_m2n, and to NCCL",
+        f"{results['machine']}; " + ", ".join(f"{name} {number}" for name, number in results["versions"].items()),
+        f"by: python {' '.join(results['command'])}",
+    ]
+    return ["", "Penstock", "vLLM M-to-N", "gather and broadcast"], rows, notes
+
+
+def write(stem: str, title: str, header: list[str], rows: list[list[str]], notes: list[str], results: Any) -> None:
+    """The table on the console and in `stem`.md; everything in `stem`.json."""
+    table = Table(*header)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, *notes, sep="\n")
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    text = [f"# {title}", "", *lines, "", *(f"- {note}" for note in notes)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{stem}.md").write_text("\n".join(text) + "\n")
+    (RESULTS / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"written to {RESULTS.relative_to(ROOT)}/{stem}.md and {stem}.json")
+
+
+SECTIONS: dict[str, Callable[[], None]] = {"bytes": count_bytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("section", choices=SECTIONS)
+    SECTIONS[parser.parse_args().section]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Weights within one node, without gathering: training ranks write into shared memory in the engines' own layout.
+
+There is one file per tensor-parallel rank of an engine and slot. Each training rank copies what the plan gives it from
+its own memory to its final address there, so a version is copied twice in all: into the file while generation goes on,
+and from the file into live parameters under the freeze. Two slots alternate, so a version stays readable while the
+next one is written. Engines of the node share the files. Padding is zero, as in the engines.
+
+Checksums are sums over addresses (weights/checksum.py): each training rank sums what it reads at the addresses where
+the engine must hold it, and the engine sums its live parameters. So they prove content and place, end to end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import TensorEntry, WeightManifest
+from penstock.weights.checksum import combine_checksums, entry_key, strided_sum
+from penstock.weights.config import NUM_SLOTS
+from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.algebra import Shape, View
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.model_config import DTYPE_BYTES, DType
+from penstock.weights.planner.plan import Copy, Plan, make_plan
+
+ALIGNMENT_BYTES = 64
+
+
+class PartialSum(NamedTuple):
+    """What one training rank adds to the checksum of an engine rank's buffer."""
+
+    engine_rank: int
+    buffer: str
+    checksum: int
+
+
+@dataclass(frozen=True)
+class ShardTransfer:
+    """Everything a training rank needs to write its part of each version. Made once, by the driver.
+
+    Attributes:
+        plan: Who copies what.
+        buffers: By engine rank: name -> size in elements.
+        dtype: Of the wire, and of the engine's parameters.
+        directory: Where the files are, in shared memory.
+    """
+
+    plan: Plan
+    buffers: tuple[Mapping[str, int], ...]
+    dtype: DType
+    directory: str
+
+    @classmethod
+    def between(cls, training: TrainingSide, engine: EngineSide, dtype: DType, directory: str) -> ShardTransfer:
+        """Plan the transfer.
+
+        Raises:
+            WeightSyncError: If the layout of a tensor is not known on one of the sides.
+        """
+        destination = engine.layout(training.tensors)
+        plan = make_plan(training.layout(), destination, DTYPE_BYTES[dtype])
+        return cls(plan, destination.buffers, dtype, directory)
+
+    def folder(self, version: int) -> Path:
+        """Where a version's files are."""
+        return Path(self.directory) / f"slot{version % NUM_SLOTS}"
+
+    def manifest(self, version: int, parts: list[PartialSum]) -> WeightManifest:
+        """What the engines are told, once every training rank has written its part."""
+        sums: Counter[tuple[int, str]] = Counter()
+        for engine_rank, buffer, checksum in parts:
+            sums[engine_rank, buffer] += checksum
+        entries = tuple(
+            TensorEntry(name, self.dtype, (size,), sums[rank, name] % 2**64, rank)
+            for rank, sizes in enumerate(self.buffers)
+            for name, size in sizes.items()
+        )
+        return WeightManifest(
+            version=version,
+            location=str(self.folder(version)),
+            entries=entries,
+            num_bytes=sum(sum(sizes.values()) for sizes in self.buffers) * DTYPE_BYTES[self.dtype],
+            checksum=combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries),
+            num_shards=len(self.buffers),
+        )
+
+
+class ShardWriter:
+    """One training rank's part of every publish."""
+
+    def __init__(self, transfer: ShardTransfer, rank: int) -> None:
+        """Make the files, if no other rank has.
+
+        Raises:
+            WeightSyncError: If shared memory is too small for them.
+        """
+        self._transfer = transfer
+        self._dtype = TORCH_DTYPES[transfer.dtype]
+        self._copies = [copy for copy in transfer.plan.copies if copy.src_rank == rank]
+        self._files: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
+        for slot in range(NUM_SLOTS):
+            for engine_rank, sizes in enumerate(transfer.buffers):
+                _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
+
+    @torch.no_grad()
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
+        """Copy this rank's elements into the files of `version`.
+
+        Args:
+            version: Replaces the version before the last one.
+            tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
+        """
+        folder = self._transfer.folder(version)
+        parts = []
+        for copy in self._copies:
+            part = _box(tensors[copy.tensor], copy.shape, copy.source).to(self._dtype)
+            self._target(folder, copy).copy_(part)
+            checksum = strided_sum(part, copy.destination.offset, copy.destination.strides)
+            parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
+        return parts
+
+    def _target(self, folder: Path, copy: Copy) -> torch.Tensor:
+        buffers = self._files.get((folder, copy.dst_rank))
+        if buffers is None:
+            sizes = self._transfer.buffers[copy.dst_rank]
+            buffers = self._files[folder, copy.dst_rank] = _map(folder, copy.dst_rank, sizes, self._dtype)
+        return _box(buffers[copy.destination.buffer], copy.shape, copy.destination)
+
+
+def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Map what one engine rank needs of a version: buffer name and flat tensor. Nothing is copied.
+
+    Raises:
+        WeightSyncError: If the file is gone.
+    """
+    entries = [entry for entry in manifest.entries if entry.rank == rank]
+    folder = Path(manifest.location)
+    if not _file(folder, rank).exists():
+        raise WeightSyncError(
+            f"publish v{manifest.version}: {_file(folder, rank)} is not there. The engine is on another node than the "
+            "trainer. Set weights.mode=gather weights.transport=object_store for engines on other nodes."
+        )
+    sizes = {entry.name: entry.shape[0] for entry in entries}
+    yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()
+
+
+def _box(flat: torch.Tensor, shape: Shape, view: View) -> torch.Tensor:
+    """A strided box of a flat tensor, which may itself be a part of a larger storage."""
+    return torch.as_strided(flat, shape, view.strides, int(flat.storage_offset()) + view.offset)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}"
+
+
+def _map(folder: Path, rank: int, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Map a file and cut it into its buffers, each on a cache line of its own."""
+    flat = torch.from_file(str(_file(folder, rank)), shared=True, size=_num_elements(sizes, dtype), dtype=dtype)
+    buffers, start = {}, 0
+    for name, size in sizes.items():
+        buffers[name] = flat[start : start + size]
+        start += _aligned(size, dtype)
+    return buffers
+
+
+def _num_elements(sizes: Mapping[str, int], dtype: torch.dtype) -> int:
+    return sum(_aligned(size, dtype) for size in sizes.values())
+
+
+def _aligned(size: int, dtype: torch.dtype) -> int:
+    step = ALIGNMENT_BYTES // dtype.itemsize
+    return -(-size // step) * step
+
+
+def _reserve(file: Path, num_elements: int, dtype: torch.dtype) -> None:
+    """Take the memory now: a page that is missing later would end the process without a word."""
+    num_bytes = num_elements * dtype.itemsize
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as opened:
+        try:
+            os.posix_fallocate(opened.fileno(), 0, num_bytes)
+        except OSError as error:
+            free = os.statvfs(file.parent)
+            raise WeightSyncError(
+                f"weights: {file.parent} has {free.f_bavail * free.f_frsize >> 20} MiB free, one shard of the policy "
+                f"needs {num_bytes >> 20} MiB, {NUM_SLOTS} versions of every shard are kept ({error.strerror}). Give "
+                "the machine or container more of it (docker: --shm-size)."
+            ) from error
