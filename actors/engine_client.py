@@ -103,7 +103,7 @@ class RemoteEngine:
     async def wake(self) -> None:
         await self._actor.wake.remote()
 
-    async def close(self, timeout_s: float = 2.0) -> None:
+    async def close(self, timeout_s: float = 5.0) -> None:
         """Stop polling and ask the engine to end; its process is ended by the cluster either way."""
         for job in (self._poll, *self._calls):
             job.cancel()

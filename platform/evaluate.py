@@ -8,15 +8,19 @@ import tempfile
 from pathlib import Path
 
 from penstock.actors.cluster import ray_session, start_rewards
+from penstock.dataflow.ports import WeightManifest
 from penstock.envs.loading import load_task_source
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.evaluation import Evaluation, Evaluator
 from penstock.platform.lifecycle import EXIT_OK, run_to_end
-from penstock.platform.roles import model_path, start_engine_group
+from penstock.platform.roles import engine_side, model_path, start_engine_group
 from penstock.rollout.pool import make_pool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
 from penstock.weights.checkpoint import checkpoint_tensors
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
 
@@ -47,8 +51,7 @@ async def _evaluate(config: RunConfig) -> Evaluation:
         engines = await start_engine_group(config, "eval")
         try:
             with tempfile.TemporaryDirectory(prefix="penstock-eval-", dir=default_directory()) as folder:
-                tensors = checkpoint_tensors(Path(model_path(config)))
-                manifest = write_version(tensors, 0, config.model.dtype, Path(folder))
+                manifest = _publish(config, folder)
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
             pool = make_pool(engines, config.rollout, config.seed)
             runner = TrajectoryRunner(pool, load_codec(model_path(config)), config.rollout.request_timeout_s)
@@ -56,3 +59,19 @@ async def _evaluate(config: RunConfig) -> Evaluation:
             return await evaluator.evaluate(0, tasks)
         finally:
             await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))
+
+
+def _publish(config: RunConfig, folder: str) -> WeightManifest:
+    """Write the checkpoint as version 0, in the way that training would."""
+    tensors = checkpoint_tensors(Path(model_path(config)))
+    if config.weights.mode == "gather":
+        return write_version(tensors, 0, config.model.dtype, Path(folder))
+    whole = {name: tensor for name, tensor in tensors if not _is_tied(name, config)}
+    training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
+    transfer = ShardTransfer.between(training, engine_side(config), config.model.dtype, folder)
+    parts = ShardWriter(transfer, 0).write(0, {name: tensor.flatten() for name, tensor in whole.items()})
+    return transfer.manifest(0, parts)
+
+
+def _is_tied(name: str, config: RunConfig) -> bool:
+    return name == "lm_head.weight" and config.model.shape.tie_word_embeddings

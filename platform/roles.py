@@ -47,9 +47,7 @@ class RunActors:
     def publisher(self, pool: EnginePool, config: RunConfig) -> ActorWeightPublisher:
         export: Export = self.trainer.export
         if config.weights.mode == "direct":
-            engine = config.rollout.engine
-            layout = EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size)
-            export = DirectExport(self.trainer, self.engines, layout, config.model.dtype)
+            export = DirectExport(self.trainer, self.engines, engine_side(config), config.model.dtype)
         return ActorWeightPublisher(self.trainer, pool, config.weights, export)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
@@ -133,6 +131,12 @@ async def start_engine_group(config: RunConfig, command: Command = "train") -> l
         for index in range(config.rollout.num_engines)
     ]
     return await start_engines(specs, resources(config, "engine", command), config.rollout.start_timeout_s)
+
+
+def engine_side(config: RunConfig) -> EngineSide:
+    """How the engines of `config` hold the policy."""
+    engine = config.rollout.engine
+    return EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size)
 
 
 def resources(config: RunConfig, role: Role, command: Command) -> list[Resources]:

@@ -34,6 +34,8 @@ from penstock.rollout.vllm_worker import BACKEND, encode
 from penstock.weights.checksum import combine_checksums, entry_key
 
 UNPUBLISHED = -1
+STAGE_POLL_S = 0.002
+STAGE_TIMEOUT_S = 600.0
 
 
 class CacheUsage(StatLoggerBase):
@@ -72,6 +74,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         worker_extension_cls="penstock.rollout.vllm_worker.WorkerExtension",
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
+        moe_backend="triton",  # the other kernels for experts reorder what the loader wrote
         seed=spec.seed,
         enable_log_requests=False,
         disable_log_stats=False,
@@ -116,7 +119,7 @@ class VllmEngine:
             EngineLostError: Before the first acknowledged version (I8), or when the engine core died.
         """
         if self._updating.locked():
-            async with self._updating:  # a request that arrives during a swap is one of the new version
+            async with self._updating:  # a request that arrives during an update is one of the new version
                 pass
         if self._version == UNPUBLISHED:
             raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
@@ -159,9 +162,17 @@ class VllmEngine:
     async def _update(self, manifest: WeightManifest) -> WeightAck:
         if self._ack is not None and manifest.version == self._version:
             return self._ack
-        llm = self._open()
         update = encode(manifest)
+        stage_s = await self._stage(manifest, update) if manifest.num_shards else 0.0
         started = time.monotonic()
+        checksum = await self._swap(manifest, update)
+        stall_s = time.monotonic() - started
+        self._ack = WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
+        return self._ack
+
+    async def _swap(self, manifest: WeightManifest, update: dict[str, Any]) -> int:
+        """Freeze, take the new weights, read them back, resume; returns their checksum."""
+        llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
@@ -172,8 +183,24 @@ class VllmEngine:
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self._version = manifest.version
         await llm.resume_generation()
-        self._ack = WeightAck(self.engine_id, manifest.version, checksum, 0.0, time.monotonic() - started)
-        return self._ack
+        return checksum
+
+    async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> float:
+        """Let the workers fetch and check their shards while requests go on; returns the seconds that took."""
+        llm, started = self._open(), time.monotonic()
+        await llm.collective_rpc("penstock_stage", args=(update,))
+        while True:
+            answers = await llm.collective_rpc("penstock_staged", args=(manifest.version,))
+            wrong = [error for _, error in answers if error]
+            if wrong:
+                raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
+            if all(is_done for is_done, _ in answers):
+                return time.monotonic() - started
+            if time.monotonic() - started > STAGE_TIMEOUT_S:
+                raise WeightSyncError(
+                    f"publish v{manifest.version}: {self.engine_id} has no shard after {STAGE_TIMEOUT_S:.0f} s."
+                )
+            await asyncio.sleep(STAGE_POLL_S)
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""

@@ -21,11 +21,14 @@ from vllm.platforms import current_platform
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import tensor_checksum
-from penstock.weights.transport.shards import read_shard
+from penstock.weights.staging import Staging
 from penstock.weights.transport.shared_memory import read_version
 
 BACKEND = "penstock_shared_memory"
 EntryRow = tuple[str, str, list[int], str, int]
+
+_staging: dict[int, Staging] = {}
+"""The version that this worker is about to take."""
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -68,7 +71,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
         manifest = decode(update_info)
         if manifest.num_shards:
-            swap_shard(self.model, manifest)
+            swap_shard(self.model, manifest, _staging.pop(manifest.version).take())
         else:
             self.model.load_weights(read_version(manifest, self.device))
 
@@ -105,13 +108,18 @@ def decode(update: SharedMemoryUpdate) -> WeightManifest:
 
 
 @torch.no_grad()
-def swap_shard(model: torch.nn.Module, manifest: WeightManifest) -> None:
+def swap_shard(model: torch.nn.Module, manifest: WeightManifest, shard: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's shard into the live parameters.
 
     Raises:
         WeightSyncError: If they are not the parameters that the plan was made for.
     """
-    shard, live = dict(read_shard(manifest, get_tensor_model_parallel_rank())), dict(model.named_parameters())
+    live = dict(model.named_parameters())
+    if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
+        raise WeightSyncError(
+            f"publish v{manifest.version}: vLLM's CPU build keeps a packed copy of expert weights, which an update would "
+            "not reach, and the old experts would go on serving. Use rollout/engine=torch, or a GPU."
+        )
     for name in shard.keys() | live.keys():
         planned, held = (len(shard[name]) if name in shard else 0), (live[name].numel() if name in live else 0)
         if planned != held:
@@ -127,6 +135,18 @@ class WorkerExtension:
     """Mixed into vLLM's worker; its methods are reachable through `collective_rpc`."""
 
     model_runner: Any
+    device: torch.device
+
+    def penstock_stage(self, update: Mapping[str, Any]) -> None:
+        """Begin to fetch and check this worker's shard of a version, beside decoding."""
+        manifest = decode(SharedMemoryUpdate(**update))
+        _staging.clear()  # one that was given up
+        _staging[manifest.version] = Staging(manifest, get_tensor_model_parallel_rank(), self.device)
+
+    def penstock_staged(self, version: int) -> tuple[bool, str]:
+        """Whether that has ended, and what is wrong with the version, if anything."""
+        staging = _staging[version]
+        return staging.is_done, staging.error()
 
     def penstock_live_checksums(self, update: Mapping[str, Any]) -> list[tuple[int, str, str]]:
         """Read live parameters back and return (rank, name, checksum in hex) for this worker's entries."""

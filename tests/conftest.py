@@ -17,8 +17,10 @@ import torch
 
 from penstock.dataflow.ports import WeightManifest
 from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
-from penstock.weights.transport.shared_memory import write_version
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter
 from tests.command_line import run_cli
 from tests.tiny_policy import tiny_shape
 
@@ -73,16 +75,25 @@ def tiny_tensors(tiny_policy_dir: Path) -> Callable[[int], Tensors]:
 
 
 @pytest.fixture(scope="session")
-def publish_tiny(
+def publisher_of_tiny(
     tmp_path_factory: pytest.TempPathFactory, tiny_tensors: Callable[[int], Tensors]
-) -> Callable[..., WeightManifest]:
-    """`publish_tiny(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`; return its manifest."""
-    directory = tmp_path_factory.mktemp("versions")
+) -> Callable[[EngineSide], Callable[..., WeightManifest]]:
+    """`publisher_of_tiny(engine_side)(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`."""
 
-    def publish(version: int, seed: int | None = None) -> WeightManifest:
-        return write_version(tiny_tensors(version if seed is None else seed).items(), version, "float32", directory)
+    def publisher(engine: EngineSide) -> Callable[..., WeightManifest]:
+        tensors = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items())
+        directory = str(tmp_path_factory.mktemp("versions"))
+        transfer = ShardTransfer.between(TrainingSide(tensors), engine, "float32", directory)
+        writer = ShardWriter(transfer, 0)
 
-    return publish
+        def publish(version: int, seed: int | None = None) -> WeightManifest:
+            whole = tiny_tensors(version if seed is None else seed)
+            parts = writer.write(version, {name: tensor.flatten() for name, tensor in whole.items()})
+            return transfer.manifest(version, parts)
+
+        return publish
+
+    return publisher
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import torch
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import EngineConfig
 from penstock.rollout.local_engine import LocalEngine
+from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
 
 from .engine_harness import Harness, OpenHarness, Reference, make_spec, within
@@ -26,7 +27,9 @@ def reference(tiny_policy_dir: Path, tiny_tensors: Callable[[int], dict[str, tor
 
 @pytest.fixture(scope="session")
 def open_harness(
-    tiny_model_config: ModelConfig, reference: Reference, publish_tiny: Callable[..., WeightManifest]
+    tiny_model_config: ModelConfig,
+    reference: Reference,
+    publisher_of_tiny: Callable[[EngineSide], Callable[..., WeightManifest]],
 ) -> OpenHarness:
     """`async with open_harness(engine_type, config, update_mode) as harness`: starts at version 0."""
 
@@ -34,8 +37,9 @@ def open_harness(
     async def opened(engine_type: type[LocalEngine], config: EngineConfig, update_mode: str) -> AsyncIterator[Harness]:
         spec = make_spec(tiny_model_config, config, update_mode)
         engine = engine_type(spec)
+        side = EngineSide(config.type, tiny_model_config.shape, config.tensor_parallel_size)
         try:
-            yield await Harness.begin(engine, spec, reference, publish_tiny)
+            yield await Harness.begin(engine, spec, reference, publisher_of_tiny(side))
         finally:
             await within(engine.shutdown())
 

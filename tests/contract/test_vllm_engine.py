@@ -31,6 +31,7 @@ CONFIG = VllmEngineConfig(
     enforce_eager=True,
     journal_interval_tokens=JOURNAL_INTERVAL,
 )
+ENGINES = [*((mode, 1) for mode in UPDATE_MODES), ("keep_kv", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +43,17 @@ def cpu_profile() -> Iterator[None]:
         yield
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=UPDATE_MODES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES, ids=str)
 async def harness(
     request: pytest.FixtureRequest, cpu_profile: None, open_harness: OpenHarness
 ) -> AsyncIterator[Harness]:
     from penstock.rollout.vllm_engine import VllmEngine
 
-    async with open_harness(VllmEngine, CONFIG, request.param) as harness:
+    update_mode, tp_size = request.param
+    config = CONFIG.model_copy(update={"tensor_parallel_size": tp_size})
+    async with open_harness(VllmEngine, config, update_mode) as harness:
         yield harness
 
 
 class TestVllmEngine(EngineContract, PartialRolloutContract):
-    """The contract on vLLM's CPU build, in both update modes."""
+    """The contract on vLLM's CPU build, in both update modes, and over two worker processes."""
