@@ -103,7 +103,9 @@ class TrainerRank:
     def write_shards(self, version: int) -> list[PartialSum]:
         """Write this rank's part of a version into shared memory, where the engines need it."""
         assert self._writer is not None, "share_weights comes first"
-        return self._writer.write(version, self._running().local_weights())
+        tensors = self._running().local_weights()
+        self._writer.write(version, tensors)
+        return self._writer.sums(tensors)
 
     def read_back(self, manifest: WeightManifest) -> np.ndarray:
         """The version's file as bytes, for engines on other nodes (through the object store)."""

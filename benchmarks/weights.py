@@ -1,6 +1,7 @@
 """What a weight update costs: Penstock's plan beside vLLM's own ways.
 
     python benchmarks/weights.py bytes     (15 s, no GPU; writes benchmarks/results/weights_bytes.md and .json)
+    python benchmarks/weights.py time      (1 min, 7 GiB of memory; writes benchmarks/results/weights_time.md and .json)
 
 `bytes`: Qwen2.5-7B in bfloat16 from 4 ZeRO-3 ranks to 2 engines of 4 tensor-parallel ranks each, all on devices of
 their own. Nothing is sent: counted is what each side's own planner lets each rank receive.
@@ -236,7 +237,17 @@ def write(stem: str, title: str, header: list[str], rows: list[list[str]], notes
     console.print(f"written to {RESULTS.relative_to(ROOT)}/{stem}.md and {stem}.json")
 
 
-SECTIONS: dict[str, Callable[[], None]] = {"bytes": count_bytes}
+def measure_time() -> None:
+    """The section `time`: benchmarks/weights_time.py."""
+    from weights_time import time_publish, time_table
+
+    results = time_publish() | {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "torch": version("torch")}
+    header, rows, notes = time_table(results)
+    notes += [f"{results['machine']}; torch {results['torch']}", "by: python benchmarks/weights.py time"]
+    write("weights_time", "Time of a weight update through shared memory", header, rows, notes, results)
+
+
+SECTIONS: dict[str, Callable[[], None]] = {"bytes": count_bytes, "time": measure_time}
 
 
 def main() -> None:

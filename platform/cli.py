@@ -30,6 +30,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -90,6 +93,26 @@ def doctor() -> None:
         return run_doctor()
 
     _exit_with(check)
+
+
+@weights.command("plan")
+def weights_plan(
+    overrides: Overrides = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Print bytes per link, lower bound, egress and buckets of one publish; nothing is started."""
+
+    def body() -> int:
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        from penstock.platform.cli_weights import run_weights_plan
+        from penstock.platform.config.load import load_config
+
+        loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
+        return run_weights_plan(loaded.config, as_json=as_json)
+
+    _exit_with(body)
 
 
 @app.command()

@@ -69,8 +69,9 @@ def _publish(config: RunConfig, folder: str) -> WeightManifest:
     whole = {name: tensor for name, tensor in tensors if not _is_tied(name, config)}
     training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
     transfer = ShardTransfer.between(training, engine_side(config), config.model.dtype, folder)
-    parts = ShardWriter(transfer, 0).write(0, {name: tensor.flatten() for name, tensor in whole.items()})
-    return transfer.manifest(0, parts)
+    writer, flat = ShardWriter(transfer, 0), {name: tensor.flatten() for name, tensor in whole.items()}
+    writer.write(0, flat)
+    return transfer.manifest(0, writer.sums(flat))
 
 
 def _is_tied(name: str, config: RunConfig) -> bool:

@@ -117,8 +117,8 @@ def swap_shard(model: torch.nn.Module, manifest: WeightManifest, shard: Mapping[
     live = dict(model.named_parameters())
     if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
         raise WeightSyncError(
-            f"publish v{manifest.version}: vLLM's CPU build keeps a packed copy of expert weights, which an update would "
-            "not reach, and the old experts would go on serving. Use rollout/engine=torch, or a GPU."
+            f"publish v{manifest.version}: vLLM's CPU build keeps a packed copy of expert weights, which an update "
+            "would not reach, and the old experts would go on serving. Use rollout/engine=torch, or a GPU."
         )
     for name in shard.keys() | live.keys():
         planned, held = (len(shard[name]) if name in shard else 0), (live[name].numel() if name in live else 0)

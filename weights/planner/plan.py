@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from penstock.weights.layout.algebra import Layout, Shape, View, cut, extents, volume
+from penstock.weights.layout.algebra import Layout, Shape, View, cut, extents, subtract, volume
 from penstock.weights.planner.balance import Assignment, assign, part_of
 from penstock.weights.planner.pieces import missing_pieces
 
@@ -133,6 +133,22 @@ def make_plan(
     largest = max(bucket_bytes // item_bytes, 1)
     copies = [_as_copy(part) for one in chosen for part in _at_most(one, largest)]
     return Plan(item_bytes, bucket_bytes, resident, tuple(_buckets(copies, largest)))
+
+
+def lower_bound_bytes(
+    source: Layout, destination: Layout, item_bytes: int, resident: Mapping[int, int] | None = None
+) -> int:
+    """Σ |needed − owned| · size: what must cross between devices whatever the plan."""
+    resident = resident or {}
+    total = 0
+    for tensor, wanted in destination.shards.items():
+        for shard in wanted:
+            here = [owned.box for owned in source.shards[tensor] if owned.rank == resident.get(shard.rank)]
+            missing = [shard.box]
+            for box in here:
+                missing = [rest for part in missing for rest in subtract(part, box)]
+            total += sum(map(volume, missing)) * item_bytes
+    return total
 
 
 def _as_copy(one: Assignment) -> Copy:

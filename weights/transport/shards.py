@@ -110,7 +110,7 @@ class ShardWriter:
                 _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
 
     @torch.no_grad()
-    def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy this rank's elements into the files of `version`.
 
         Args:
@@ -118,11 +118,16 @@ class ShardWriter:
             tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
         """
         folder = self._transfer.folder(version)
+        for copy in self._copies:
+            self._target(folder, copy).copy_(_box(tensors[copy.tensor], copy.shape, copy.source))
+
+    @torch.no_grad()
+    def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
+        """What this rank's elements add to the checksums, read where they come from."""
         parts = []
         for copy in self._copies:
-            part = _box(tensors[copy.tensor], copy.shape, copy.source).to(self._dtype)
-            self._target(folder, copy).copy_(part)
-            checksum = strided_sum(part, copy.destination.offset, copy.destination.strides)
+            sent = _box(tensors[copy.tensor], copy.shape, copy.source).to(self._dtype)
+            checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
             parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
         return parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,15 @@ def test_a_report_of_nothing_says_so(invoke):
     result = invoke("report", "runs/none")
     assert result.exit_code == 2
     assert "runs/none" in result.stderr
+
+
+def test_the_plan_of_a_publish_needs_no_model(invoke):
+    overrides = ["experiment=math_qwen_8gpu", "rollout.engine.tensor_parallel_size=4", "rollout.num_engines=1"]
+    result = invoke("weights", "plan", *overrides)
+    assert result.exit_code == 0, result.output
+    assert "lower bound" in result.output
+    report = json.loads(invoke("weights", "plan", *overrides, "--json").stdout)
+    assert report["wire_bytes"] == report["lower_bound_bytes"]
+    assert report["wire_bytes"] == pytest.approx(report["model_bytes"], rel=0.001)  # norms are on every rank
+    assert report["max_egress_bytes"] == pytest.approx(report["wire_bytes"] / 4, rel=0.01)
+    assert len(report["links"]) == 16

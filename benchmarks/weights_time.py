@@ -1,0 +1,240 @@
+"""`python benchmarks/weights.py time`: one publish through shared memory, on the clock, beside what it replaces.
+
+A synthetic decoder of 1 GiB in float32, partitioned as ZeRO-3 over 2 processes, into 2 processes that hold vLLM's
+layout at tensor parallelism 2. Rounds alternate between the three, so that a slow minute hits all:
+
+- memcpy: one process copies 1 GiB from memory to memory, once. Two such copies are the floor of a publish.
+- Penstock: the training ranks write (`ShardWriter.write`, side by side), then the engine ranks swap (side by side).
+  Checksums are timed apart; they go on beside generation, but for the read-back. Slots are pre-faulted by two
+  publishes before, and mapped by staging.
+- Gather and broadcast: rank 1 sends its partitions to rank 0 (gloo), or both gather them all, as ZeRO-3 does; rank 0
+  puts whole tensors into Ray's object store, and each engine rank maps them and copies its slices.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+
+from penstock.trainer.spec import free_port
+from penstock.weights.checksum import tensor_checksum
+from penstock.weights.layout.algebra import Box, TensorSpec, extents, volume
+from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.model_config import ModelShape
+from penstock.weights.staging import Staging
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter
+from penstock.weights.transport.shared_memory import default_directory, private_directory
+
+MODEL = ModelShape(
+    vocab_size=32_000,
+    hidden_size=1536,
+    intermediate_size=6144,
+    num_layers=5,
+    num_heads=24,
+    num_kv_heads=4,
+    head_dim=64,
+    qk_norm=True,
+)
+NUM_RANKS = TP = 2
+ROUNDS = 9
+TIMEOUT_S = 120.0
+
+
+class TrainingProcess:
+    """One ZeRO-3 rank."""
+
+    def __init__(self, rank: int, port: int) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_RANKS)
+        generator = torch.Generator().manual_seed(rank)
+        sizes = {spec.name: -(-volume_of(spec) // NUM_RANKS) for spec in decoder_tensors(MODEL)}
+        self._parts = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+        self._whole = {name: torch.empty(size * NUM_RANKS) for name, size in sizes.items()}
+        self._writer: ShardWriter | None = None
+
+    def share(self, transfer: ShardTransfer) -> None:
+        self._writer = ShardWriter(transfer, self._rank)
+
+    def write(self, version: int) -> None:
+        assert self._writer is not None
+        self._writer.write(version, self._parts)
+
+    def sums(self) -> list[Any]:
+        assert self._writer is not None
+        return self._writer.sums(self._parts)
+
+    def gather(self, *, to_all: bool) -> Any:
+        """Whole tensors on rank 0 (or on every rank, as ZeRO-3 gathers), and from there in the object store."""
+        for name, part in self._parts.items():
+            if to_all:
+                dist.all_gather_into_tensor(self._whole[name], part)
+            elif self._rank:
+                dist.send(part, 0)
+            else:
+                self._whole[name][: len(part)].copy_(part)
+                dist.recv(self._whole[name][len(part) :], 1)
+        return None if self._rank else [ray.put({name: whole.numpy() for name, whole in self._whole.items()})]
+
+    def memcpy_s(self, num_bytes: int) -> float:
+        """Seconds of one plain copy of so many bytes; both sides were touched before."""
+        source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
+        started = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - started
+
+
+class EngineProcess:
+    """One tensor-parallel rank with live parameters."""
+
+    def __init__(self, rank: int, transfer: ShardTransfer) -> None:
+        torch.set_num_threads(1)
+        self._rank = rank
+        self._live = {name: torch.zeros(size) for name, size in transfer.buffers[rank].items()}
+        tensors = decoder_tensors(MODEL)
+        layout = EngineSide("vllm", MODEL, TP).layout(tensors)
+        shapes = dict(tensors)
+        self._slices = [
+            (name, shapes[name], shard) for name, some in layout.shards.items() for shard in some if shard.rank == rank
+        ]
+
+    def stage(self, manifest: Any) -> float:
+        """Seconds that mapping and checking the shard takes."""
+        self._staging = Staging(manifest, self._rank, torch.device("cpu"))
+        self._staging.take()
+        return self._staging.seconds
+
+    def swap(self) -> float:
+        """Seconds that copying the shard into the live parameters takes."""
+        shard = self._staging.take()
+        started = time.perf_counter()
+        for name, values in shard.items():
+            self._live[name].copy_(values)
+        return time.perf_counter() - started
+
+    def check(self, manifest: Any) -> float:
+        """Seconds that reading the live parameters back takes."""
+        started = time.perf_counter()
+        for entry in manifest.entries:
+            if entry.rank == self._rank:
+                assert tensor_checksum(self._live[entry.name]) == entry.checksum, entry.name
+        return time.perf_counter() - started
+
+    def memcpy_s(self) -> float:
+        """Seconds of one plain copy of as many bytes as the shard has."""
+        num_elements = sum(map(len, self._live.values()))
+        source, target = torch.ones(num_elements), torch.zeros(num_elements)
+        started = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - started
+
+    def load(self, handle: list[Any]) -> None:
+        """Map whole tensors and copy this rank's slices."""
+        whole = ray.get(handle[0])
+        for name, shape, shard in self._slices:
+            tensor = torch.from_numpy(whole[name])[: volume_of(TensorSpec(name, shape))].view(shape)
+            part = tensor[tuple(slice(*range_) for range_ in shard.box)]
+            live = self._live[shard.view.buffer]
+            torch.as_strided(live, extents(shard.box), shard.view.strides, shard.view.offset).copy_(part)
+
+
+def volume_of(spec: TensorSpec) -> int:
+    return volume(_whole(spec))
+
+
+def _whole(spec: TensorSpec) -> Box:
+    return tuple((0, extent) for extent in spec.shape)
+
+
+def time_publish() -> dict[str, Any]:
+    """Seconds of each way, by round."""
+    directory = private_directory()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=3 << 30, address="local")
+    try:
+        return _measured(directory)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _measured(directory: Path) -> dict[str, Any]:
+    tensors = tuple(decoder_tensors(MODEL))
+    training = TrainingSide(tensors, NUM_RANKS, is_partitioned=True)
+    transfer = ShardTransfer.between(training, EngineSide("vllm", MODEL, TP), "float32", str(directory))
+    num_bytes = transfer.manifest(0, []).num_bytes
+    port = free_port()
+    ranks = [ray.remote(TrainingProcess).remote(rank, port) for rank in range(NUM_RANKS)]
+    engines = [ray.remote(EngineProcess).remote(rank, transfer) for rank in range(TP)]
+    _all(rank.share.remote(transfer) for rank in ranks)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for version in range(-2, ROUNDS):
+        slot = version % 2
+        took: dict[str, float] = {"memcpy": _all([ranks[0].memcpy_s.remote(num_bytes)])[0]}
+        took["memcpy of a shard, both at once"] = max(_all(engine.memcpy_s.remote() for engine in engines))
+        took["write"], _ = _timed(rank.write.remote(slot) for rank in ranks)
+        took["sums"], parts = _timed(rank.sums.remote() for rank in ranks)
+        manifest = transfer.manifest(slot, [part for some in parts for part in some])
+        took["stage: map and check"], _ = _timed(engine.stage.remote(manifest) for engine in engines)
+        called_s, swaps = _timed(engine.swap.remote() for engine in engines)
+        took |= {"swap": max(swaps), "publish": took["write"] + called_s}
+        took["read back"], _ = _timed(engine.check.remote(manifest) for engine in engines)
+        for way, to_all in (("gather", False), ("all-gather", True)):
+            gather_s, handles = _timed(rank.gather.remote(to_all=to_all) for rank in ranks)
+            load_s, _ = _timed(engine.load.remote(handles[0]) for engine in engines)
+            took |= {f"{way} and put": gather_s, f"{way}, put and load": gather_s + load_s}
+            _all(engine.check.remote(manifest) for engine in engines)  # every way gives the same parameters
+        for name, value in took.items() if version >= 0 else ():
+            seconds[name].append(value)
+    return {"num_bytes": num_bytes, "rounds": ROUNDS, "seconds": seconds, "directory": str(default_directory())}
+
+
+def _timed(calls: Iterable[Any]) -> tuple[float, list[Any]]:
+    started = time.perf_counter()
+    answers = _all(calls)
+    return time.perf_counter() - started, answers
+
+
+def _all(calls: Any) -> list[Any]:
+    return list(ray.get(list(calls), timeout=TIMEOUT_S))
+
+
+def time_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Header, rows and notes of the report."""
+    seconds = results["seconds"]
+    middle = {name: median(values) for name, values in seconds.items()}
+    ratios = {
+        "publish ÷ memcpy (floor 2)": _ratio(seconds["publish"], seconds["memcpy"]),
+        "swap − memcpy of a shard, ms": [
+            1e3 * (a - b) for a, b in zip(seconds["swap"], seconds["memcpy of a shard, both at once"], strict=True)
+        ],
+        "gather to rank 0 and broadcast ÷ publish": _ratio(seconds["gather, put and load"], seconds["publish"]),
+        "all-gather and broadcast ÷ publish": _ratio(seconds["all-gather, put and load"], seconds["publish"]),
+    }
+    rows = [[name, f"{1e3 * middle[name]:.0f} ms", _spread([1e3 * v for v in seconds[name]])] for name in seconds]
+    rows += [[name, f"{median(values):.2f}", _spread(values)] for name, values in ratios.items()]
+    notes = [
+        f"{results['num_bytes'] / 2**30:.2f} GiB in float32, 2 partitioned ranks to tensor parallelism 2, "
+        f"{results['rounds']} rounds; one thread per process",
+        "publish = write + swap, calls included; checksums apart: sums (training ranks), stage and read back (engines)",
+        "all engine parameters were equal after every way, by their checksums",
+    ]
+    return ["", "median", "least … greatest"], rows, notes
+
+
+def _ratio(above: list[float], below: list[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def _spread(values: list[float]) -> str:
+    return f"{min(values):.2f} … {max(values):.2f}"
