@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,15 +166,42 @@ class EngineContract:
             assert output.spans[0].version == harness.engine.version
             np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
 
-    async def test_32_requests_survive_three_updates_in_flight(self, harness: Harness) -> None:
+    async def test_a_damaged_version_harms_nothing(self, harness: Harness) -> None:
+        serving = harness.engine.version
+        crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(8)], max_new_tokens=300)
+        await crowd.all_moved()
+        manifest = harness.manifest()
+        damaged = Path(manifest.location) / "rank0"
+        with damaged.open("r+b") as file:
+            file.seek(damaged.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(WeightSyncError, match=r"what arrived of .* checksum"):
+            await within(harness.engine.update_weights(manifest))
+        assert harness.engine.version == serving
+        await crowd.all_finished()
+        assert all([span.version for span in output.spans] == [serving] for output in crowd.outputs)
+
+    async def test_200_publishes_of_the_same_weights_change_nothing(self, harness: Harness) -> None:
+        await harness.publish(seed=5)
+        prompt = prompt_of(9)
+        before = await harness.sample(prompt, max_new_tokens=30, temperature=0.0)
+        for _ in range(200):
+            await harness.publish(seed=5)
+        after = await harness.sample(prompt, max_new_tokens=30, temperature=0.0)
+        assert after.token_ids == before.token_ids
+        assert after.logprobs == before.logprobs
+
+    async def test_32_requests_survive_five_updates_in_flight(self, harness: Harness) -> None:
         first = harness.engine.version
         prompts = [prompt_of(4 + i % 9, shift=i) for i in range(32)]
         requests = StreamingRequests(harness, prompts, max_new_tokens=400)
-        for _ in range(3):
+        for _ in range(5):
             await requests.all_moved()
             await harness.publish()
         await requests.all_finished()
-        versions = list(range(first, first + 4))
+        versions = list(range(first, first + 6))
         for prompt, output in zip(prompts, requests.outputs, strict=True):
             assert (len(output.token_ids), output.finish_reason) == (400, "length")  # none lost
             assert [span.version for span in output.spans] == versions  # none missed, none restarted

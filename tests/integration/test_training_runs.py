@@ -47,7 +47,11 @@ def test_max_staleness_zero_is_on_policy(workspace: Path, train_overrides: list[
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("two_vllm_engines", ["rollout.num_engines=2"]),
+        ("two_vllm_engines_through_gathered_tensors", ["rollout.num_engines=2", "weights.mode=gather"]),
+        (
+            "zero3_into_an_engine_over_two_workers",
+            ["rollout.engine.tensor_parallel_size=2", "trainer.num_ranks=2", "trainer.zero_stage=3"],
+        ),
         (
             "torch_engine_zero3_two_ranks_all_trackers_held_to_a_reference",
             [
@@ -65,7 +69,7 @@ def test_max_staleness_zero_is_on_policy(workspace: Path, train_overrides: list[
                 "trainer.max_tokens_per_micro_batch=256",
                 "rollout/engine=torch",
                 "rollout.num_engines=2",
-                "weights.transport=object_store",
+                "weights=object_store",
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
             ],
@@ -85,6 +89,7 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     if "algorithm.kl_coefficient=0.05" in overrides:
         divergence = read_metric(run_dir, "loss/reference_kl")
         assert divergence[0] < 1e-6 < divergence[-1], "it begins at the reference and leaves it"
+    assert summary["eval_before"] > 0.2, "the engines have other weights than the trainer"
     is_streamed = "dataflow.stream_micro_batches=true" in overrides
     assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
     if "tracker" in "".join(overrides):
