@@ -2,6 +2,7 @@
 
     python benchmarks/weights.py bytes     (15 s, no GPU; writes benchmarks/results/weights_bytes.md and .json)
     python benchmarks/weights.py time      (1 min, 7 GiB of memory; writes benchmarks/results/weights_time.md and .json)
+    python benchmarks/weights.py delta     (1 min, needs the demo's warm start; writes weights_delta.md and .json there)
 
 `bytes`: Qwen2.5-7B in bfloat16 from 4 ZeRO-3 ranks to 2 engines of 4 tensor-parallel ranks each, all on devices of
 their own. Nothing is sent: counted is what each side's own planner lets each rank receive.
@@ -29,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import prod
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -247,13 +249,31 @@ def measure_time() -> None:
     write("weights_time", "Time of a weight update through shared memory", header, rows, notes, results)
 
 
-SECTIONS: dict[str, Callable[[], None]] = {"bytes": count_bytes, "time": measure_time}
+def measure_delta(policy: Path) -> None:
+    """The section `delta`: benchmarks/weights_delta.py."""
+    from weights_delta import delta_table, measure_codecs
+
+    results = measure_codecs(policy) | {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "torch": version("torch")}
+    header, rows, notes = delta_table(results)
+    notes += [f"{results['machine']}; torch {results['torch']}", "by: python benchmarks/weights.py delta"]
+    write("weights_delta", "Bytes of real training steps, by codec", header, rows, notes, results)
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "bytes": lambda _: count_bytes(),
+    "time": lambda _: measure_time(),
+    "delta": lambda arguments: measure_delta(arguments.policy),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("section", choices=SECTIONS)
-    SECTIONS[parser.parse_args().section]()
+    parser.add_argument(
+        "--policy", type=Path, default=Path("runs/arithmetic_sft-seed0/policy"), help="of `delta`: the warm start"
+    )
+    arguments = parser.parse_args()
+    SECTIONS[arguments.section](arguments)
 
 
 if __name__ == "__main__":

@@ -184,10 +184,11 @@ class EngineContract:
         assert all([span.version for span in output.spans] == [serving] for output in crowd.outputs)
 
     async def test_200_publishes_of_the_same_weights_change_nothing(self, harness: Harness) -> None:
+        is_main = harness.spec.update_mode == "keep_kv" and harness.spec.engine.tensor_parallel_size == 1
         await harness.publish(seed=5)
         prompt = prompt_of(9)
         before = await harness.sample(prompt, max_new_tokens=30, temperature=0.0)
-        for _ in range(200):
+        for _ in range(200 if is_main else 20):
             await harness.publish(seed=5)
         after = await harness.sample(prompt, max_new_tokens=30, temperature=0.0)
         assert after.token_ids == before.token_ids
