@@ -81,6 +81,9 @@ class TrainerRank:
     def teacher_forced(self, examples: list[Example]) -> TeacherForced:
         return self._running().teacher_forced(examples)
 
+    def token_logprobs(self, examples: list[Example]) -> np.ndarray:
+        return self._running().token_logprobs(examples)
+
     def export(self, version: int) -> WeightManifest | None:
         """Write this version for the engines; the one before it is no longer needed. Collective; rank 0 answers."""
         tensors = self._running().export_weights()

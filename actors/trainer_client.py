@@ -8,7 +8,9 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import ray_boundary
@@ -75,6 +77,11 @@ class TrainerClient:
     async def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         measured: TeacherForced = (await self._all("teacher_forced", examples))[0]
         return measured
+
+    async def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
+        """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
+        logprobs: NDArray[np.float64] = (await self._all("token_logprobs", examples))[0]
+        return logprobs
 
     async def export(self, version: int) -> WeightManifest:
         manifest = (await self._all("export", version))[0]

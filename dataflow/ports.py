@@ -199,6 +199,7 @@ class PublishReport:
     Attributes:
         acks: Those there were at its end; with `multi_version` the first one only.
         drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
+        probe_nat: Largest difference between a logprob of an engine and of the trainer, if this version was probed.
     """
 
     version: int
@@ -207,6 +208,7 @@ class PublishReport:
     total_s: float
     acks: Sequence[WeightAck]
     drain_timeouts: int = 0
+    probe_nat: float | None = None
 
     @property
     def max_stall_s(self) -> float:

@@ -33,6 +33,7 @@ from penstock.platform.observability.summary import (
     write_summary,
 )
 from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.ratio_probe import NUM_PROBES, RatioProbe, with_probe
 from penstock.platform.roles import start_actors
 from penstock.platform.run import Instruments, Parts, Run
 from penstock.platform.run_dir import prepare_run_dir
@@ -127,11 +128,15 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
 
         publisher = actors.publisher(pool, config)
         stack.push_async_callback(publisher.close)
+        held_out = tasks.held_out(config.evaluation.num_tasks)
+        prompts = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
+        limit_s = config.rollout.request_timeout_s
+        probe = RatioProbe(pool, actors.trainer, prompts, sampling, config.model.dtype, limit_s)
         parts = Parts(
             trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,
-            publisher=publisher,
+            publisher=with_probe(publisher, probe, config.weights.probe_every),
             evaluator=Evaluator(runner, actors.rewards, config.rollout.sampling.max_new_tokens),
-            held_out=tasks.held_out(config.evaluation.num_tasks),
+            held_out=held_out,
             make_flow=make_flow,
             monitor=monitor,
         )

@@ -189,6 +189,19 @@ class PolicyTrainer:
         wrong, gold = self.backend.all_reduce(mine, "sum")
         return TeacherForced(1.0 - float(wrong) / len(examples), float(gold) / len(examples))
 
+    def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
+        """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
+        sequences = supervised_sequences(examples)
+        starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
+        found = np.zeros(int(starts[-1]))  # tokens of other ranks count 0
+        with self.backend.evaluation():
+            for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
+                logprobs, _ = self.backend.forward(micro_batch.inputs, self._settings.temperature)
+                values, index = logprobs[: micro_batch.num_tokens].double().cpu().numpy(), micro_batch.sequence_index
+                for sequence in np.unique(index):
+                    found[starts[sequence] : starts[sequence + 1]] = values[index == sequence]
+        return self.backend.all_reduce(found, "sum")
+
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""
         return self.backend.export_weights()

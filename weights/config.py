@@ -21,6 +21,8 @@ class WeightsConfig(BaseModel):
         transport: `shared_memory` needs trainer rank 0 and the engine on one node; `object_store` works across nodes.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
+        probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
+            (platform/ratio_probe.py); 0 never does.
         timeout_s: Longest wait for one publish, seconds, before the slow engines are fenced off.
         drain_timeout_s: Longest wait for the running requests of an engine to end, seconds, in `drain` and
             `multi_version`; then they are frozen for the swap as with `keep_kv`.
@@ -31,6 +33,7 @@ class WeightsConfig(BaseModel):
     mode: Literal["direct", "gather"] = "direct"
     transport: Literal["shared_memory", "object_store"] = "shared_memory"
     update_mode: UpdateMode = "keep_kv"
+    probe_every: int = Field(default=20, ge=0)
     timeout_s: float = Field(default=120.0, gt=0)
     drain_timeout_s: float = Field(default=300.0, gt=0)
 

@@ -1,0 +1,86 @@
+"""The probe over fakes: agreement passes, a difference stops the run, what cannot be asked is left out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import GenerateRequest, PublishReport, SamplingParams, TokenDelta
+from penstock.dataflow.versions import Span
+from penstock.platform.ratio_probe import RatioProbe, with_probe
+from penstock.rollout.pool import EnginePool
+
+
+@dataclass
+class Answering:
+    """An engine whose token t has logprob −t / 10, off by `error` at its last one."""
+
+    engine_id: EngineId
+    version: int = 3
+    error: float = 0.0
+    is_lost: bool = False
+    stamps: int = 3
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        if self.is_lost:
+            raise EngineLostError("gone")
+        count = request.sampling.max_new_tokens
+        ids = tuple(range(1, count + 1))
+        logprobs = (*(-t / 10 for t in ids[:-1]), -count / 10 + self.error)
+        yield TokenDelta(ids[:1], logprobs[:1], (Span(self.stamps, 1),))
+        yield TokenDelta(ids[1:], logprobs[1:], (Span(self.stamps, count - 1),), "length")
+
+
+class Teacher:
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def token_logprobs(self, examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
+        self.num_asked += len(examples)
+        return np.array([-t / 10 for _, tokens in examples for t in tokens])
+
+
+def probe_of(*engines: Answering) -> tuple[RatioProbe, Teacher]:
+    teacher = Teacher()
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    return RatioProbe(pool, teacher, [(5,), (6, 7)], SamplingParams(8), "float32", timeout_s=5.0), teacher
+
+
+async def test_every_engine_at_the_version_is_compared() -> None:
+    probe, teacher = probe_of(Answering(EngineId("a")), Answering(EngineId("b")), Answering(EngineId("old"), version=2))
+    assert await probe.check(3) < 1e-12
+    assert teacher.num_asked == 4
+
+
+@pytest.mark.parametrize("error", [0.01, float("nan")])
+async def test_a_difference_names_the_engine_and_both_numbers(error: float) -> None:
+    probe, _ = probe_of(Answering(EngineId("a")), Answering(EngineId("b"), error=error))
+    with pytest.raises(
+        WeightSyncError, match=rf"at v3: b gives token 8 .* {-0.8 + error:.4f}, the trainer -0\.8000.*0\.001"
+    ):
+        await probe.check(3)
+
+
+async def test_a_lost_engine_and_newer_weights_are_left_out() -> None:
+    probe, teacher = probe_of(Answering(EngineId("a"), is_lost=True), Answering(EngineId("b"), stamps=4))
+    assert await probe.check(3) == 0.0
+    assert teacher.num_asked == 0
+
+
+async def test_it_probes_version_0_and_every_nth() -> None:
+    class Publisher:
+        async def publish(self, version: int) -> PublishReport:
+            engine.version = engine.stamps = version
+            return PublishReport(version, 1, 0.0, 0.0, ())
+
+    engine = Answering(EngineId("a"))
+    probe, _ = probe_of(engine)
+    publisher = with_probe(Publisher(), probe, 3)
+    probed = [(await publisher.publish(version)).probe_nat is not None for version in range(5)]
+    assert probed == [True, False, False, True, False]
+    assert isinstance(with_probe(Publisher(), probe, 0), Publisher)
