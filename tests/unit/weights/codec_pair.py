@@ -1,0 +1,53 @@
+"""A sender and a receiver in one process, and weights to send: what the tests of the codecs share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.weights.codec.choice import CODECS
+from penstock.weights.codec.codec import Encoded, ReceiverState, SenderState, words
+
+DTYPES = [torch.float32, torch.bfloat16]
+NUMPY_WORDS = {torch.float32: np.int32, torch.bfloat16: np.int16}
+
+
+def from_bits(bits: list[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    unsigned = np.asarray(bits, dtype=np.uint32 if dtype is torch.float32 else np.uint16)
+    return torch.from_numpy(unsigned.view(NUMPY_WORDS[dtype]).copy()).view(dtype)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(words(left), words(right))
+
+
+class Pair:
+    """A sender and a receiver of one buffer."""
+
+    def __init__(self, codec: str, first: torch.Tensor) -> None:
+        self.codec = CODECS[codec]
+        self.sender, self.receiver = SenderState("w"), ReceiverState("w")
+        self.live = torch.full_like(first, 7.0)
+        self.version = 0
+        self.publish(first)
+
+    def publish(self, current: torch.Tensor) -> Encoded:
+        self.version += 1
+        encoded = self.codec.encode(current, self.sender, self.version)
+        assert self.codec.decode(encoded, self.receiver, self.live, out=self.live) is self.live
+        assert self.sender.version == self.receiver.version == encoded.version == self.version
+        if self.sender.values is not None:
+            assert same_bits(self.sender.values, self.live), "the sender does not know what the receiver has"
+        return encoded
+
+
+def walk(dtype: torch.dtype, num_steps: int) -> list[torch.Tensor]:
+    """Weights under updates as of Adam: many small ones, some elements a hundred times faster."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(5000, generator=generator) * 0.05
+    speeds = torch.where(torch.rand(5000, generator=generator) < 0.01, 1e-2, 1e-4)
+    versions = [weights.to(dtype)]
+    for _ in range(num_steps):
+        weights = weights + speeds * torch.randn(5000, generator=generator)
+        versions.append(weights.to(dtype))
+    return versions
