@@ -188,7 +188,9 @@ class VllmEngine:
     async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> float:
         """Let the workers fetch and check their shards while requests go on; returns the seconds that took."""
         llm, started = self._open(), time.monotonic()
-        await llm.collective_rpc("penstock_stage", args=(update,))
+        refusals = await llm.collective_rpc("penstock_stage", args=(update,))
+        if any(refusals):
+            raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {next(filter(None, refusals))}")
         while True:
             answers = await llm.collective_rpc("penstock_staged", args=(manifest.version,))
             wrong = [error for _, error in answers if error]

@@ -18,7 +18,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.staging import Staging
@@ -71,7 +70,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
         manifest = decode(update_info)
         if manifest.num_shards:
-            swap_shard(self.model, manifest, _staging.pop(manifest.version).take())
+            swap_shard(self.model, _staging.pop(manifest.version).take())
         else:
             self.model.load_weights(read_version(manifest, self.device))
 
@@ -107,26 +106,28 @@ def decode(update: SharedMemoryUpdate) -> WeightManifest:
     return WeightManifest(update.version, update.location, entries, 0, 0, update.num_shards)
 
 
-@torch.no_grad()
-def swap_shard(model: torch.nn.Module, manifest: WeightManifest, shard: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's shard into the live parameters.
-
-    Raises:
-        WeightSyncError: If they are not the parameters that the plan was made for.
-    """
-    live = dict(model.named_parameters())
+def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
+    """Why a version cannot be copied into the live parameters; empty if it can."""
+    live = {name: parameter.numel() for name, parameter in model.named_parameters()}
     if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
-        raise WeightSyncError(
-            f"publish v{manifest.version}: vLLM's CPU build keeps a packed copy of expert weights, which an update "
-            "would not reach, and the old experts would go on serving. Use rollout/engine=torch, or a GPU."
+        return (
+            "vLLM's CPU build keeps a packed copy of expert weights, which an update would not reach, and the old "
+            "experts would go on serving. Use rollout/engine=torch, or a GPU."
         )
-    for name in shard.keys() | live.keys():
-        planned, held = (len(shard[name]) if name in shard else 0), (live[name].numel() if name in live else 0)
-        if planned != held:
-            raise WeightSyncError(
-                f"publish v{manifest.version}: {name} has {held} elements in this engine and {planned} in the plan, so "
-                "vLLM lays this model out otherwise than we know. Set weights.mode=gather."
+    planned = {entry.name: entry.shape[0] for entry in manifest.entries if entry.rank == rank}
+    for name in sorted(live.keys() | planned.keys()):
+        if live.get(name) != planned.get(name):
+            return (
+                f"{name} has {live.get(name, 0)} elements in rank {rank} of this engine and {planned.get(name, 0)} in "
+                "the plan: vLLM lays this model out otherwise than we know. Set weights.mode=gather."
             )
+    return ""
+
+
+@torch.no_grad()
+def swap_shard(model: torch.nn.Module, shard: Mapping[str, torch.Tensor]) -> None:
+    """Copy this rank's shard into the live parameters."""
+    live = dict(model.named_parameters())
     for name, values in shard.items():
         live[name].view(-1).copy_(values)
 
@@ -137,11 +138,14 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
 
-    def penstock_stage(self, update: Mapping[str, Any]) -> None:
-        """Begin to fetch and check this worker's shard of a version, beside decoding."""
-        manifest = decode(SharedMemoryUpdate(**update))
+    def penstock_stage(self, update: Mapping[str, Any]) -> str:
+        """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
+        manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
         _staging.clear()  # one that was given up
-        _staging[manifest.version] = Staging(manifest, get_tensor_model_parallel_rank(), self.device)
+        wrong = what_is_wrong(self.model_runner.get_model(), manifest, rank)
+        if not wrong:
+            _staging[manifest.version] = Staging(manifest, rank, self.device)
+        return wrong
 
     def penstock_staged(self, version: int) -> tuple[bool, str]:
         """Whether that has ended, and what is wrong with the version, if anything."""

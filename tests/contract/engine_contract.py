@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -182,6 +183,15 @@ class EngineContract:
         assert harness.engine.version == serving
         await crowd.all_finished()
         assert all([span.version for span in output.spans] == [serving] for output in crowd.outputs)
+
+    async def test_a_version_of_another_model_is_refused_and_the_old_one_serves(self, harness: Harness) -> None:
+        serving, manifest = harness.engine.version, harness.manifest()
+        shorter = dataclasses.replace(manifest, entries=manifest.entries[:-1])
+        with pytest.raises(WeightSyncError, match=re.escape(manifest.entries[-1].name)):
+            await within(harness.engine.update_weights(shorter))
+        output = await harness.sample(prompt_of(7), max_new_tokens=20)
+        assert output.spans == ((serving, 20),)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
 
     async def test_200_publishes_of_the_same_weights_change_nothing(self, harness: Harness) -> None:
         is_main = harness.spec.update_mode == "keep_kv" and harness.spec.engine.tensor_parallel_size == 1
