@@ -25,10 +25,10 @@ from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import combine_checksums, entry_key, strided_sum
 from penstock.weights.config import NUM_SLOTS
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.layout.algebra import Shape, View
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
+from penstock.weights.strided import strided_box
 
 ALIGNMENT_BYTES = 64
 
@@ -119,14 +119,14 @@ class ShardWriter:
         """
         folder = self._transfer.folder(version)
         for copy in self._copies:
-            self._target(folder, copy).copy_(_box(tensors[copy.tensor], copy.shape, copy.source))
+            self._target(folder, copy).copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
         """What this rank's elements add to the checksums, read where they come from."""
         parts = []
         for copy in self._copies:
-            sent = _box(tensors[copy.tensor], copy.shape, copy.source).to(self._dtype)
+            sent = strided_box(tensors[copy.tensor], copy.shape, copy.source).to(self._dtype)
             checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
             parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
         return parts
@@ -136,7 +136,7 @@ class ShardWriter:
         if buffers is None:
             sizes = self._transfer.buffers[copy.dst_rank]
             buffers = self._files[folder, copy.dst_rank] = _map(folder, copy.dst_rank, sizes, self._dtype)
-        return _box(buffers[copy.destination.buffer], copy.shape, copy.destination)
+        return strided_box(buffers[copy.destination.buffer], copy.shape, copy.destination)
 
 
 def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,11 +154,6 @@ def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch
         )
     sizes = {entry.name: entry.shape[0] for entry in entries}
     yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()
-
-
-def _box(flat: torch.Tensor, shape: Shape, view: View) -> torch.Tensor:
-    """A strided box of a flat tensor, which may itself be a part of a larger storage."""
-    return torch.as_strided(flat, shape, view.strides, int(flat.storage_offset()) + view.offset)
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -1,0 +1,163 @@
+"""Weights between processes over gloo: exact, at the plan's bytes, relayed, and with named errors when one is lost.
+
+What the processes do is in weight_group_stories.py. The store is served by the test process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.weights.transport.links import serve_store
+from tests.integration.weight_group_stories import BACK, BUCKET_BYTES, HOST, PROGRAM, STORIES, Story, plan_to
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def told(story: str, folder: Path, may_die: set[int]) -> list[Story]:
+    """What each process of a story wrote down."""
+    store = serve_store(HOST)
+    num_processes = STORIES[story][1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, story, str(rank), str(store.port), str(folder)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_processes)
+    ]
+    outputs = []
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    died = {rank for rank, process in enumerate(processes) if process.returncode}
+    assert died == may_die, "\n".join(output[-3000:] for output in outputs)
+    files = [folder / f"{story}{rank}" for rank in range(num_processes)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def links_of(processes: list[Story], chapter: str) -> dict[tuple[int, int], int]:
+    """Bytes from group rank to group rank, as the senders count them; the receivers must count the same."""
+    count = {
+        side: {
+            (rank, int(peer)) if side == "sent" else (int(peer), rank): num_bytes
+            for rank, process in enumerate(processes)
+            for peer, num_bytes in process[chapter][side].items()
+        }
+        for side in ("sent", "received")
+    }
+    assert count["sent"] == count["received"]
+    return count["sent"]
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> list[Story]:
+    return told("exact", tmp_path_factory.mktemp("group"), set())
+
+
+@pytest.fixture(scope="module")
+def relayed(tmp_path_factory: pytest.TempPathFactory) -> list[Story]:
+    return told("relayed", tmp_path_factory.mktemp("group"), {0, 3})
+
+
+@pytest.mark.parametrize("chapter", ["v1", "v2", "bfloat16", "colocated"])
+def test_engines_hold_exactly_what_vllm_would_slice(exact: list[Story], chapter: str) -> None:
+    assert [process[chapter]["wrong"] for process in exact] == [[]] * 4
+
+
+@pytest.mark.parametrize(("chapter", "item_bytes"), [("v1", 4), ("v2", 4), ("bfloat16", 2)])
+def test_every_link_carries_the_bytes_of_the_plan(exact: list[Story], chapter: str, item_bytes: int) -> None:
+    plan = plan_to(2, item_bytes)
+    expected = {(src, 2 + dst): num_bytes for (src, dst), num_bytes in plan.bytes_per_link.items()}
+    assert links_of(exact, chapter) == expected
+    assert len(plan.buckets) > 20
+
+
+def test_no_process_makes_more_memory_than_a_bucket(exact: list[Story], relayed: list[Story]) -> None:
+    chapters = [process[chapter] for process in exact for chapter in ("v1", "v2", "bfloat16")]
+    chapters += [relayed[rank]["three"] for rank in (1, 2, 4)]
+    assert all(0 < chapter["extra_bytes"] <= BUCKET_BYTES for chapter in chapters)
+    assert all(chapter["allocated_bytes"] == chapter["extra_bytes"] for chapter in chapters)
+
+
+def test_the_way_back_is_the_identity(exact: list[Story]) -> None:
+    assert [process["back"]["wrong"] for process in exact] == [[]] * 4
+    sent = {(rank - 2, int(peer)): n for rank in (2, 3) for peer, n in exact[rank]["back"]["sent"].items()}
+    assert sent == BACK.bytes_per_link
+
+
+def test_in_one_process_only_what_it_lacks_is_sent_and_all_of_it_is_relayed(exact: list[Story]) -> None:
+    plan = plan_to(2, resident={0: 0, 1: 1})
+    shard_bytes = [4 * sum(copy.num_elements for copy in plan.copies if copy.dst_rank == rank) for rank in range(2)]
+    assert links_of(exact, "colocated") == {
+        **plan.bytes_per_link,
+        (0, 2): shard_bytes[0],
+        (1, 3): shard_bytes[1],
+    }
+
+
+def test_it_lives_beside_the_default_group(exact: list[Story]) -> None:
+    assert [process.get("default group") for process in exact] == [2.0, 2.0, None, None]
+
+
+def test_members_that_disagree_are_named(exact: list[Story]) -> None:
+    assert "weights v7: training rank 0 is about to transfer weights v6 plan" in exact[1]["disagreement"]
+    assert "weights v6: training rank 1 is about to transfer weights v7 plan" in exact[0]["disagreement"]
+    assert all("Join one of the next generation" in process["closed"] for process in exact)
+
+
+def test_the_trainer_sends_the_same_to_three_replicas_as_to_one(relayed: list[Story]) -> None:
+    plan = plan_to(1)
+    to_first = {(src, 2): num_bytes for (src, _), num_bytes in plan.bytes_per_link.items()}
+    assert links_of(relayed[:3], "one") == to_first
+    assert links_of(relayed[:3] + relayed[4:], "survivors")[2, 3] == plan.wire_bytes
+    for rank in (0, 1, 2, 4):
+        assert relayed[rank]["three"]["wrong"] == []
+    assert relayed[1]["three"]["sent"] == {"2": to_first[1, 2]}
+    assert relayed[0]["three"]["sent"] == {"2": to_first[0, 2]}
+    assert relayed[2]["three"]["sent"] == relayed[4]["three"]["received"] | {"3": plan.wire_bytes}
+
+
+def test_who_never_comes_is_named(relayed: list[Story]) -> None:
+    for rank in (0, 1, 2, 4):
+        assert "5 of 6 members are there, engine-3 rank 0 did not come within 2 s" in relayed[rank]["absent"]
+
+
+def test_an_engine_that_dies_is_named_on_all_others_and_a_group_without_it_works(relayed: list[Story]) -> None:
+    for rank in (2, 4):
+        assert re.search(
+            r"^weights v3: engine-\d rank 0, bucket \d+ of \d+: engine-1 rank 0 is lost after [\d.]+ s "
+            r"\(time-out 8 s\) with [\d,]+ bytes of this bucket and [\d,]+ of the version pending\. ",
+            relayed[rank]["lost"],
+        )
+    for rank in (0, 1):
+        assert re.search(
+            rf"^weights v3: training rank {rank}, .* engine-0 rank 0 is lost .* It has left word: weights v3: engine-0 "
+            r"rank 0, .*: engine-1 rank 0 is lost",
+            relayed[rank]["lost"],
+        )
+    for rank in (0, 1, 2, 4):
+        assert relayed[rank]["survivors"]["wrong"] == []
+
+
+def test_an_engine_that_hangs_is_named_after_the_time_out(relayed: list[Story]) -> None:
+    assert "engine-2 rank 0 is too late after 1.5 s (time-out 1.5 s)" in relayed[2]["late"]
+    for rank in (0, 1):
+        assert re.search(r"engine-0 rank 0 is (lost|too late)", relayed[rank]["late"])
+
+
+def test_a_death_in_the_middle_of_a_message_does_not_take_the_time_out_to_notice(relayed: list[Story]) -> None:
+    assert not relayed[2]["all had arrived"]
+    assert relayed[2]["in the middle of a message"] == "lost"

@@ -1,0 +1,195 @@
+"""Weights between nodes: a plan carried out by the processes that hold the two sides, over a group of their own.
+
+Consumes: a plan, a route and one side's tensors. Waits for: every member, before the first bucket; then, bucket by
+bucket, the messages of its sources and the peers that take its own. Unblocked by: those, a broken connection, or the
+time-out of the leg. An error names the peer, the version and what is pending, and ends the group on this process; that
+breaks the connections to the others, which end with an error too. Whoever is left joins a group of the next
+generation.
+
+No deadlock: a process begins to receive and to send a bucket once it has received, passed on and sent the bucket
+before, and waits only after it has begun all of it. So whoever is in the earliest bucket waits for nobody but the
+processes before it on the bucket's way from the sources along the relay, and that way has no cycle.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.dataflow.errors import WeightSyncError, boundary
+from penstock.weights.planner.plan import Plan
+from penstock.weights.transport.group import TransferGroup
+from penstock.weights.transport.links import Exchange, Links, LostPeerError, Pending
+from penstock.weights.transport.members import Route
+from penstock.weights.transport.messages import Step, copy_directly, pack, steps_of, unpack
+
+Tensors = Mapping[str, torch.Tensor]
+"""Buffer name -> flat tensor."""
+_WHAT_TO_DO = "What arrived is not used. Join a group of the next generation without it, and send the version again."
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one process has sent and received of one version.
+
+    Attributes:
+        sent_bytes: By the group rank that it went to.
+        received_bytes: By the group rank that it came from.
+        seconds: From when everyone was there.
+    """
+
+    sent_bytes: Counter[int] = field(default_factory=Counter)
+    received_bytes: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+class Transfer:
+    """One process's part of every version that takes one route by one plan. Made once, used for every version.
+
+    Attributes:
+        extra_bytes: Memory that it holds for messages; at most one bucket, and one more where one process is on both
+            sides.
+    """
+
+    def __init__(self, group: TransferGroup, plan: Plan, route: Route, dtype: torch.dtype) -> None:
+        """Take memory for messages.
+
+        Args:
+            group: This process's membership.
+            plan: The same on all members, as are the next two; this is compared before each version.
+            route: Where the plan's ranks are.
+            dtype: Of the wire.
+        """
+        assert dtype.itemsize == plan.item_bytes, f"{dtype} on the wire, {plan.item_bytes} bytes in the plan"
+        self._group = group
+        self._steps = steps_of(plan, route, group.rank)
+        self._fingerprint = f"plan {zlib.crc32(f'{plan.to_json()} {route} {dtype}'.encode()):08x}"
+        self._outgoing = _buffer(max((step.num_sent for step in self._steps), default=0), dtype, group.device)
+        self._incoming = _buffer(max((step.num_received for step in self._steps), default=0), dtype, group.device)
+        self.extra_bytes = self._outgoing.nbytes + self._incoming.nbytes
+        for buffer in (self._outgoing, self._incoming):
+            assert buffer.nbytes <= max(plan.bucket_bytes, plan.item_bytes), "more than a bucket of extra memory"
+        self._expected = Counter[int]()
+        for step in self._steps:
+            for peer, num_elements in _legs(step, group.rank):
+                self._expected[peer] += num_elements * plan.item_bytes
+
+    @torch.no_grad()
+    def run(self, version: int, source: Tensors, destination: Tensors) -> Traffic:
+        """Carry out this process's part of one version.
+
+        Args:
+            version: Policy version, for messages and to find members that disagree.
+            source: What this process holds on the plan's source side; empty if it is not on it.
+            destination: What this process fills on the plan's destination side, of any dtype; empty if it is not on
+                it. Padding is left as it is. On a GPU it is complete in the order of the current stream.
+
+        Returns:
+            Bytes by peer.
+
+        Raises:
+            WeightSyncError: If a peer does not come, is lost or is too late. Then the group is closed, and what
+                arrived must not be used.
+        """
+        what = f"weights v{version}"
+        name = self._group.members.name(self._group.rank)
+        try:
+            with boundary(WeightSyncError, f"{what}: {name}"):
+                links = self._group.links
+                self._group.meet(what, self._fingerprint)
+                started = time.monotonic()
+                traffic = Traffic()
+                for number, step in enumerate(self._steps):
+                    begun = time.monotonic()
+                    try:
+                        self._bucket(links, step, source, destination, traffic)
+                    except LostPeerError as lost:
+                        where = f"{what}: {name}, bucket {number + 1} of {len(self._steps)}"
+                        raise WeightSyncError(self._what_is_lost(where, lost, begun, traffic)) from lost
+                traffic.seconds = time.monotonic() - started
+                return traffic
+        except WeightSyncError as error:
+            self._group.leave_word(str(error))
+            self._group.close()
+            _forget_frames(error)
+            raise
+
+    def _bucket(self, links: Links, step: Step, source: Tensors, destination: Tensors, traffic: Traffic) -> None:
+        me = self._group.rank
+        for message in step.sends:
+            pack(message, source, self._outgoing)
+        remote = [message for message in step.receives if message.peer != me]
+        sends = [(message.peer, self._outgoing[message.start : message.stop]) for message in step.sends]
+        receives = [(message.peer, self._incoming[message.start : message.stop]) for message in remote]
+        exchange = links.exchange(sends, receives)
+        for message in step.receives:
+            if message.peer == me:
+                pack(message, source, self._incoming)
+        for copy in step.direct:
+            copy_directly(copy, source, destination)
+        self._finish(exchange.receiving)
+        for peer, tensor in receives:
+            traffic.received_bytes[peer] += tensor.nbytes
+        relays = [(child, self._incoming[: step.num_received]) for child in step.children]
+        relay = links.exchange(relays, []) if relays else Exchange([], [])
+        for message in step.receives:
+            unpack(message, self._incoming, destination)
+        self._finish([*exchange.sending, *relay.receiving, *relay.sending])
+        for peer, tensor in [*sends, *relays]:
+            traffic.sent_bytes[peer] += tensor.nbytes
+
+    def _finish(self, pending: Sequence[Pending]) -> None:
+        deadline = time.monotonic() + self._group.timeout_s
+        for message in pending:
+            message.finish(deadline)
+
+    def _what_is_lost(self, where: str, lost: LostPeerError, begun: float, traffic: Traffic) -> str:
+        members, elapsed = self._group.members, time.monotonic() - begun
+        left = sum(
+            self._expected[peer] - traffic.sent_bytes[peer] - traffic.received_bytes[peer] for peer in lost.peers
+        )
+        kind = "is too late" if lost.is_late else "is lost"
+        word = self._group.word_of(lost.peers)
+        why = f"It has left word: {word}" if word else f"{_first_sentence(str(lost))}. {_WHAT_TO_DO}"
+        return (
+            f"{where}: {members.names(lost.peers)} {kind} after {elapsed:.1f} s (time-out {self._group.timeout_s:g} s) "
+            f"with {lost.num_bytes:,} bytes of this bucket and {left:,} of the version pending. {why}"
+        )
+
+
+def _buffer(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_elements, dtype=dtype, device=device)
+
+
+def staging_buffers(
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> dict[str, torch.Tensor]:
+    """What a version arrives in: one flat tensor per buffer of a rank's layout, padding zero as in the engines."""
+    return {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}
+
+
+def _legs(step: Step, me: int) -> list[tuple[int, int]]:
+    """Peer and elements of everything that a process sends and receives in a bucket."""
+    legs = [(message.peer, message.stop - message.start) for message in (*step.sends, *step.receives)]
+    legs += [(child, step.num_received) for child in step.children]
+    return [leg for leg in legs if leg[0] != me]
+
+
+def _first_sentence(text: str) -> str:
+    """What a backend says, without the place in its sources and its advice."""
+    words = text.strip().splitlines()[0] if text.strip() else "no detail"
+    return (words.rpartition(".cc:")[2].partition("] ")[2] or words).partition(". ")[0].rstrip(".")
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Forget what the frames of an error refer to: gloo's connections live as long as a work of theirs."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
