@@ -48,7 +48,7 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
 
 test: setup  ## Run the whole test suite
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadgroup
 
 lint: setup  ## Check style, formatting and types
 	@$(BIN)/ruff check --quiet .
