@@ -66,7 +66,7 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
         "from penstock.envs.arithmetic import ArithmeticTasks\n"
         "class BrokenTasks(ArithmeticTasks):\n"
         "    def train(self):\n"
-        "        yield from islice(super().train(), 600)\n"
+        "        yield from islice(super().train(), 5000)\n"
         "        raise ConnectionError('the task server went away')\n"
     )
     before = {process.pid for process in psutil.process_iter()}
@@ -76,7 +76,7 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
         "rollout/engine=torch",
         "env.factory=broken_tasks:BrokenTasks",
         "name=broken",
-        "dataflow.batch_groups=96",
+        "dataflow.batch_groups=800",
         "dataflow.group_size=2",
         "total_steps=1000",
         cwd=workspace,
