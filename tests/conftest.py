@@ -35,16 +35,6 @@ Tensors = dict[str, torch.Tensor]
 """HF name -> tensor, each once (a tied lm_head is left out)."""
 
 
-HEAVY = ("tests/chaos/", "tests/contract/", "tests/integration/")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two workers: whatever starts processes runs on one of them, one after another; the rest on the other."""
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group("processes" if file.startswith(HEAVY) else file))
-
-
 @pytest.fixture(scope="session")
 def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: Qwen3, hidden 64, 2 layers, vocabulary 32, float32, and its tokenizer.

@@ -78,6 +78,7 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
         "name=broken",
         "dataflow.batch_groups=800",
         "dataflow.group_size=2",
+        "rollout.sampling.max_new_tokens=8",
         "total_steps=1000",
         cwd=workspace,
     )
