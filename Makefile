@@ -48,7 +48,7 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
 
 QUICK_TESTS := tests/arch tests/unit tests/property tests/simulation
-# They start no processes of their own, so two run at a time; the others measure what they start, and run alone.
+# They start no Ray, vLLM or DeepSpeed, so two run at a time; the others measure what they start, and run alone.
 test: setup  ## Run the whole test suite
 	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK_TESTS)
 	@$(BIN)/pytest $(addprefix --ignore=,$(QUICK_TESTS))

@@ -94,7 +94,7 @@ class TrainerClient:
         Raises:
             WeightSyncError: If a layout is not known.
         """
-        training, folder = await self._ranks[0].training_side.remote()
+        ((training, folder),) = await self._answers("training_side", [self._ranks[0].training_side.remote()])
         transfer = await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder)
         await self._all("share_weights", ray.put(transfer))
         return transfer

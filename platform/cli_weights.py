@@ -67,15 +67,14 @@ def plan_report(config: RunConfig) -> PlanReport:
     source = TrainingSide(tensors, config.trainer.num_ranks, config.trainer.zero_stage == 3).layout()
     destination = EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size).layout(tensors)
     item_bytes = DTYPE_BYTES[config.model.dtype]
-    resident = _shared_devices(config, source, destination)
-    plan = make_plan(source, destination, item_bytes, resident=resident)
+    plan = make_plan(source, destination, item_bytes)
     hops = relay_tree(["this node"] * config.rollout.num_engines)
     planning_s = time.perf_counter() - started
     model_bytes = config.model.shape.num_parameters * item_bytes
     return PlanReport(
         model_bytes=model_bytes,
         wire_bytes=plan.wire_bytes,
-        lower_bound_bytes=lower_bound_bytes(source, destination, item_bytes, resident),
+        lower_bound_bytes=lower_bound_bytes(source, destination, item_bytes),
         max_egress_bytes=max(plan.egress.values(), default=0),
         relayed_bytes=_relayed(destination, hops, item_bytes),
         gathered_bytes=model_bytes * engine.tensor_parallel_size * config.rollout.num_engines,
@@ -86,11 +85,6 @@ def plan_report(config: RunConfig) -> PlanReport:
         planning_s=planning_s,
         links=_links(plan),
     )
-
-
-def _shared_devices(config: RunConfig, source: Layout, destination: Layout) -> dict[int, int]:
-    """Colocated roles: rank i of both sides is on slot i."""
-    return {rank: rank for rank in range(min(source.num_ranks, destination.num_ranks)) if config.cluster.colocated}
 
 
 def _links(plan: Plan) -> list[tuple[int, int, int]]:
@@ -120,7 +114,7 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
     for name, value in (
         ("model", f"{report.model_bytes / MIB:,.1f} MiB"),
         ("sent by the training side", f"{report.wire_bytes / MIB:,.1f} MiB"),
-        ("lower bound: needed and not there", f"{report.lower_bound_bytes / MIB:,.1f} MiB"),
+        ("lower bound: what engine ranks hold", f"{report.lower_bound_bytes / MIB:,.1f} MiB"),
         ("busiest training rank sends", f"{report.max_egress_bytes / MIB:,.1f} MiB"),
         (
             "passed on from engine to engine",

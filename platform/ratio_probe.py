@@ -12,6 +12,7 @@ own time limits. Prefix caches are salted by version, so no KV of older weights 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,6 +25,8 @@ from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest, PublishReport, SamplingParams, WeightPublisher
 from penstock.rollout.pool import EnginePool
 from penstock.weights.model_config import DType
+
+logger = logging.getLogger(__name__)
 
 Example = tuple[Sequence[int], Sequence[int]]
 
@@ -98,8 +101,8 @@ class RatioProbe:
         self._tolerance = TOLERANCE[dtype]
         self._timeout_s = timeout_s
 
-    async def check(self, version: int) -> float:
-        """Largest difference of a token's logprob, nat.
+    async def check(self, version: int) -> float | None:
+        """Largest difference of a token's logprob, nat; None if no engine could be asked.
 
         Raises:
             WeightSyncError: If it is above what rounding explains.
@@ -107,8 +110,12 @@ class RatioProbe:
         engines = [engine for engine in self._pool.engines() if engine.version == version]
         asked = [self._ask(engine, version, index) for engine in engines for index in range(len(self._prompts))]
         answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
+        if len(answers) < len(asked):
+            logger.warning(
+                "ratio probe at v%d: %d of %d answers were lost", version, len(asked) - len(answers), len(asked)
+            )
         if not answers:
-            return 0.0
+            return None
         examples = [(answer.prompt, answer.token_ids) for answer in answers]
         scores = await self._trainer.token_logprobs(examples)
         worst = 0.0

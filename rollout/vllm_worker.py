@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import tensor_checksum
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.staging import Staging
 from penstock.weights.transport.shared_memory import read_version
 
@@ -108,20 +109,25 @@ def decode(update: SharedMemoryUpdate) -> WeightManifest:
 
 def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
     """Why a version cannot be copied into the live parameters; empty if it can."""
-    live = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    live = {name: (parameter.numel(), parameter.dtype) for name, parameter in model.named_parameters()}
     if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
         return (
             "vLLM's CPU build keeps a packed copy of expert weights, which an update would not reach, and the old "
             "experts would go on serving. Use rollout/engine=torch, or a GPU."
         )
-    planned = {entry.name: entry.shape[0] for entry in manifest.entries if entry.rank == rank}
+    mine = [entry for entry in manifest.entries if entry.rank == rank]
+    planned = {entry.name: (entry.shape[0], TORCH_DTYPES[entry.dtype]) for entry in mine}
     for name in sorted(live.keys() | planned.keys()):
         if live.get(name) != planned.get(name):
             return (
-                f"{name} has {live.get(name, 0)} elements in rank {rank} of this engine and {planned.get(name, 0)} in "
+                f"{name} is {_words(live.get(name))} in rank {rank} of this engine and {_words(planned.get(name))} in "
                 "the plan: vLLM lays this model out otherwise than we know. Set weights.mode=gather."
             )
     return ""
+
+
+def _words(held: tuple[int, torch.dtype] | None) -> str:
+    return "absent" if held is None else f"{held[0]} elements of {held[1]}"
 
 
 @torch.no_grad()

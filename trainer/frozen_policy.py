@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.batches.collate import TrainingSequence, collate
+from penstock.trainer.batches.collate import TrainingSequence, collate, place_by_sequence
 from penstock.trainer.batches.packing import plan_batch
 from penstock.trainer.batches.sequences import loss_tokens
 from penstock.trainer.policy_model import PolicyModel, load_policy
@@ -61,7 +61,6 @@ class FrozenPolicy:
         for micro_batch in plan.ranks[0]:
             batch = collate(micro_batch, sequences, device=self.device, needs_mask=is_packed)
             logprobs, _ = batch.inputs.call(self.model, self.temperature)
-            values, index = logprobs[: batch.num_tokens].float().cpu().numpy(), batch.sequence_index
-            for sequence in np.unique(index):
-                found[starts[sequence] : starts[sequence + 1]] = values[index == sequence]
+            values = logprobs[: batch.num_tokens].float().cpu().numpy()
+            place_by_sequence(values, batch.sequence_index, starts, found)
         return found

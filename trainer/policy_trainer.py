@@ -28,7 +28,7 @@ from penstock.trainer.algorithms.kl import kl_term
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.policy_loss import policy_loss
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate
+from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
 from penstock.trainer.batches.packing import BatchPlan, plan_batch
 from penstock.trainer.batches.sequences import Example, batch_metrics, policy_sequences, supervised_sequences
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
@@ -197,9 +197,8 @@ class PolicyTrainer:
         with self.backend.evaluation():
             for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
                 logprobs, _ = self.backend.forward(micro_batch.inputs, self._settings.temperature)
-                values, index = logprobs[: micro_batch.num_tokens].double().cpu().numpy(), micro_batch.sequence_index
-                for sequence in np.unique(index):
-                    found[starts[sequence] : starts[sequence + 1]] = values[index == sequence]
+                values = logprobs[: micro_batch.num_tokens].double().cpu().numpy()
+                place_by_sequence(values, micro_batch.sequence_index, starts, found)
         return self.backend.all_reduce(found, "sum")
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

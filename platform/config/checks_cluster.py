@@ -185,20 +185,13 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 def check_transport(config: RunConfig) -> Iterator[Finding]:
     """How weights travel fits to where they go."""
-    weights, tp_size = config.weights, config.rollout.engine.tensor_parallel_size
+    weights = config.weights
     if weights.mode == "direct" and weights.transport != "shared_memory":
         yield error(
             f"weights.mode=direct with weights.transport={weights.transport}: training ranks write straight into "
             "the shared memory of the engines' node. Use weights.mode=gather (weights=object_store sets it).",
             "weights.mode",
             "weights.transport",
-        )
-    if weights.mode == "gather" and tp_size > 1:
-        yield error(
-            f"weights.mode=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be compared "
-            "with what each of the ranks holds of them. Use weights.mode=direct.",
-            "weights.mode",
-            "rollout.engine",
         )
     if config.weights.transport == "shared_memory" and config.cluster.address != "local":
         yield warning(
@@ -210,10 +203,17 @@ def check_transport(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
-    """Heads and rows can be split over the devices of an engine."""
+    """The policy can be split over the devices of an engine, and what arrives there compared."""
     tp_size = config.rollout.engine.tensor_parallel_size
     if tp_size == 1:
         return
+    if config.weights.mode == "gather":
+        yield error(
+            f"weights.mode=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be compared "
+            "with what each of the ranks holds of them. Use weights.mode=direct.",
+            "weights.mode",
+            "rollout.engine",
+        )
     try:
         vllm_layout(decoder_tensors(config.model.shape), config.model.shape, tp_size)
     except WeightSyncError as refusal:

@@ -23,7 +23,7 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.model_config import ModelShape
 from penstock.weights.planner.plan import make_plan
-from tests.unit.weights.models import PADDING, numbered
+from tests.unit.weights.models import PADDING, numbered, small
 from tests.unit.weights.test_reshard_plans import carried_out
 
 pytestmark = [
@@ -48,21 +48,8 @@ class Case(NamedTuple):
     config: Mapping[str, object] = {}
 
 
-def shape_of(**changes: object) -> ModelShape:
-    sizes = {
-        "vocab_size": 515,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_layers": 2,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-    }
-    return ModelShape.model_validate(sizes | changes)
-
-
 def dense(model_type: str, architecture: str, **changes: object) -> Case:
-    shape = shape_of(**changes)
+    shape = small(**{"hidden_size": 32, "head_dim": 4} | changes)
     return Case(model_type, architecture, shape, decoder_tensors(shape))
 
 

@@ -164,6 +164,17 @@ def collate(
     )
 
 
+def place_by_sequence(
+    values: NDArray[np.floating],
+    sequence_index: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    into: NDArray[np.floating],
+) -> None:
+    """Put what a micro-batch found, one value per target token, where each sequence's targets begin in `into`."""
+    for sequence in np.unique(sequence_index):
+        into[starts[sequence] : starts[sequence + 1]] = values[sequence_index == sequence]
+
+
 def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
     """Causal attention within each sequence only: `[R, L] int` segment ids -> `[R, 1, L, L] bool`, True = attend.
 

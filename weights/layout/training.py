@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.layout.algebra import (
     Box,
     Layout,
@@ -42,6 +43,9 @@ def training_layout(
         tp_size: Tensor-parallel ranks.
         is_partitioned: Parameters are partitioned over the data-parallel ranks.
         num_kv_heads: Attention is split in whole key/value heads; needed with `tp_size` > 1.
+
+    Raises:
+        WeightSyncError: If it is not known how a tensor is split.
     """
     shards: dict[str, tuple[Shard, ...]] = {}
     buffers: list[dict[str, int]] = [{} for _ in range(num_replicas * tp_size)]
@@ -95,7 +99,10 @@ def _tensor_parallel_box(tensor: TensorSpec, rank: int, size: int, num_kv_heads:
     if size == 1 or role is Role.REPLICATED or tensor.name.endswith("embed_tokens.weight"):
         return box
     if role in {Role.EXPERTS_IN, Role.EXPERTS_OUT}:
-        raise NotImplementedError(f"{tensor.name}: AutoTP of stacked experts is not supported")
+        raise WeightSyncError(
+            f"weights: {tensor.name}: how AutoTP splits stacked experts is not known, so it cannot be sent from there. "
+            "Train it without tensor parallelism (ZeRO-3), or set weights.mode=gather."
+        )
     axis = 1 if role is Role.ROW_PARALLEL else 0
     units = tensor.shape[axis]
     is_attention = role in {Role.QUERY, Role.KEY, Role.VALUE} or ".self_attn." in tensor.name

@@ -83,7 +83,8 @@ def _place(tensor: TensorSpec, role: Role, model: ModelShape, rank: _Rank, tp_si
         rank.append(name, cut(box, 2, *_even(name, tensor.shape[2], rank.rank, tp_size)), fused_name(name, role))
     else:
         heads = {Role.QUERY: model.num_heads, Role.KEY: model.num_kv_heads, Role.VALUE: model.num_kv_heads}
-        start, stop = _even(name, heads.get(role, tensor.shape[0]), rank.rank, tp_size)
+        is_kv = role in {Role.KEY, Role.VALUE}
+        start, stop = _even(name, heads.get(role, tensor.shape[0]), rank.rank, tp_size, is_replicated=is_kv)
         width = model.head_dim if role in heads else 1
         rank.append(name, cut(box, 0, start * width, stop * width), fused_name(name, role))
 
@@ -109,9 +110,9 @@ def fused_name(name: str, role: Role) -> str:
     return f"{head}{fused}{tail}"
 
 
-def _even(name: str, count: int, rank: int, size: int) -> tuple[int, int]:
-    """Range of a rank; with fewer units than ranks, each unit is on size ÷ count consecutive ranks."""
-    if count % size and size % count:
+def _even(name: str, count: int, rank: int, size: int, *, is_replicated: bool = False) -> tuple[int, int]:
+    """Range of a rank. If that is allowed, fewer units than ranks are each on size ÷ count consecutive ranks."""
+    if count % size and not (is_replicated and size % count == 0):
         raise WeightSyncError(
             f"weights: {name} has {count} heads, rows or columns, which cannot be split over {size} tensor-parallel "
             "ranks. Use a rollout.engine.tensor_parallel_size that divides them."

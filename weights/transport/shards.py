@@ -150,7 +150,7 @@ def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch
     if not _file(folder, rank).exists():
         raise WeightSyncError(
             f"publish v{manifest.version}: {_file(folder, rank)} is not there. The engine is on another node than the "
-            "trainer. Set weights.mode=gather weights.transport=object_store for engines on other nodes."
+            "trainer. Set weights=object_store for engines on other nodes."
         )
     sizes = {entry.name: entry.shape[0] for entry in entries}
     yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()

@@ -178,6 +178,10 @@ def test_unknown_tensors_and_uneven_splits_are_named() -> None:
         vllm_layout([*tensors, TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))], model, 1)
     with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 3"):
         vllm_layout([t for t in tensors if "q_proj" in t.name], model, 3)
+    with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 16"):
+        vllm_layout([t for t in tensors if "q_proj" in t.name], model, 16)
+    with pytest.raises(WeightSyncError, match="stacked experts"):
+        training_layout(tensors_of("moe")[1], tp_size=2, num_kv_heads=2)
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 3), (3, 4, 5)])
