@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.kernels.float32_head import use_float32_head
 from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.decode_thread import DecodeThread
@@ -241,6 +242,8 @@ def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:
             [f"rollout.engine.type=torch: {spec.model_path} has layers without full attention. Use type=vllm."]
         )
     model = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype, attn_implementation="sdpa")
+    if spec.model.head_dtype == "float32":
+        use_float32_head(model)
     model = model.to(spec.device).eval().requires_grad_(requires_grad=False)
     cache = SlotCache(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype, spec.device)
     limits = BatchLimits(

@@ -63,6 +63,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.model.dtype,
+        hf_overrides={"head_dtype": spec.model.head_dtype},
         max_model_len=spec.model.max_context_tokens,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),

@@ -169,7 +169,7 @@ def build_deepspeed_backend(
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
     settings = deepspeed_settings(model, trainer, num_ranks=int(os.environ["WORLD_SIZE"]))
     hf_config = _announce_zero3(settings) if trainer.zero_stage == 3 else None
-    policy = load_policy(model_path, attention=model.attention, gradient_checkpointing=trainer.gradient_checkpointing)
+    policy = load_policy(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=build_adamw(policy, trainer.optimizer), config=settings)
     restore_rotary_buffers(policy)
     engine.train()

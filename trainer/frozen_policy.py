@@ -41,7 +41,7 @@ class FrozenPolicy:
         Raises:
             ConfigError: If there is no such model, or it cannot be loaded.
         """
-        policy = load_policy(path, attention=model.attention, gradient_checkpointing=False).to(device).eval()
+        policy = load_policy(path, model, gradient_checkpointing=False).to(device).eval()
         return cls(
             policy.requires_grad_(requires_grad=False), torch.device(device), model.attention, max_tokens, temperature
         )

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
+from penstock.kernels.float32_head import use_float32_head
 from penstock.kernels.linear_logprob import linear_argmax, linear_logprob
+from penstock.weights.model_config import ModelConfig
 
 _PREFIX = "causal_lm."
 
@@ -71,12 +73,12 @@ def hf_name(parameter_name: str) -> str:
     return parameter_name.removeprefix(_PREFIX)
 
 
-def load_policy(path: str, *, attention: str, gradient_checkpointing: bool) -> PolicyModel:
+def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) -> PolicyModel:
     """Load a policy in float32, whatever the checkpoint's precision: masters are float32.
 
     Args:
         path: Hugging Face directory or hub name.
-        attention: `sdpa` or `flash_attention_2`.
+        model: Attention and precision of the head.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -89,7 +91,9 @@ def load_policy(path: str, *, attention: str, gradient_checkpointing: bool) -> P
     if path.startswith(("/", ".")) and not Path(path).is_dir():
         raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
-        causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention)
+        causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=model.attention)
+    if model.head_dtype == "float32":
+        use_float32_head(causal_lm)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PolicyModel(causal_lm).train()

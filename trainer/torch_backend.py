@@ -95,9 +95,7 @@ def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float
 
 def build_torch_backend(model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> TorchBackend:
     """Load the policy and its optimizer."""
-    policy = load_policy(
-        model_path, attention=model.attention, gradient_checkpointing=trainer.gradient_checkpointing
-    ).to(device)
+    policy = load_policy(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing).to(device)
     return TorchBackend(policy, build_adamw(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)
 
 

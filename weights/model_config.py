@@ -55,6 +55,7 @@ class ModelConfig(BaseModel):
         from_scratch: Build `shape` with random weights and a character tokenizer instead of loading `path`
             (the tiny policies of the warm start).
         dtype: Precision of the forward pass on both sides and of published weights; masters stay float32.
+        head_dtype: Precision of the output projection on both sides: that of the model, or float32.
         max_context_tokens: Longest prompt plus answer, tokens.
     """
 
@@ -63,6 +64,7 @@ class ModelConfig(BaseModel):
     path: str | None = None
     from_scratch: bool = False
     dtype: DType = "float32"
+    head_dtype: Literal["model", "float32"] = "float32"
     max_context_tokens: int = Field(gt=0)
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     shape: ModelShape
