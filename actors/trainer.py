@@ -18,8 +18,9 @@ from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
 from penstock.trainer.spec import TrainerSpec, free_port
+from penstock.weights.checksum import PartialSum
 from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.shards import PartialSum, ShardTransfer, ShardWriter
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
 

@@ -16,29 +16,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.weights.checksum import combine_checksums, entry_key, strided_sum
+from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, strided_sum
 from penstock.weights.config import NUM_SLOTS
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.planner.plan import Copy, Plan, make_plan
+from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.strided import strided_box
 
 ALIGNMENT_BYTES = 64
-
-
-class PartialSum(NamedTuple):
-    """What one training rank adds to the checksum of an engine rank's buffer."""
-
-    engine_rank: int
-    buffer: str
-    checksum: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +83,32 @@ class ShardTransfer:
         )
 
 
+class ShardFiles:
+    """The files of a transfer on one node, mapped as they are needed."""
+
+    def __init__(self, transfer: ShardTransfer) -> None:
+        """Make the files, if no other process has.
+
+        Raises:
+            WeightSyncError: If shared memory is too small for them.
+        """
+        self._transfer = transfer
+        self._dtype = TORCH_DTYPES[transfer.dtype]
+        self._mapped: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
+        for slot in range(NUM_SLOTS):
+            for engine_rank, sizes in enumerate(transfer.buffers):
+                _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
+
+    def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
+        """Name -> flat tensor: what an engine rank needs of a version; it replaces the version before the last one."""
+        folder = self._transfer.folder(version)
+        buffers = self._mapped.get((folder, engine_rank))
+        if buffers is None:
+            sizes = self._transfer.buffers[engine_rank]
+            buffers = self._mapped[folder, engine_rank] = _map(folder, engine_rank, sizes, self._dtype)
+        return buffers
+
+
 class ShardWriter:
     """One training rank's part of every publish."""
 
@@ -101,13 +118,9 @@ class ShardWriter:
         Raises:
             WeightSyncError: If shared memory is too small for them.
         """
-        self._transfer = transfer
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._copies = [copy for copy in transfer.plan.copies if copy.src_rank == rank]
-        self._files: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
-        for slot in range(NUM_SLOTS):
-            for engine_rank, sizes in enumerate(transfer.buffers):
-                _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
+        self._files = ShardFiles(transfer)
 
     @torch.no_grad()
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -117,9 +130,10 @@ class ShardWriter:
             version: Replaces the version before the last one.
             tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
         """
-        folder = self._transfer.folder(version)
         for copy in self._copies:
-            self._target(folder, copy).copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
+            buffer = self._files.buffers(version, copy.dst_rank)[copy.destination.buffer]
+            target = strided_box(buffer, copy.shape, copy.destination)
+            target.copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
@@ -130,13 +144,6 @@ class ShardWriter:
             checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
             parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
         return parts
-
-    def _target(self, folder: Path, copy: Copy) -> torch.Tensor:
-        buffers = self._files.get((folder, copy.dst_rank))
-        if buffers is None:
-            sizes = self._transfer.buffers[copy.dst_rank]
-            buffers = self._files[folder, copy.dst_rank] = _map(folder, copy.dst_rank, sizes, self._dtype)
-        return strided_box(buffers[copy.destination.buffer], copy.shape, copy.destination)
 
 
 def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
