@@ -20,6 +20,7 @@ class TrainerSpec:
         temperature: The sampling temperature; the trainer's logprobs use the same.
         max_new_tokens: The sampling limit, for `constant_length` aggregation and the truncated share.
         threads: CPU threads of each rank.
+        publish_in: Parent of the folder for published versions; None: shared memory.
         streams: Parts of a batch are trained while the rest of it is still being generated.
     """
 
@@ -32,6 +33,7 @@ class TrainerSpec:
     seed: int
     temperature: float
     max_new_tokens: int
+    publish_in: str | None = None
     streams: bool = False
 
     @property

@@ -53,12 +53,15 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
     [
         ("two_vllm_engines_through_gathered_tensors", ["rollout.num_engines=2", "weights.mode=gather"]),
         (
-            "torch_engine_zero3_two_ranks_all_trackers_held_to_a_reference",
+            "torch_engine_zero3_two_ranks_overlapped_through_a_group_all_trackers_held_to_a_reference",
             [
                 "rollout/engine=torch",
                 "algorithm.kl_coefficient=0.05",
                 "trainer.num_ranks=2",
                 "trainer.zero_stage=3",
+                "weights.transport=group",
+                "weights.codec=delta",
+                "weights.overlap=true",
                 "tracker=[jsonl,wandb,tensorboard]",
             ],
         ),
@@ -69,7 +72,8 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
                 "trainer.max_tokens_per_micro_batch=256",
                 "rollout/engine=torch",
                 "rollout.num_engines=2",
-                "weights=object_store",
+                "weights=gather",
+                "weights.transport=object_store",
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
             ],
@@ -92,6 +96,9 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     assert summary["eval_before"] > 0.2, "the engines have other weights than the trainer"
     is_streamed = "dataflow.stream_micro_batches=true" in overrides
     assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
+    sent_bytes = read_metric(run_dir, "weights/sent_bytes")
+    if "weights.transport=group" in overrides:
+        assert 0 < sent_bytes[-1] < 1.1 * read_metric(run_dir, "weights/bytes")[-1], "more than one policy was sent"
     if "tracker" in "".join(overrides):
         assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
         assert list((run_dir / "tensorboard").rglob("events.out.tfevents.*"))

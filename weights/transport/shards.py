@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +49,36 @@ class ShardTransfer:
     directory: str
 
     @classmethod
-    def between(cls, training: TrainingSide, engine: EngineSide, dtype: DType, directory: str) -> ShardTransfer:
+    def between(
+        cls,
+        training: TrainingSide,
+        engine: EngineSide,
+        dtype: DType,
+        directory: str,
+        training_nodes: Sequence[str] = (),
+        engine_node: str | None = None,
+    ) -> ShardTransfer:
         """Plan the transfer.
+
+        Args:
+            training: How the trainer holds the model.
+            engine: How an engine does.
+            dtype: Of the wire.
+            directory: Where the files are to be.
+            training_nodes: Node of each training rank: those on `engine_node` send what others have too.
+            engine_node: Where it goes first.
 
         Raises:
             WeightSyncError: If the layout of a tensor is not known on one of the sides.
         """
         destination = engine.layout(training.tensors)
-        plan = make_plan(training.layout(), destination, DTYPE_BYTES[dtype])
+        plan = make_plan(
+            training.layout(),
+            destination,
+            DTYPE_BYTES[dtype],
+            source_nodes=dict(enumerate(training_nodes)),
+            destination_nodes=dict.fromkeys(range(destination.num_ranks), engine_node) if engine_node else {},
+        )
         return cls(plan, destination.buffers, dtype, directory)
 
     def folder(self, version: int) -> Path:
@@ -157,7 +179,7 @@ def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch
     if not _file(folder, rank).exists():
         raise WeightSyncError(
             f"publish v{manifest.version}: {_file(folder, rank)} is not there. The engine is on another node than the "
-            "trainer. Set weights=object_store for engines on other nodes."
+            "trainer. Set weights.transport=auto."
         )
     sizes = {entry.name: entry.shape[0] for entry in entries}
     yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()

@@ -122,6 +122,10 @@ class Transfer:
             _forget_frames(error)
             raise
 
+    def close(self) -> None:
+        """Leave the group; may be called twice."""
+        self._group.close()
+
     def _bucket(self, links: Links, step: Step, cargo: Cargo, traffic: Traffic) -> None:
         me, source, destination = self._group.rank, cargo.source, cargo.destination
         for message in step.sends:

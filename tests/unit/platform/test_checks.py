@@ -71,7 +71,16 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
             ["rollout.engine.tensor_parallel_size=3", "rollout.num_engines=1"],
             ["down_proj", "18944 heads", "over 3"],
         ),
-        (["weights.transport=object_store"], ["weights.mode=direct", "weights=object_store"]),
+        (["weights.transport=object_store"], ["weights.mode=direct", "shared_memory or group"]),
+        (
+            ["weights.mode=gather", "weights.transport=group"],
+            ["weights.mode=gather", "only object_store can be forced"],
+        ),
+        (
+            ["weights.codec=int8_delta", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
+            ["weights.codec=int8_delta", "tensor_parallel_size=2", "Use delta"],
+        ),
+        (["weights.overlap=true", "weights.update_mode=drain"], ["weights.overlap=true", "update_mode=drain"]),
         (
             ["weights.mode=gather", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
             ["weights.mode=gather", "tensor_parallel_size=2"],
@@ -119,7 +128,7 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         ("rollout.engine.max_num_seqs=8", "the engines decode 8 at once"),
         ("algorithm.correction=none", "biases the gradient"),
         ("dataflow.batch_timeout_s=10", "lost engine"),
-        ("cluster.address=ray://head:10001", "one node"),
+        ("weights.codec=delta", "has no effect"),
     ],
 )
 def test_what_works_but_hurts_is_a_warning(override, words):
