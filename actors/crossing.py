@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any, cast
 
 import ray
@@ -17,9 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import Departure, Parcel
-from penstock.actors.landing import CONCURRENCY, LandingActor
+from penstock.actors.landing import LandingActor
 from penstock.actors.locations import Locations
-from penstock.actors.ray_errors import ray_boundary
+from penstock.actors.ray_errors import ray_boundary, together
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import WeightSyncError
 from penstock.rollout.pool import EnginePool
@@ -29,6 +29,7 @@ from penstock.weights.model_config import DType
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.links import serve_store
 from penstock.weights.transport.shards import ShardTransfer
+from penstock.weights.transport.shared_memory import remove_directories_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ ATTEMPTS = 2
 PING_S = 5.0
 GRACE_S = 10.0
 """What a call may take beyond the time-outs of what it does."""
+
+
+def _on(node: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 class GroupExport:
@@ -51,6 +56,7 @@ class GroupExport:
         self._config = config
         self._store = serve_store(ray.util.get_node_ip_address())
         self._landings: dict[str, Any] = {}
+        self._pids: dict[str, int] = {}
         self._crossing: Crossing | None = None
         self._generation = 0
         self._transfer: ShardTransfer | None = None
@@ -76,7 +82,7 @@ class GroupExport:
                 self._crossing = None
                 if attempt == ATTEMPTS - 1:
                     raise
-                logger.warning("%s. What is left meets anew, and gets v%d once more", error, version)
+                logger.warning("%s What is left meets anew, and gets v%d once more", error, version)
                 await self._give_up_silent_ones(str(error))
         raise AssertionError("unreachable")
 
@@ -85,7 +91,7 @@ class GroupExport:
         assert crossing is not None
         limit = self._config.timeout_s + GRACE_S
         landed = {node: self._landings[node].receive.remote(version) for node in crossing.nodes}
-        sent, *folders = await self._together(
+        sent, *folders = await together(
             f"publish v{version}", limit, self._trainer.ask("send_weights", version, timeout_s=limit), *landed.values()
         )
         manifest = crossing.transfer.manifest(version, [part for parts, _ in sent for part in parts])
@@ -95,13 +101,18 @@ class GroupExport:
     async def _meet(self) -> None:
         """Make a crossing of the nodes that have engines now."""
         nodes = self._nodes()
+        if not nodes:
+            raise WeightSyncError(f"weights: no engine is left to publish to: {self._pool.fenced}")
         for node in self._landings.keys() - set(nodes):
-            ray.kill(self._landings.pop(node))
+            await self._end(node)
         for node in nodes:
             if node not in self._landings:
-                place = NodeAffinitySchedulingStrategy(node, soft=False)
-                options = {"num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": place}
-                self._landings[node] = ray.remote(LandingActor).options(**options).remote(self._config.directory)
+                landing = (
+                    ray.remote(concurrency_groups={"beside": 1})(LandingActor)
+                    .options(**_on(node))
+                    .remote(self._config.directory)
+                )
+                self._landings[node], self._pids[node] = landing, await landing.pid.remote()
         self._transfer = self._transfer or await self._trainer.plan_transfer(self._layout, self._dtype, nodes[0])
         self._generation += 1
         store_at = (ray.util.get_node_ip_address(), self._store.port)
@@ -111,13 +122,20 @@ class GroupExport:
         )
         limit = timeout_s + GRACE_S
         shared = ray.put(crossing)
-        await self._together(
+        await together(
             "weights: meeting",
             limit,
             self._trainer.ask("join_crossing", shared, timeout_s=limit),
             *(self._landings[node].join.remote(shared, node) for node in nodes),
         )
         self._crossing = crossing
+
+    async def _end(self, node: str) -> None:
+        """End a landing that may not answer, and remove what it leaves in shared memory."""
+        ray.kill(self._landings.pop(node))
+        sweep = ray.remote(remove_directories_of).options(**_on(node), max_retries=0)
+        with suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone too
+            await asyncio.wait_for(sweep.remote([self._pids.pop(node)], self._config.directory), PING_S)
 
     def _nodes(self) -> tuple[str, ...]:
         """Nodes with engines in service, that of the first training rank first."""
@@ -129,21 +147,9 @@ class GroupExport:
         for node, landing in list(self._landings.items()):
             try:
                 with ray_boundary(WeightSyncError, "ping"):
-                    await asyncio.wait_for(landing.ping.remote(), PING_S)
+                    await asyncio.wait_for(landing.pid.remote(), PING_S)
             except (WeightSyncError, TimeoutError):
-                ray.kill(self._landings.pop(node))
+                await self._end(node)
                 for engine in cast("list[RemoteEngine]", self._pool.engines()):
                     if engine.node_id == node:
                         await self._pool.fence(engine.engine_id, f"the landing on its node is lost. {why}")
-
-    async def _together(self, what: str, timeout_s: float, *calls: Awaitable[Any]) -> list[Any]:
-        """All answers; the first failure counts, once everyone has come back or the time is up."""
-        pending = [asyncio.ensure_future(call) for call in calls]
-        done, late = await asyncio.wait(pending, timeout=timeout_s)
-        failures = [failure for call in done if (failure := call.exception()) is not None]
-        with ray_boundary(WeightSyncError, what):
-            if failures:
-                raise failures[0]
-        if late:
-            raise WeightSyncError(f"{what}: {len(late)} of {len(pending)} did not answer within {timeout_s:.0f} s")
-        return [call.result() for call in pending]

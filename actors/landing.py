@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+
+import ray
 
 from penstock.weights.transport.crossing import Crossing, Landing
 from penstock.weights.transport.shared_memory import private_directory
-
-CONCURRENCY = 4
 
 
 class LandingActor:
@@ -25,8 +26,10 @@ class LandingActor:
         """Receive a version; returns the folder where engines find it."""
         return self._landing.receive(version)
 
-    def ping(self) -> None:
+    @ray.method(concurrency_group="beside")
+    def pid(self) -> int:
         """Answers also while a version is on its way."""
+        return os.getpid()
 
     def shutdown(self) -> None:
         """Leave, and free the shared memory."""

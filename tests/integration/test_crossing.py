@@ -29,7 +29,7 @@ from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
-from penstock.weights.transport.shared_memory import remove_directories_of
+from penstock.weights.transport.shared_memory import default_directory, remove_directories_of
 from tests.command_line import ENVIRONMENT
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -128,9 +128,12 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
         assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the trainer sends one policy, however many engines"
         await trainer.supervised_step(EXAMPLES)
+    pid = export._pids[engines[1].node_id]
+    assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
     ray.kill(export._landings[engines[1].node_id])
     report = await publisher.publish(3)
     assert [ack.engine_id for ack in report.acks] == ["engine-0"]
+    assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
     assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
     assert (await publisher.publish(4)).acks[0].version == 4
     await publisher.close()
