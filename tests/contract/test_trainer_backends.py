@@ -14,10 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.trainer.tiny_policy import create_policy
-from penstock.weights.model_config import ModelConfig
-from tests.contract.trainer_backend_cases import CASES, REFERENCE, TIED, Case, build, run_case, weights_of
-from tests.tiny_policy import SPECIAL_TOKENS
+from tests.contract.trainer_backend_cases import (
+    CASES,
+    REFERENCE,
+    TIED,
+    Case,
+    build,
+    create_policies,
+    run_case,
+    weights_of,
+)
 from tests.unit.weights.models import PADDING, vllm_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,10 +34,7 @@ FLOAT32 = [case for case in CASES if case.dtype == "float32"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("backends")
-    for case in (Case(), Case(is_tied=False)):
-        model = ModelConfig(max_context_tokens=32, shape=case.shape)
-        create_policy(model, SPECIAL_TOKENS, str(folder / case.policy), seed=3)
-        (folder / case.policy / "tokenizer.json").write_text("{}")
+    create_policies(folder)
     return folder
 
 
@@ -63,7 +66,7 @@ def deepspeed_results(folder: Path) -> dict[tuple, dict]:
         ]
         outputs = []
         try:
-            outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

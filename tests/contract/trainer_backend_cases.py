@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
@@ -22,15 +23,16 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardTransfer, ShardWriter, read_shard
-from tests.tiny_policy import tiny_shape
+from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
 VOCAB = 24
 TIED = tiny_shape(VOCAB)
-UNTIED = TIED.model_copy(update={"tie_word_embeddings": False, "vocab_size": VOCAB + 1})
-"""An odd vocabulary: tensor-parallel ranks get unequal parts of the head."""
+UNTIED = TIED.model_copy(update={"tie_word_embeddings": False, "attention_bias": True, "vocab_size": VOCAB + 1})
+"""Qwen2 in place of Qwen3. An odd vocabulary: tensor-parallel ranks get unequal parts of the head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
-    Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True),
+    Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
     Case(tensor_parallel=2, world_size=4, zero_stage=2, streamed=True, is_tied=False, offload_optimizer=True),
     Case(tensor_parallel=2, world_size=4, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
@@ -130,6 +132,33 @@ def make_batch(seed: int, *, poisoned: bool = False) -> list[GroupPayload]:
             )
         payloads.append(GroupPayload(GroupId(group), tuple(members)))
     return payloads
+
+
+def create_policies(folder: Path) -> None:
+    """Write the policy of either kind, with random biases: transformers would begin with zeros."""
+    for case in (Case(), Case(is_tied=False)):
+        path = folder / case.policy
+        if case.is_tied:
+            create_policy(ModelConfig(max_context_tokens=32, shape=case.shape), SPECIAL_TOKENS, str(path), seed=3)
+        else:
+            torch.manual_seed(3)
+            config = Qwen2Config(
+                vocab_size=UNTIED.vocab_size,
+                hidden_size=UNTIED.hidden_size,
+                intermediate_size=UNTIED.intermediate_size,
+                num_hidden_layers=UNTIED.num_layers,
+                num_attention_heads=UNTIED.num_heads,
+                num_key_value_heads=UNTIED.num_kv_heads,
+                max_position_embeddings=32,
+                tie_word_embeddings=False,
+                dtype="float32",
+            )
+            policy = Qwen2ForCausalLM(config)
+            for name, parameter in policy.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.1)
+            policy.float().save_pretrained(path)
+        (path / "tokenizer.json").write_text("{}")
 
 
 def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTrainer:
