@@ -26,7 +26,7 @@ from penstock.weights.transport.shared_memory import private_directory, write_ve
 
 
 class TrainerRank:
-    """One data-parallel rank in its own process."""
+    """One rank in its own process."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec

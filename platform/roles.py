@@ -106,7 +106,7 @@ async def start_reference_group(config: RunConfig) -> ReferenceClient:
         model=config.model,
         device=pool_device(config, config.reference_pool),
         threads=config.cluster.threads_per_process,
-        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        max_tokens=config.trainer.max_group_tokens,
         temperature=config.rollout.sampling.temperature,
     )
     environment = torch_environment(config, spec.device)

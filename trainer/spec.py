@@ -38,8 +38,8 @@ class TrainerSpec:
 
     @property
     def tokens_per_part(self) -> float:
-        """Most tokens of one part of a batch: a micro-batch for every rank; without streaming, no limit."""
-        return self.trainer.num_ranks * self.trainer.max_tokens_per_micro_batch if self.streams else math.inf
+        """Most tokens of one part of a batch: a micro-batch for all ranks; without streaming, no limit."""
+        return self.trainer.data_parallel_size * self.trainer.max_group_tokens if self.streams else math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,20 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     assert (run_dir / "report.html").stat().st_size > 10_000
 
 
-def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_workers(
-    workspace: Path, train_overrides: list[str]
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("zero3_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3"]),
+        ("autotp_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.tensor_parallel_size=2"]),
+    ],
+)
+def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
+    name: str, sides: list[str], workspace: Path, train_overrides: list[str]
 ) -> None:
-    sides = ["rollout.engine.tensor_parallel_size=2", "trainer.num_ranks=2", "trainer.zero_stage=3"]
-    overrides = [*train_overrides, *SMALL, *sides, "dataflow.max_staleness=0"]
-    done = run_cli("train", *overrides, "name=on_policy", cwd=workspace)
+    overrides = [*train_overrides, *SMALL, "trainer.num_ranks=2", *sides, "dataflow.max_staleness=0"]
+    done = run_cli("train", *overrides, f"name={name}", cwd=workspace)
     assert done.returncode == 0, done.stderr
-    run_dir = workspace / "runs" / "on_policy"
+    run_dir = workspace / "runs" / name
     assert read_summary(run_dir)["max_staleness_seen"] == 0
     assert read_summary(run_dir)["share_tokens_stale"] == 0
     # Ratio 1 within 1e-4 at the first micro-batch and every other: behavior (vLLM) against proximal (trainer).
@@ -51,7 +57,15 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("two_vllm_engines_through_gathered_tensors", ["rollout.num_engines=2", "weights.mode=gather"]),
+        (
+            "autotp_into_two_vllm_engines_through_gathered_tensors",
+            [
+                "rollout.num_engines=2",
+                "weights.mode=gather",
+                "trainer.num_ranks=2",
+                "trainer.tensor_parallel_size=2",
+            ],
+        ),
         (
             "torch_engine_zero3_two_ranks_overlapped_through_a_group_all_trackers_held_to_a_reference",
             [
@@ -78,7 +92,16 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
                 "trainer.backend=torch",
             ],
         ),
-        ("taking_turns", ["rollout/engine=torch", "cluster.colocated=true", "dataflow.max_staleness=0"]),
+        (
+            "ulysses_taking_turns",
+            [
+                "rollout/engine=torch",
+                "cluster.colocated=true",
+                "dataflow.max_staleness=0",
+                "trainer.num_ranks=2",
+                "trainer.sequence_parallel_size=2",
+            ],
+        ),
     ],
 )
 def test_variants_train(name: str, overrides: list[str], workspace: Path, train_overrides: list[str]) -> None:
