@@ -24,6 +24,7 @@ from penstock.envs.reward_result import Reply
 from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
+_LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
 
 
 class RewardProcess(asyncio.Protocol):
@@ -119,6 +120,13 @@ class RewardProcess(asyncio.Protocol):
             self._temporary = None
         return how
 
+    def end(self) -> str:
+        """Say how a process ended whose socket is closed: it is most likely about to end by itself."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_LAST_BREATH_S)
+        return self.kill()
+
     def _end_keeper(self, keeper: subprocess.Popen[bytes]) -> str:
         """Close the keeper's standard input, upon which it kills all that is below it; then what it says."""
         assert keeper.stdin is not None
@@ -127,7 +135,7 @@ class RewardProcess(asyncio.Protocol):
             return how_it_ended(keeper.returncode)
         keeper.stdin.close()
         try:
-            keeper.wait(timeout=2.0)
+            keeper.wait(timeout=_KEEPER_S)
         except subprocess.TimeoutExpired:  # it is stuck: the child dies with it, and then what shares its group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(keeper.pid, signal.SIGKILL)
@@ -170,7 +178,7 @@ class RewardProcess(asyncio.Protocol):
             return
         if not self._hello.done():
             self._hello.set_result(
-                {"error": f"reward.fn={self._reward.label!r}: its process {self.kill()} while loading it."}
+                {"error": f"reward.fn={self._reward.label!r}: its process {self.end()} while loading it."}
             )
         else:
             self._on_exit(self)

@@ -236,7 +236,7 @@ class RewardRunner:
 
     def _on_exit(self, process: RewardProcess) -> None:
         """The process died by itself: the call that ran is suspect, the others are not."""
-        how = process.kill()
+        how = process.end()
         if process is not self._process:
             return
         head = next(iter(self._books.in_flight.values()), None)
@@ -245,7 +245,7 @@ class RewardRunner:
             head.is_alone = True
             if head.deaths >= self._config.max_attempts:
                 del self._books.in_flight[head.call_id]
-                self._fail(head, f"its process {how}, {head.deaths} times in a row")
+                self._fail(head, f"its process {how}{_in_a_row(head.deaths)}")
         else:
             self._suspect_all()
         self._drop_process()
@@ -305,3 +305,7 @@ class RewardRunner:
 def _first(in_flight: dict[int, _Call]) -> list[_Call]:
     """The oldest call in flight; a call that is alone is the oldest, as it is the only one."""
     return [next(iter(in_flight.values()))] if in_flight else []
+
+
+def _in_a_row(times: int) -> str:
+    return f", {times} times in a row" if times > 1 else ""

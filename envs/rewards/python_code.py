@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -29,8 +30,7 @@ for _number, _test in enumerate(_tests):
         exec(compile(_test, f"test_{_number}", "exec"), _space)
     except BaseException:
         continue
-    _write(f"\\n{_token} passed {_number}\\n")
-_flush()
+    _write(f"\\n{_token} passed {_number}\\n"); _flush()
 """
 
 
@@ -104,8 +104,6 @@ class PythonCodeReward:
         return {"reward": share if self._mode == "share" else float(passed == num_tests), "passed": float(passed)}
 
     async def _run_tests(self, code: str, tests: Sequence[str]) -> int:
-        import json
-
         token = secrets.token_hex(16)
         program = Program(
             code=_HARNESS,

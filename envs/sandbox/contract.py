@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from penstock.dataflow.errors import PenstockError
@@ -54,6 +55,9 @@ class Program:
         argv: A command and its arguments; the command is looked up on the sandbox's PATH.
         stdin: What the program reads from its standard input.
         files: Relative path -> content, written into the working directory first.
+
+    Raises:
+        ValueError: If it is both or neither, or a file would lie outside the working directory.
     """
 
     code: str | None = None
@@ -64,6 +68,9 @@ class Program:
     def __post_init__(self) -> None:
         if (self.code is None) == (not self.argv):
             raise ValueError("a sandbox program is either Python source (code) or a command (argv), and not both")
+        for name in self.files:
+            if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"sandbox file {name!r} is not below the working directory. Use a relative path.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from penstock.envs.sandbox.hostile_cases import LEAK, HostileCase
 _MIB = 1 << 20
 _SURVIVOR_WAIT_S = 1.0
 SMALL_LIMITS = Limits(
-    wall_s=1.0,
+    wall_s=2.0,
     cpu_s=5.0,
     memory_bytes=128 * _MIB,
     max_processes=16,

@@ -52,6 +52,7 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
         """,
         "processes",
         "exited",
+        "wall_clock",
     ),
     _only_isolated(
         "fork bomb",
@@ -87,6 +88,7 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
         """,
         "memory",
         "exited",
+        "wall_clock",
     ),
     _case(
         "memory bomb in many processes",
@@ -99,6 +101,7 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
         time.sleep(1000)
         """,
         "memory",
+        "wall_clock",
     ),
     _case(
         "fills the disk",

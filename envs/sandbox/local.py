@@ -34,7 +34,7 @@ from penstock.envs.sandbox.contract import (
 )
 
 _START_TIMEOUT_S = 60.0
-_GRACE_S = 5.0
+_GRACE_S, _END_TIMEOUT_S = 5.0, 2.0
 _MAX_ATTEMPTS = 2
 _MAX_HELLO_BYTES = 65536
 logger = logging.getLogger(__name__)
@@ -104,11 +104,13 @@ class ForkServer:
 
     def close(self) -> None:
         """End it with all programs that run. Safe to call again."""
-        self._control.close()
-        if self._process.poll() is None:
+        self._control.close()  # upon which it ends all that runs
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
 

@@ -90,7 +90,9 @@ def _serve(control: socket.socket, *, is_isolated: bool) -> None:
         except TimeoutError:
             _bury(cells)
             continue
-        if not message:
+        if not message:  # the end of a jail's first process is that of all others
+            if not is_isolated:
+                process_tree.kill_descendants(os.getpid())
             return
         pid = os.fork()
         if pid == 0:
