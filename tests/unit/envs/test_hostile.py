@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +217,24 @@ async def test_temporary_files_of_a_reward_go_with_its_process(rewards: RewardCo
     assert set(folder.iterdir()) == before
 
 
+def test_a_worker_that_is_killed_takes_its_processes_and_files_with_it(
+    rewards: RewardConfig, trap: Trap, tmp_path: Path
+) -> None:
+    """The worker gets no chance to clean up: its keeper does."""
+    program = WORKER.format(config=rewards.model_dump_json(), nap=trap.nap_s)
+    paths = os.pathsep.join([str(Path(tempfile.gettempdir())), str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    worker = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    try:
+        wait_until(lambda: _naps(trap, worker.pid))
+        assert list(tmp_path.iterdir()) != []
+    finally:
+        worker.kill()
+        worker.wait()
+    wait_until(lambda: list(tmp_path.iterdir()) == [])
+    assert not asyncio.run(survives(trap))
+
+
 async def test_a_reward_that_ends_again_and_again_costs_as_many_processes_as_it_may(rewards: RewardConfig) -> None:
     once = RewardRunner(rewards.model_copy(update={"max_attempts": 1}))
     thrice = RewardRunner(rewards.model_copy(update={"max_attempts": 3}))
@@ -224,20 +246,41 @@ async def test_a_reward_that_ends_again_and_again_costs_as_many_processes_as_it_
         await runner.shutdown()
 
 
-async def test_a_killed_worker_leaves_neither_processes_nor_files(rewards: RewardConfig, trap: Trap) -> None:
+async def test_a_worker_that_is_shut_down_leaves_no_process(rewards: RewardConfig, trap: Trap) -> None:
     runner = RewardRunner(rewards)
     await runner.start()
     scoring = asyncio.create_task(runner.score_many([pair("leaves a daemon and hangs", nap=trap.nap_s)]))
-    while not _naps(trap):  # noqa: ASYNC110  another process makes it true
-        await asyncio.sleep(0.02)
+    await asyncio.to_thread(wait_until, lambda: _naps(trap, os.getpid()))
     await runner.shutdown()
     await scoring
     assert not await survives(trap)
 
 
-def _naps(trap: Trap) -> bool:
-    return any(
-        trap.nap_s.encode() in path.read_bytes().split(b"\0")
-        for pid in descendants(os.getpid())
-        if (path := Path(f"/proc/{pid}/cmdline")).exists()
-    )
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _naps(trap: Trap, ancestor: int) -> bool:
+    """Does a descendant sleep as the hostile reward tells its daemon to?"""
+    for pid in descendants(ancestor):
+        with contextlib.suppress(OSError):
+            if trap.nap_s.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return True
+    return False
+
+
+WORKER = """
+import asyncio
+from test_hostile import pair
+from penstock.envs.config import RewardConfig
+from penstock.envs.scoring import RewardRunner
+
+async def main():
+    config = RewardConfig.model_validate_json({config!r}).model_copy(update={{"timeout_s": 60.0}})
+    await RewardRunner(config).score_many([pair("leaves a daemon and hangs", nap={nap!r})])
+
+asyncio.run(main())
+"""
