@@ -24,6 +24,7 @@ from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig
+from penstock.envs.sandbox.config import SandboxConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.spec import TrainerSpec
@@ -120,10 +121,10 @@ async def start_trainer(
     return client
 
 
-def start_rewards(config: RewardConfig) -> RewardClient:
+def start_rewards(config: RewardConfig, sandbox: SandboxConfig) -> RewardClient:
     """Start the reward workers; a function that cannot be imported was refused before Ray started."""
     workers = [
-        ray.remote(RewardActor).options(num_cpus=0, max_concurrency=8).remote(config.fn, config.timeout_s)
+        ray.remote(RewardActor).options(num_cpus=0, max_concurrency=8).remote(config, sandbox)
         for _ in range(config.num_workers)
     ]
     return RewardClient(workers)

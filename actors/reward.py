@@ -8,6 +8,8 @@ from penstock.actors.outbox import Outbox
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.config import RewardConfig
+from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.scoring import RewardRunner
 
 Job = tuple[int, Task, Trajectory]
@@ -17,8 +19,8 @@ Result = Score | TrajectoryError | PenstockError
 class RewardActor:
     """One reward worker; the user's code runs in a killable child process below it."""
 
-    def __init__(self, fn_path: str, timeout_s: float) -> None:
-        self._runner = RewardRunner(fn_path, timeout_s)
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig) -> None:
+        self._runner = RewardRunner(config, sandbox)
         self._outbox: Outbox[tuple[int, Result]] = Outbox()
         self._jobs: set[asyncio.Task[None]] = set()
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 FailureKind = Literal["env", "reward", "engine"]
+_MAX_SUMMARY_CHARACTERS = 500
 
 
 class PenstockError(Exception):
@@ -99,9 +100,9 @@ class TrajectoryError(Exception):
 
     @property
     def summary(self) -> str:
-        """Kind and last line: where there is a remote traceback, the exception itself."""
+        """Kind and last line, at most 500 characters of it: where there is a remote traceback, the exception itself."""
         lines = self.detail.strip().splitlines() or ["no detail"]
-        return f"{self.kind}: {lines[-1].strip()}"
+        return f"{self.kind}: {lines[-1].strip()[:_MAX_SUMMARY_CHARACTERS]}"
 
     def __reduce__(self) -> tuple[type[TrajectoryError], tuple[FailureKind, str]]:
         return TrajectoryError, (self.kind, self.detail)

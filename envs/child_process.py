@@ -6,45 +6,56 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.reward_child import HEADER, HELLO_ID, Reply
+from penstock.envs.config import RewardConfig
+from penstock.envs.keeper import how_it_ended
+from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
+from penstock.envs.reward_result import Reply
+from penstock.envs.sandbox.config import SandboxConfig
+
+_MAX_END_BYTES = 500
+_LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
 
 
 class RewardProcess(asyncio.Protocol):
-    """A running `penstock.envs.reward_child` in a session (process group) of its own.
+    """A running `penstock.envs.reward_child` below its keeper, each in a session of its own.
 
     Args:
-        fn_path: Import path of the reward function.
-        timeout_s: Longest time for one call, seconds.
+        reward: The function and its limits.
+        sandbox: For rewards that run programs.
         on_reply: Called with `(call_id, reply)` for every answer.
         on_exit: Called once if the process ends without having been asked to.
     """
 
     def __init__(
         self,
-        fn_path: str,
-        timeout_s: float,
+        reward: RewardConfig,
+        sandbox: SandboxConfig,
         on_reply: Callable[[int, Reply], None],
         on_exit: Callable[[RewardProcess], None],
     ) -> None:
-        self._fn_path = fn_path
-        self._timeout_s = timeout_s
+        self._reward = reward
+        self._sandbox = sandbox
         self._on_reply = on_reply
         self._on_exit = on_exit
         self._buffer = bytearray()
         self._hello: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: str | None = None
         self._is_closed = False
         self.is_async = False
+        self.is_pure = False
 
     async def start(self, startup_timeout_s: float) -> None:
         """Start the process and wait until it has loaded the function.
@@ -60,20 +71,28 @@ class RewardProcess(asyncio.Protocol):
             async with asyncio.timeout(startup_timeout_s):
                 hello = await self._hello
         except TimeoutError:
-            hello = {"error": f"reward.fn={self._fn_path!r} was not loaded within {startup_timeout_s:g} s."}
+            hello = {"error": f"reward.fn={self._reward.label!r} was not loaded within {startup_timeout_s:g} s."}
         if "error" in hello:
             self.kill()
             raise ConfigError([hello["error"]])
-        self.is_async = hello["is_async"]
+        self.is_async, self.is_pure = hello["is_async"], hello["is_pure"]
 
     def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        arguments = [str(connection.fileno()), str(os.getpid()), self._fn_path, str(self._timeout_s)]
+        reward, sandbox = self._reward.model_dump_json(), self._sandbox.model_dump_json()
+        self._temporary = tempfile.mkdtemp(prefix="penstock-reward-")
+        memory_gib = self._reward.max_memory_gib
+        settings = {
+            "serve": [str(connection.fileno()), str(self._reward.timeout_s), reward, sandbox],
+            "max_memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
+            "max_processes": self._reward.max_processes,
+            "temporary": self._temporary,
+        }
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.envs.reward_child", *arguments],
+            [sys.executable, "-P", "-m", "penstock.envs.keeper", json.dumps(settings)],
             pass_fds=[connection.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -95,19 +114,36 @@ class RewardProcess(asyncio.Protocol):
             self._transport.abort()
         if self._process is None:
             return "was never started"
-        if self._process.returncode is None:  # until it is reaped, its id names our group and no other
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=1.0)
-        return _how_it_ended(self._process.returncode)
+        how = self._end_keeper(self._process)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+        return how
 
     def end(self) -> str:
-        """Reap a process whose socket is closed, and say how it ended by itself."""
+        """Say how a process ended whose socket is closed: it is most likely about to end by itself."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.2)
+            self._process.wait(timeout=_LAST_BREATH_S)
         return self.kill()
+
+    def _end_keeper(self, keeper: subprocess.Popen[bytes]) -> str:
+        """Close the keeper's standard input, upon which it kills all that is below it; then what it says."""
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        if keeper.stdin.closed:
+            return how_it_ended(keeper.returncode)
+        keeper.stdin.close()
+        try:
+            keeper.wait(timeout=_KEEPER_S)
+        except subprocess.TimeoutExpired:  # it is stuck: the child dies with it, and then what shares its group
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(keeper.pid, signal.SIGKILL)
+            keeper.wait()
+        with keeper.stdout:
+            os.set_blocking(keeper.stdout.fileno(), False)  # who got hold of its other end does not hold us up
+            said = keeper.stdout.read(_MAX_END_BYTES)
+        return said.decode(errors="replace") if said else how_it_ended(keeper.returncode)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.WriteTransport", transport)
@@ -117,6 +153,11 @@ class RewardProcess(asyncio.Protocol):
         start = 0
         while len(self._buffer) - start >= HEADER.size:
             length, call_id = HEADER.unpack_from(self._buffer, start)
+            if length > MAX_REPLY_BYTES:
+                self._buffer.clear()
+                assert self._transport is not None
+                self._transport.abort()
+                return
             end = start + HEADER.size + length
             if len(self._buffer) < end:
                 break
@@ -137,15 +178,7 @@ class RewardProcess(asyncio.Protocol):
             return
         if not self._hello.done():
             self._hello.set_result(
-                {"error": f"reward.fn={self._fn_path!r}: its process {self.end()} while loading it."}
+                {"error": f"reward.fn={self._reward.label!r}: its process {self.end()} while loading it."}
             )
         else:
             self._on_exit(self)
-
-
-def _how_it_ended(returncode: int | None) -> str:
-    if returncode is None:
-        return "did not end"
-    if returncode < 0:
-        return f"was killed by {signal.Signals(-returncode).name}"
-    return f"ended with exit code {returncode}"

@@ -44,17 +44,57 @@ class EnvConfig(BaseModel):
     curriculum: str | None = None
 
 
-class RewardConfig(BaseModel):
-    """The reward.
+class RewardPartConfig(BaseModel):
+    """One of several rewards that are added up.
 
     Attributes:
-        fn: Import path of a function `fn(trajectory, **task_fields) -> float | dict[str, float]`, sync or async.
-        num_workers: Reward worker processes.
-        timeout_s: Longest time for one call, seconds; then the trajectory fails (kind reward), never reward 0.
+        fn: As `reward.fn`.
+        args: As `reward.args`.
+        weight: What its value is multiplied with; 0 only records it.
+        clip: Lowest and highest value before weighting; None is unbounded.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     fn: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    weight: float = 1.0
+    clip: tuple[float, float] | None = None
+
+
+class RewardConfig(BaseModel):
+    """The reward.
+
+    Attributes:
+        fn: Import path of a function `fn(trajectory, **task_fields) -> float | dict[str, float]`, sync or async, or of
+            a class with `build` (contract.RewardFactory); None if there are `parts`.
+        args: Keyword arguments of every call, or of `build`.
+        parts: Name -> reward, instead of `fn`: their weighted values are added up, and each is recorded.
+        normalize: Divide the sum of the parts by the sum of their absolute weights.
+        num_workers: Reward worker processes.
+        timeout_s: Longest time for one call, seconds; then the trajectory fails (kind reward), never reward 0.
+        max_concurrency: Calls of an asynchronous function at a time in each worker.
+        max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
+        max_memory_gib: Memory of a worker's process with all it started, GiB; None is unbounded.
+        max_processes: Processes of a worker at a time.
+        cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fn: str | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+    parts: dict[str, RewardPartConfig] = Field(default_factory=dict)
+    normalize: bool = False
     num_workers: int = Field(default=1, ge=1)
     timeout_s: float = Field(default=10.0, gt=0)
+    max_concurrency: int = Field(default=256, ge=1)
+    max_attempts: int = Field(default=2, ge=1)
+    max_memory_gib: float | None = Field(default=None, gt=0)
+    max_processes: int = Field(default=256, ge=1)
+    cache_entries: int = Field(default=4096, ge=0)
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return self.fn or " + ".join(self.parts) or "no reward"

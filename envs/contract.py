@@ -6,13 +6,49 @@ A single-turn task needs a `TaskSource` and a reward function, nothing else.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.sandbox.config import SandboxConfig
 
 RewardResult = float | Mapping[str, float]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 """`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum."""
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def pure(function: _Function) -> _Function:
+    """Declare that a reward depends on nothing but prompt, response, finish reason and the task's fields.
+
+    Its results are then remembered. A class of callables sets `is_pure = True` instead.
+    """
+    function.is_pure = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class RewardContext:
+    """What a reward may use besides its arguments."""
+
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+
+@runtime_checkable
+class RewardFactory(Protocol):
+    """A class whose objects are rewards that need more than arguments: it is built once in every reward process."""
+
+    @classmethod
+    def build(cls, context: RewardContext, **args: Any) -> Self:
+        """Make the reward; start nothing that must be stopped.
+
+        Raises:
+            ConfigError, TypeError, ValueError: If the arguments do not fit, or the machine cannot run it.
+        """
+        ...
+
+    def __call__(self, trajectory: Trajectory, **fields: Any) -> RewardResult | Awaitable[RewardResult]: ...
 
 
 class TaskSource(Protocol):
@@ -37,4 +73,15 @@ class GoldSource(TaskSource, Protocol):
     def gold_response(self, task: Task) -> str: ...
 
 
-__all__ = ["Any", "GoldSource", "RewardFunction", "RewardResult", "Task", "TaskSource", "Trajectory"]
+__all__ = [
+    "Any",
+    "GoldSource",
+    "RewardContext",
+    "RewardFactory",
+    "RewardFunction",
+    "RewardResult",
+    "Task",
+    "TaskSource",
+    "Trajectory",
+    "pure",
+]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs.composition import BoundReward, WeightedPart, compose
 from penstock.envs.config import EnvConfig, RewardConfig
-from penstock.envs.contract import RewardFunction, TaskSource
+from penstock.envs.contract import RewardContext, RewardFactory, RewardFunction, TaskSource
 from penstock.envs.import_path import load_object, nearest_hint
 
 
@@ -37,16 +38,48 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     return cast("TaskSource", source)
 
 
-def load_reward(config: RewardConfig) -> RewardFunction:
-    """Import the function that `reward.fn` names.
+def load_reward(config: RewardConfig, context: RewardContext | None = None) -> RewardFunction:
+    """Import and build what `reward.fn` or `reward.parts` name.
 
     Raises:
-        ConfigError: If the path does not resolve, or what it names cannot be called with a trajectory.
+        ConfigError: If a path does not resolve, what it names cannot be called with a trajectory, or its arguments do
+            not fit.
     """
-    function = load_object(config.fn, "reward.fn")
+    if (config.fn is None) == (not config.parts):
+        raise ConfigError(
+            [
+                f"reward.fn={config.fn!r} with {len(config.parts)} reward.parts: a run has one reward function, or "
+                "named parts that are added up. Set one of the two, the other to null or {}."
+            ]
+        )
+    context = context or RewardContext()
+    if config.fn is not None:
+        return _load_one(config.fn, config.args, "reward", context)
+    for name, part in config.parts.items():
+        if part.clip is not None and part.clip[0] > part.clip[1]:
+            raise ConfigError([f"reward.parts.{name}.clip={list(part.clip)}: the lowest value is above the highest."])
+    parts = {
+        name: WeightedPart(_load_one(part.fn, part.args, f"reward.parts.{name}", context), part.weight, part.clip)
+        for name, part in config.parts.items()
+    }
+    try:
+        return compose(parts, is_normalized=config.normalize)
+    except ValueError as error:
+        raise ConfigError([f"reward.parts: {error}"]) from error
+
+
+def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardContext) -> RewardFunction:
+    function = load_object(path, f"{section}.fn")
     if not callable(function):
-        raise ConfigError([_not_callable("reward.fn", config.fn, function)])
-    return cast("RewardFunction", function)
+        raise ConfigError([_not_callable(f"{section}.fn", path, function)])
+    if isinstance(function, type) and isinstance(function, RewardFactory):
+        try:
+            return cast("RewardFunction", function.build(context, **args))
+        except (TypeError, ValueError) as error:
+            raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {error}."]) from error
+    if not args:
+        return cast("RewardFunction", function)
+    return cast("RewardFunction", BoundReward(function, args))
 
 
 def _not_callable(key: str, path: str, value: object) -> str:

@@ -1,7 +1,7 @@
 """The process that runs the user's reward function, and nothing else.
 
-Started as `python -m penstock.envs.reward_child SOCKET_FD PARENT_PID FN TIMEOUT_S`. It consumes request frames from the
-socket, waits for nothing else, and is unblocked by the next frame. It ends when the socket closes or its parent dies.
+Forked by its keeper (keeper.py) with `SOCKET_FD TIMEOUT_S REWARD SANDBOX`, the last two as JSON. It consumes request
+frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the socket closes.
 
 Request frame: `!IQ` length and call id, then a pickle of `(trajectory, fields)`.
 Reply frame: `!IQ` length and call id (`HELLO_ID` once, after loading the function), then a JSON object: a `Reply`.
@@ -11,40 +11,25 @@ Replies are JSON so that nothing the user's code sends is executed by the worker
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
-import math
-import os
 import pickle
-import signal
 import socket
 import struct
-import sys
-import traceback
-from collections.abc import Mapping
-from numbers import Real
-from typing import Any, TypedDict
+from typing import Any
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs.composition import is_async_function, is_pure_function
 from penstock.envs.config import RewardConfig
-from penstock.envs.contract import RewardFunction
+from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
+from penstock.envs.reward_result import Reply, to_failure, to_reply
+from penstock.envs.sandbox.config import SandboxConfig
 
 HEADER = struct.Struct("!IQ")
 HELLO_ID = 0
-MAX_TRACEBACK_CHARACTERS = 4000
-_PR_SET_PDEATHSIG = 1
-
-
-class Reply(TypedDict, total=False):
-    """Either `reward` with its `parts`, or `error`, or `timed_out`; the hello carries `is_async` or `error`."""
-
-    reward: float
-    parts: dict[str, float]
-    error: str
-    timed_out: bool
-    is_async: bool
+MAX_REPLY_BYTES = 1 << 20
+"""More than any reply has: the user's code has written into our socket."""
 
 
 def encode_frame(call_id: int, body: bytes) -> bytes:
@@ -55,40 +40,6 @@ def encode_frame(call_id: int, body: bytes) -> bytes:
 def encode_reply(call_id: int, reply: Reply) -> bytes:
     """One reply frame."""
     return encode_frame(call_id, json.dumps(reply).encode())
-
-
-def to_reply(returned: object) -> Reply:
-    """Turn what the user's function returned into a reward and its parts, or into an error that says what it was.
-
-    A dict names parts; the reward is its `reward` entry, or the sum.
-    """
-    if not isinstance(returned, Mapping):
-        number = _to_number(returned, "the reward function returned ")
-        return {"error": number} if isinstance(number, str) else {"reward": number, "parts": {}}
-    if not returned:
-        return {"error": "the reward function returned an empty dict; it needs at least one number"}
-    parts: dict[str, float] = {}
-    for name, value in returned.items():
-        number = _to_number(value, f"the reward function returned a dict with {name}=")
-        if isinstance(number, str):
-            return {"error": number}
-        parts[str(name)] = number
-    total = parts.pop("reward", None)
-    return {"reward": math.fsum(parts.values()) if total is None else total, "parts": parts}
-
-
-def _to_number(value: object, what: str) -> float | str:
-    """The finite number that `value` is, or a sentence that says why it is none."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a numpy or torch scalar
-    if not isinstance(value, Real):
-        return f"{what}{value!r:.200} of type {type(value).__name__}; expected a number, or a dict of numbers"
-    number = float(value)
-    return number if math.isfinite(number) else f"{what}{number!r}; expected a finite number"
-
-
-def _failure(error: BaseException) -> Reply:
-    return {"error": "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]}
 
 
 def serve_sync(function: RewardFunction, connection: socket.socket) -> None:
@@ -105,7 +56,7 @@ def _call(function: RewardFunction, body: bytes) -> Reply:
         returned = function(trajectory, **fields)
         return to_reply(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code: whatever it raises is data
-        return _failure(error)
+        return to_failure(error)
 
 
 async def _await(awaitable: Any) -> object:
@@ -138,38 +89,23 @@ async def _call_async(function: RewardFunction, body: bytes, timeout_s: float) -
             trajectory, fields = pickle.loads(body)  # noqa: S301  our own parent wrote it
             return to_reply(await _await(function(trajectory, **fields)))
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code: whatever it raises is data
-        return {"timed_out": True} if deadline.expired() else _failure(error)
-
-
-def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the parent dies, and end now if it already has."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(0)
+        return {"timed_out": True} if deadline.expired() else to_failure(error)
 
 
 def main(arguments: list[str]) -> None:
     """Load the function, say hello, serve until the socket closes."""
-    socket_fd, parent_pid, fn_path, timeout_s = arguments
-    _die_with_parent(int(parent_pid))
+    socket_fd, timeout_s, reward, sandbox = arguments
     connection = socket.socket(fileno=int(socket_fd))
     try:
-        function = load_reward(RewardConfig(fn=fn_path))
+        context = RewardContext(SandboxConfig.model_validate_json(sandbox))
+        function = load_reward(RewardConfig.model_validate_json(reward), context)
     except ConfigError as error:
         connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations)}))
         return
-    is_async = _is_async(function)
-    connection.sendall(encode_reply(HELLO_ID, {"is_async": is_async}))
+    is_async = is_async_function(function)
+    hello: Reply = {"is_async": is_async, "is_pure": is_pure_function(function)}
+    connection.sendall(encode_reply(HELLO_ID, hello))
     if is_async:
         asyncio.run(serve_async(function, connection, float(timeout_s)))
     else:
         serve_sync(function, connection)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -16,9 +16,12 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.child_process import RewardProcess
-from penstock.envs.reward_child import Reply, encode_frame
+from penstock.envs.config import RewardConfig
+from penstock.envs.reward_cache import RewardCache
+from penstock.envs.reward_child import encode_frame
+from penstock.envs.reward_result import Reply
+from penstock.envs.sandbox.config import SandboxConfig
 
-MAX_DEATHS = 2
 _ASYNC_GRACE_S = 1.0
 
 
@@ -28,6 +31,7 @@ class _Call:
 
     Attributes:
         body: Pickled once; the same bytes go to the next process if this one dies.
+        key: Under which its score is remembered; None if it is not.
         is_alone: Suspected of blocking or killing the process: it is sent with no other call beside it.
         deaths: Processes that died while running it.
     """
@@ -36,6 +40,7 @@ class _Call:
     label: str
     body: bytes
     outcome: asyncio.Future[Score]
+    key: bytes | None = None
     is_alone: bool = False
     deaths: int = 0
     sent_at: float = 0.0
@@ -59,19 +64,19 @@ class RewardRunner:
     Use it from one event loop, whose thread must outlive it: the child dies with the thread that started it.
 
     Args:
-        fn_path: Import path of the function.
-        timeout_s: Longest time for one call, seconds.
+        config: The function and its limits.
+        sandbox: For rewards that run programs.
         startup_timeout_s: Longest time for loading the function, seconds.
-        max_in_flight: Calls that are with the process at a time.
     """
 
     def __init__(
-        self, fn_path: str, timeout_s: float, *, startup_timeout_s: float = 120.0, max_in_flight: int = 256
+        self, config: RewardConfig, sandbox: SandboxConfig | None = None, *, startup_timeout_s: float = 120.0
     ) -> None:
-        self._fn_path = fn_path
-        self._timeout_s = timeout_s
+        self._config = config
+        self._sandbox = sandbox or SandboxConfig()
+        self._timeout_s = config.timeout_s
         self._startup_timeout_s = startup_timeout_s
-        self._max_in_flight = max_in_flight
+        self._cache = RewardCache(config.cache_entries)
         self._books = _Books()
         self._process: RewardProcess | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -94,7 +99,7 @@ class RewardRunner:
         if self._process is None:
             await asyncio.shield(self._ensure_starting())
         if self._process is None:
-            raise ConfigError([f"reward.fn={self._fn_path!r}: the reward runner has been shut down."])
+            raise ConfigError([f"reward.fn={self._config.label!r}: the reward runner has been shut down."])
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """Score one trajectory.
@@ -125,11 +130,15 @@ class RewardRunner:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         self._drop_process()
-        self._fail_all(TrajectoryError("reward", f"{self._fn_path}: the reward worker was shut down"))
+        self._fail_all(TrajectoryError("reward", f"{self._config.label}: the reward worker was shut down"))
 
     def _submit(self, task: Task, trajectory: Trajectory) -> asyncio.Future[Score]:
         outcome: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        label = f"{self._fn_path} on {trajectory.trajectory_id} ({task.task_id})"
+        key = self._cache.key_of(task, trajectory)
+        if (known := self._cache.get(key)) is not None:
+            outcome.set_result(known)
+            return outcome
+        label = f"{self._config.label} on {trajectory.trajectory_id} ({task.task_id})"
         if self._is_shut_down:
             outcome.set_exception(TrajectoryError("reward", f"{label}: the reward worker was shut down"))
             return outcome
@@ -138,7 +147,7 @@ class RewardRunner:
         except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
             outcome.set_exception(TrajectoryError("reward", f"{label}: the task cannot be sent: {error!r}"))
             return outcome
-        self._books.waiting.append(_Call(self._next_id, label, body, outcome))
+        self._books.waiting.append(_Call(self._next_id, label, body, outcome, key))
         self._next_id += 1
         # Pump after the caller has submitted all it has: one write for the whole batch.
         asyncio.get_running_loop().call_soon(self._pump)
@@ -169,7 +178,7 @@ class RewardRunner:
         in_flight = self._books.in_flight
         if call.is_alone:
             return not in_flight
-        return len(in_flight) < self._max_in_flight and not any(other.is_alone for other in _first(in_flight))
+        return len(in_flight) < self._config.max_concurrency and not any(other.is_alone for other in _first(in_flight))
 
     def _on_reply(self, call_id: int, reply: Reply) -> None:
         call = self._books.in_flight.pop(call_id, None)
@@ -181,8 +190,10 @@ class RewardRunner:
 
     def _settle(self, call: _Call, reply: Reply) -> None:
         if "reward" in reply:
+            score = Score(reply["reward"], reply["parts"])
+            self._cache.put(call.key, score)
             if not call.outcome.done():
-                call.outcome.set_result(Score(reply["reward"], reply["parts"]))
+                call.outcome.set_result(score)
         elif "timed_out" in reply:
             self._fail(call, f"timed out after {self._timeout_s:g} s")
         else:
@@ -232,9 +243,9 @@ class RewardRunner:
         if head is not None and (not process.is_async or head.is_alone):
             head.deaths += 1
             head.is_alone = True
-            if head.deaths >= MAX_DEATHS:
+            if head.deaths >= self._config.max_attempts:
                 del self._books.in_flight[head.call_id]
-                self._fail(head, f"its process {how}, {head.deaths} times in a row")
+                self._fail(head, f"its process {how}{_in_a_row(head.deaths)}")
         else:
             self._suspect_all()
         self._drop_process()
@@ -244,7 +255,7 @@ class RewardRunner:
         """Any call in flight may be the culprit. Who was there twice is sent alone from now on."""
         for call in self._books.in_flight.values():
             call.deaths += 1
-            call.is_alone = call.deaths >= MAX_DEATHS
+            call.is_alone = call.deaths >= self._config.max_attempts
 
     def _requeue(self) -> None:
         """Put what the lost process had back in front, in order, and go on."""
@@ -269,7 +280,7 @@ class RewardRunner:
         return self._starting
 
     async def _start_process(self) -> None:
-        process = RewardProcess(self._fn_path, self._timeout_s, self._on_reply, self._on_exit)
+        process = RewardProcess(self._config, self._sandbox, self._on_reply, self._on_exit)
         try:
             await process.start(self._startup_timeout_s)
         except BaseException as error:
@@ -280,6 +291,7 @@ class RewardRunner:
         finally:
             self._starting = None
         self._process = process
+        self._cache.is_on = process.is_pure
         self._pump()
 
     def _fail_all(self, error: Exception) -> None:
@@ -293,3 +305,7 @@ class RewardRunner:
 def _first(in_flight: dict[int, _Call]) -> list[_Call]:
     """The oldest call in flight; a call that is alone is the oldest, as it is the only one."""
     return [next(iter(in_flight.values()))] if in_flight else []
+
+
+def _in_a_row(times: int) -> str:
+    return f", {times} times in a row" if times > 1 else ""

@@ -32,6 +32,8 @@ app = typer.Typer(
 
 weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
+sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
+app.add_typer(sandbox, name="sandbox")
 
 Overrides = Annotated[
     list[str] | None,
@@ -111,6 +113,23 @@ def weights_plan(
 
         loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
         return run_weights_plan(loaded.config, as_json=as_json)
+
+    _exit_with(body)
+
+
+@sandbox.command("check")
+def sandbox_check(
+    *,
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Without: what a host gives that allows no isolation.")
+    ] = True,
+) -> None:
+    """Run hostile programs on this machine: which isolation was found, and what it contains. Exit code 1 if not all."""
+
+    def body() -> int:
+        from penstock.platform.cli_sandbox import run_sandbox_check
+
+        return run_sandbox_check(isolate=isolate)
 
     _exit_with(body)
 

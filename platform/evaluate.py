@@ -47,7 +47,7 @@ def run_eval(config: RunConfig) -> int:
 async def _evaluate(config: RunConfig) -> Evaluation:
     tasks = load_task_source(config.env, config.seed).held_out(config.evaluation.num_tasks)
     async with ray_session(config.cluster.address):
-        rewards = start_rewards(config.reward)
+        rewards = start_rewards(config.reward, config.sandbox)
         engines = await start_engine_group(config, "eval")
         try:
             with tempfile.TemporaryDirectory(prefix="penstock-eval-", dir=default_directory()) as folder:

@@ -67,7 +67,7 @@ class RunActors:
 async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
     """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
     async with ray_session(config.cluster.address, config.weights.directory):
-        rewards = start_rewards(config.reward)
+        rewards = start_rewards(config.reward, config.sandbox)
         async with asyncio.TaskGroup() as starting:
             trainer_start = starting.create_task(start_trainer_group(config))
             engines_start = starting.create_task(start_engine_group(config))

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.contract import GoldSource, RewardFunction, TaskSource
+from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.streams import load_task_streams
 from penstock.platform.config.checks_lengths import check_examples, check_prompts
@@ -38,7 +38,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     reward: RewardFunction | None = None
     if command != "sft":
         try:
-            reward = load_reward(config.reward)
+            reward = load_reward(config.reward, RewardContext(config.sandbox))
         except ConfigError as problem:
             yield from (error(violation, "reward") for violation in problem.violations)
     try:
@@ -138,7 +138,7 @@ def _check_signature(config: RunConfig, reward: RewardFunction, tasks: TaskSampl
     except TypeError as problem:
         call = ", ".join(["trajectory", *(f"{name}=…" for name in task.fields)])
         yield error(
-            f"reward.fn={config.reward.fn} takes {signature}, but would be called with ({call}), the fields of "
+            f"reward.fn={config.reward.label} takes {signature}, but would be called with ({call}), the fields of "
             f"{task.task_id}: {problem}, so no trajectory could be scored. Name the fields it needs, and end with "
             "**_ for the others.",
             "reward",

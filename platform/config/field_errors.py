@@ -45,6 +45,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
     if kind in _CHOICE_ERRORS:
         return _unknown_choice(where, details)
+    if kind == "string_pattern_mismatch" and details["ctx"]["pattern"].startswith("^https"):
+        return f"{where} is no address: {place.path} must begin with http:// or https://."
     if kind == "string_pattern_mismatch":
         return f"{where} has a character that is not allowed: {place.path} takes letters, digits and . _ - only."
     if place.field is None:

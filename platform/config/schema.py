@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.envs.config import EnvConfig, RewardConfig
+from penstock.envs.sandbox.config import SandboxConfig
 from penstock.platform.config.dataflow import DataflowConfig
 from penstock.platform.config.section import Section
 from penstock.rollout.config import RolloutConfig
@@ -117,6 +118,7 @@ class RunConfig(Section):
     rollout: RolloutConfig
     env: EnvConfig
     reward: RewardConfig
+    sandbox: SandboxConfig = SandboxConfig()
     dataflow: DataflowConfig
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig

@@ -20,6 +20,7 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
 
 REWARDS = """
@@ -88,7 +89,7 @@ async def runner_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     runners: list[RewardRunner] = []
 
     def make(name: str, timeout_s: float = 20.0) -> RewardRunner:
-        runners.append(RewardRunner(f"penstock_test_rewards:{name}", timeout_s))
+        runners.append(RewardRunner(RewardConfig(fn=f"penstock_test_rewards:{name}", timeout_s=timeout_s)))
         return runners[-1]
 
     yield make
@@ -222,8 +223,9 @@ async def test_shutdown_ends_the_child_and_fails_what_is_unfinished(runner_of: F
 
 def test_the_child_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "penstock_test_rewards.py").write_text(REWARDS)
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
     )
     assert parent.stdout is not None
     child_pid = int(parent.stdout.readline())
@@ -253,10 +255,11 @@ def is_zombie(pid: int) -> bool:
 
 PARENT = """
 import asyncio
+from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
 
 async def main():
-    runner = RewardRunner("penstock_test_rewards:obey", 60)
+    runner = RewardRunner(RewardConfig(fn="penstock_test_rewards:obey", timeout_s=60))
     await runner.start()
     print(runner.pid, flush=True)
     await asyncio.sleep(60)

@@ -14,7 +14,7 @@ from penstock.platform.config.schema_tree import all_paths
 
 FILES = sorted(CONF_DIR.rglob("*.yaml"))
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):(?P<rest>.*)$")
-_USER_NAMES = re.compile(r"^(cluster\.pools|env\.streams)\.[a-z]+")
+_USER_NAMES = re.compile(r"^(cluster\.pools|env\.streams|reward\.parts)\.[a-z]+")
 
 
 def keys(path: Path) -> Iterator[tuple[str, bool]]:

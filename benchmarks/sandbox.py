@@ -1,0 +1,170 @@
+"""How much a check in the sandbox and a call of a reward cost. Real processes, on this machine.
+
+    python benchmarks/sandbox.py [--rounds 7] [--checks 300] [--trajectories 2000]
+
+Checks per second: `--checks` programs `assert 1 + 1 == 2` through `LocalSandbox.run`, as many at a time as there are
+cores, in rounds; a warm fork server. Compared with a new `python -I` for each, without isolation and with the same
+concurrency: what one would do without a sandbox.
+
+Overhead per trajectory: a function that returns 1.0 and a trajectory of 512 tokens, one after the other (the latency of
+one call) and all at once (the cost of one among many). Through `RewardRunner` it is the worker's path: pickle, socket,
+child below its keeper, socket, score. With `--ray` also through `RewardClient` and a `RewardActor` of a local Ray.
+
+Printed are the median over the rounds (or calls), the quartiles and their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.config import RewardConfig
+from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program
+from penstock.envs.sandbox.local import LocalSandbox
+from penstock.envs.scoring import RewardRunner
+
+CHECK = "assert 1 + 1 == 2"
+NUM_TOKENS = 512
+
+
+def one(_trajectory: Trajectory, **_: object) -> float:
+    """The cheapest reward."""
+    return 1.0
+
+
+def pair() -> tuple[Task, Trajectory]:
+    trajectory = Trajectory(
+        trajectory_id=TrajectoryId("0/0"),
+        task_id=TaskId("t/0"),
+        token_ids=np.arange(NUM_TOKENS, dtype=np.int32),
+        loss_mask=np.arange(NUM_TOKENS) > 0,
+        behavior_logprobs=np.zeros(NUM_TOKENS, dtype=np.float32),
+        spans=(Span(0, NUM_TOKENS - 1),),
+        prompt="?" * 200,
+        response="x" * 2000,
+        finish_reason="stop",
+    )
+    return Task(TaskId("t/0"), "?", {"answer": "1"}), trajectory
+
+
+async def checks_per_s(num_checks: int, run: Callable[[], Awaitable[None]]) -> float:
+    started = time.perf_counter()
+    await asyncio.gather(*(run() for _ in range(num_checks)))
+    return num_checks / (time.perf_counter() - started)
+
+
+async def measure_checks(rounds: int, num_checks: int, *, isolate: bool) -> tuple[str, list[float]]:
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True), isolate=isolate)
+    found = await sandbox.start()
+
+    async def run() -> None:
+        result = await sandbox.run(Program(CHECK), Limits())
+        assert result.is_ok, result
+
+    await checks_per_s(20, run)
+    rates = [await checks_per_s(num_checks, run) for _ in range(rounds)]
+    await sandbox.close()
+    return str(found), rates
+
+
+async def measure_cold(rounds: int, num_checks: int) -> list[float]:
+    slots = asyncio.Semaphore(os.cpu_count() or 1)
+
+    async def run() -> None:
+        async with slots:
+            process = await asyncio.create_subprocess_exec(sys.executable, "-I", "-c", CHECK)
+            assert await process.wait() == 0
+
+    return [await checks_per_s(num_checks, run) for _ in range(rounds)]
+
+
+async def measure_rewards(rounds: int, num_trajectories: int) -> tuple[list[float], list[float]]:
+    """Returns: Milliseconds per trajectory, one after the other (every call) and all at once (every round)."""
+    runner = RewardRunner(RewardConfig(fn="sandbox:one", timeout_s=60))
+    await runner.start()
+    job = pair()
+    await runner.score_many([job] * 100)
+    single = []
+    for _ in range(num_trajectories):
+        started = time.perf_counter()
+        await runner.score(*job)
+        single.append(1e3 * (time.perf_counter() - started))
+    many = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        await runner.score_many([job] * num_trajectories)
+        many.append(1e3 * (time.perf_counter() - started) / num_trajectories)
+    await runner.shutdown()
+    return single, many
+
+
+async def measure_ray(rounds: int, num_trajectories: int) -> tuple[list[float], list[float]]:
+    """As `measure_rewards`, through an actor and its client."""
+    from penstock.actors.cluster import start_rewards
+
+    client = start_rewards(RewardConfig(fn="sandbox:one", timeout_s=60), SandboxConfig())
+    job = pair()
+    for _ in range(50):
+        await client.score(*job)
+    single = []
+    for _ in range(num_trajectories):
+        started = time.perf_counter()
+        await client.score(*job)
+        single.append(1e3 * (time.perf_counter() - started))
+    many = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        await asyncio.gather(*(client.score(*job) for _ in range(num_trajectories)))
+        many.append(1e3 * (time.perf_counter() - started) / num_trajectories)
+    await client.close()
+    return single, many
+
+
+def line(what: str, values: list[float], unit: str) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{what:<58} {middle:9.3f} {unit}  quartiles {low:.3f} .. {high:.3f}  n={len(values)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--checks", type=int, default=300)
+    parser.add_argument("--trajectories", type=int, default=2000)
+    parser.add_argument("--ray", action="store_true", help="also through a Ray actor")
+    arguments = parser.parse_args()
+    sys.path.append(str(Path(__file__).parent))  # for the processes that import `sandbox:one`
+    load = os.getloadavg()[0]
+    print(f"python {platform.python_version()}, {os.cpu_count()} cores, load before: {load:.1f}")
+    for isolate in (True, False):
+        found, rates = asyncio.run(measure_checks(arguments.rounds, arguments.checks, isolate=isolate))
+        print(line(f"checks, warm, isolation: {found}", rates, "1/s"))
+    cold = asyncio.run(measure_cold(arguments.rounds, max(arguments.checks // 6, 1)))
+    print(line("checks, a new python -I each, no isolation", cold, "1/s"))
+    single, many = asyncio.run(measure_rewards(arguments.rounds, arguments.trajectories))
+    print(line("reward, one after the other", single, "ms"))
+    print(line("reward, all at once, per trajectory", many, "ms"))
+    if arguments.ray:
+        import ray
+
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        single, many = asyncio.run(measure_ray(arguments.rounds, arguments.trajectories))
+        print(line("reward through Ray, one after the other", single, "ms"))
+        print(line("reward through Ray, all at once, per trajectory", many, "ms"))
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

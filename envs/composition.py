@@ -1,0 +1,115 @@
+"""One reward from several: weighted, clipped, added up, each recorded on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.dataflow.trajectory import Trajectory
+from penstock.envs.contract import RewardFunction
+from penstock.envs.reward_result import to_reply
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedPart:
+    """One part of a sum. `clip` bounds its value before weighting."""
+
+    function: RewardFunction
+    weight: float
+    clip: tuple[float, float] | None
+
+    def contribution(self, value: float) -> float:
+        """`weight · min(max(value, lowest), highest)`."""
+        if self.clip is not None:
+            value = min(max(value, self.clip[0]), self.clip[1])
+        return self.weight * value
+
+
+class BoundReward:
+    """A function with some of its keyword arguments set by the configuration; a task's field of that name wins."""
+
+    def __init__(self, function: RewardFunction, args: Mapping[str, Any]) -> None:
+        self._function = function
+        self._args = dict(args)
+        self.is_async = is_async_function(function)
+        self.is_pure = is_pure_function(function)
+
+    def __call__(self, trajectory: Trajectory, **fields: Any) -> Any:
+        return self._function(trajectory, **{**self._args, **fields})
+
+
+class WeightedSum:
+    """`Σ weight_i · clip_i(value_i)`, divided by `Σ |weight_i|` if normalized.
+
+    A part that fails fails the whole: a reward without one of its parts would be another reward.
+    """
+
+    def __init__(self, parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> None:
+        self._parts = parts
+        self._divisor = math.fsum(abs(part.weight) for part in parts.values()) if is_normalized else 1.0
+        self.is_pure = all(is_pure_function(part.function) for part in parts.values())
+
+    def combine(self, returned: Mapping[str, object]) -> dict[str, float]:
+        """The reward and the value of each part, before clipping and weighting.
+
+        Raises:
+            ValueError: If a part returned no number, with its name.
+        """
+        recorded: dict[str, float] = {}
+        contributions = []
+        for name, part in self._parts.items():
+            reply = to_reply(returned[name])
+            if "error" in reply:
+                raise ValueError(f"reward.parts.{name}: {reply['error']}")
+            contributions.append(part.contribution(reply["reward"]))
+            recorded[name] = reply["reward"]
+            recorded |= {f"{name}/{inner}": value for inner, value in reply["parts"].items()}
+        return {"reward": math.fsum(contributions) / self._divisor, **recorded}
+
+
+class SyncWeightedSum(WeightedSum):
+    """A sum of synchronous rewards."""
+
+    def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
+        return self.combine({name: part.function(trajectory, **fields) for name, part in self._parts.items()})
+
+
+class AsyncWeightedSum(WeightedSum):
+    """A sum of rewards at least one of which is asynchronous; those run at the same time."""
+
+    async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
+        returned = {name: part.function(trajectory, **fields) for name, part in self._parts.items()}
+        waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
+        values = await asyncio.gather(*waiting.values())
+        return self.combine({**returned, **dict(zip(waiting, values, strict=True))})
+
+
+def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> RewardFunction:
+    """The weighted sum of named rewards.
+
+    Raises:
+        ValueError: If a part is called `reward`, or there is nothing to normalize by.
+    """
+    if "reward" in parts:
+        raise ValueError("a part called 'reward' could not be told from the sum in what is recorded. Rename it.")
+    if is_normalized and not any(part.weight for part in parts.values()):
+        raise ValueError("all weights are 0, so there is nothing to normalize by. Set a weight, or normalize=false.")
+    kind = AsyncWeightedSum if any(is_async_function(part.function) for part in parts.values()) else SyncWeightedSum
+    return kind(parts, is_normalized=is_normalized)
+
+
+def is_async_function(function: RewardFunction) -> bool:
+    """Does a call return an awaitable?"""
+    if isinstance(function, BoundReward):
+        return function.is_async
+    call = getattr(function, "__call__", None)  # noqa: B004  an object whose __call__ is a coroutine function
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def is_pure_function(function: RewardFunction) -> bool:
+    """Was it declared pure (contract.pure)?"""
+    return bool(getattr(function, "is_pure", False))

@@ -1,0 +1,99 @@
+"""The process between a reward worker and the user's code: it ends all that the user's code has started, always.
+
+Started as `python -m penstock.envs.keeper SETTINGS`; the user's code runs in its child. It consumes nothing; waits for
+the child's end, for the end of its own standard input (the worker closed it, or died), or for a limit; is unblocked by
+the first of them, kills every descendant, says on its standard output how the child ended, removes the child's folder
+for temporary files, and ends. If it is killed itself, the child dies with it.
+
+`SETTINGS` is a JSON object: `serve` (the arguments of reward_child.main), `max_memory_bytes`, `max_processes`,
+`temporary`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.envs import process_tree
+from penstock.envs.sandbox import kernel_calls as kernel
+
+_LOOK_EVERY_MS = 50
+_LIFELINE = 0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Start the child, watch it, end it."""
+    settings = json.loads(arguments[0])
+    kernel.adopt_orphans()
+    me = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _become_child(settings, me)
+        return
+    os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the socket is the child's
+    problem = _watch(child, settings)
+    process_tree.kill_descendants(me)
+    _, status = os.waitpid(child, 0)
+    process_tree.reap_children()
+    shutil.rmtree(settings["temporary"], ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.write(1, (problem or how_it_ended(os.waitstatus_to_exitcode(status))).encode())
+    os._exit(0)
+
+
+def how_it_ended(returncode: int | None) -> str:
+    """The end of a process in words; `returncode` as in `subprocess.Popen`."""
+    if returncode is None:
+        return "did not end"
+    if returncode < 0:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    return f"ended with exit code {returncode}"
+
+
+def _become_child(settings: Mapping[str, Any], keeper: int) -> None:
+    os.setsid()
+    kernel.signal_when_parent_dies(signal.SIGKILL)
+    if os.getppid() != keeper:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ["TMPDIR"] = settings["temporary"]
+    tempfile.tempdir = None
+    from penstock.envs.reward_child import main as serve
+
+    serve(settings["serve"])
+
+
+def _watch(child: int, settings: Mapping[str, Any]) -> str:
+    """Wait until the child has to end or has ended; why it had to, or nothing."""
+    poll = select.poll()
+    poll.register(os.pidfd_open(child), select.POLLIN)
+    poll.register(_LIFELINE, select.POLLIN)
+    max_memory, max_processes = settings["max_memory_bytes"], settings["max_processes"]
+    while not poll.poll(_LOOK_EVERY_MS):
+        members = [child, *process_tree.descendants(child)]
+        usage = process_tree.measure(members)
+        if len(members) > max_processes:
+            return f"was killed: it had {len(members)} processes, more than reward.max_processes={max_processes}"
+        if max_memory is not None and usage.memory_bytes > max_memory:
+            memory = process_tree.proportional_memory_bytes(members)
+            if memory > max_memory:
+                limit = f"reward.max_memory_gib={max_memory / 2**30:g}"
+                return f"was killed: it used {memory / 2**30:.2f} GiB, more than {limit}"
+    return ""
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""Scores of a pure reward, remembered by what it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections import OrderedDict
+
+from penstock.dataflow.ports import Score
+from penstock.dataflow.trajectory import Task, Trajectory
+
+
+class RewardCache:
+    """The most recently used scores. Failures are never remembered: a retry must be able to succeed.
+
+    Args:
+        max_entries: Scores to remember; 0 is none.
+
+    Attributes:
+        is_on: Is the reward pure? Unknown, hence False, until its process has loaded it.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        self._max_entries = max_entries
+        self._scores: OrderedDict[bytes, Score] = OrderedDict()
+        self.is_on = False
+
+    def key_of(self, task: Task, trajectory: Trajectory) -> bytes | None:
+        """A hash of all that a pure reward may depend on; None if nothing is remembered."""
+        if not self.is_on or self._max_entries == 0:
+            return None
+        seen = (trajectory.prompt, trajectory.response, trajectory.finish_reason, sorted(task.fields.items()))
+        try:
+            return hashlib.blake2b(pickle.dumps(seen), digest_size=16).digest()
+        except Exception:  # noqa: BLE001  user data: if it cannot be pickled, sending it will say so
+            return None
+
+    def get(self, key: bytes | None) -> Score | None:
+        """The score under `key`, if it is remembered."""
+        if key is None or key not in self._scores:
+            return None
+        self._scores.move_to_end(key)
+        return self._scores[key]
+
+    def put(self, key: bytes | None, score: Score) -> None:
+        """Remember a score, forgetting the one that was not used for longest."""
+        if key is None:
+            return
+        self._scores[key] = score
+        if len(self._scores) > self._max_entries:
+            self._scores.popitem(last=False)

@@ -1,0 +1,71 @@
+"""What a reward function may return, and what becomes of it: a reward with parts, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping
+from numbers import Real
+from typing import TypedDict
+
+MAX_DETAIL_CHARACTERS = 4000
+MAX_PARTS = 64
+_MAX_NAME_CHARACTERS = 100
+_MAX_MESSAGE_CHARACTERS = 500
+
+
+class Reply(TypedDict, total=False):
+    """Either `reward` with its `parts`, or `error`, or `timed_out`; the hello has `is_async`, `is_pure` or `error`."""
+
+    reward: float
+    parts: dict[str, float]
+    error: str
+    timed_out: bool
+    is_async: bool
+    is_pure: bool
+
+
+def to_reply(returned: object) -> Reply:
+    """Turn what the user's function returned into a reward and its parts, or into an error that says what it was.
+
+    A dict names parts; the reward is its `reward` entry, or the sum.
+    """
+    if not isinstance(returned, Mapping):
+        number = _to_number(returned, "the reward function returned ")
+        return {"error": number} if isinstance(number, str) else {"reward": number, "parts": {}}
+    if not returned:
+        return {"error": "the reward function returned an empty dict; it needs at least one number"}
+    if len(returned) > MAX_PARTS:
+        return {"error": f"the reward function returned a dict with {len(returned)} entries; at most {MAX_PARTS} fit"}
+    parts: dict[str, float] = {}
+    for name, value in returned.items():
+        label = str(name)[:_MAX_NAME_CHARACTERS]
+        number = _to_number(value, f"the reward function returned a dict with {label}=")
+        if isinstance(number, str):
+            return {"error": number}
+        parts[label] = number
+    total = parts.pop("reward", None)
+    return {"reward": math.fsum(parts.values()) if total is None else total, "parts": parts}
+
+
+def to_failure(error: BaseException) -> Reply:
+    """What the user's function raised, with its traceback; at most `MAX_DETAIL_CHARACTERS` of it."""
+    text = "".join(traceback.format_exception(error))
+    if len(text) > MAX_DETAIL_CHARACTERS:
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        message = str(error)
+        if len(message) > _MAX_MESSAGE_CHARACTERS:
+            message = f"{message[:_MAX_MESSAGE_CHARACTERS]}… ({len(message)} characters)"
+        last = f"{type(error).__name__}: {message}"
+        text = frames[-(MAX_DETAIL_CHARACTERS - len(last)) :] + last
+    return {"error": text}
+
+
+def _to_number(value: object, what: str) -> float | str:
+    """The finite number that `value` is, or a sentence that says why it is none."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # a numpy or torch scalar
+    if not isinstance(value, Real):
+        return f"{what}{value!r:.200} of type {type(value).__name__}; expected a number, or a dict of numbers"
+    number = float(value)
+    return number if math.isfinite(number) else f"{what}{number!r}; expected a finite number"

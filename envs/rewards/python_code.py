@@ -1,0 +1,133 @@
+"""Does the code in the response pass the task's tests? It is run in the sandbox, never here."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from penstock.dataflow.trajectory import Trajectory
+from penstock.envs.contract import RewardContext
+from penstock.envs.sandbox.contract import Limits, Program, Sandbox
+from penstock.envs.sandbox.open_sandbox import check_sandbox, open_sandbox
+
+FENCED_BLOCK = re.compile(r"^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+Mode = Literal["share", "all"]
+
+_HARNESS = """
+import sys as _sys, json as _json
+_token, _tests = _json.loads(_sys.stdin.readline())
+_write, _flush = _sys.stdout.write, _sys.stdout.flush
+_sys.stdin.close()
+try:
+    exec(compile(open("solution.py").read(), "solution.py", "exec"), _space := {"__name__": "solution"})
+except BaseException as _error:
+    _write(f"\\n{_token} failed solution {type(_error).__name__}\\n"); _flush(); raise
+for _number, _test in enumerate(_tests):
+    try:
+        exec(compile(_test, f"test_{_number}", "exec"), _space)
+    except BaseException:
+        continue
+    _write(f"\\n{_token} passed {_number}\\n"); _flush()
+"""
+
+
+class PythonCodeReward:
+    """Runs the last fenced code block of the response with the task's tests.
+
+    The task has `tests`: Python statements, each of which passes if it raises nothing (`assert add(1, 2) == 3`). They
+    run one after the other in the namespace of the solution, in one program within the sandbox's limits; a limit that
+    is hit fails the tests that had not passed until then. A response without a code block, or whose code fails, scores
+    0: that is the policy's fault. A sandbox that does not work fails the trajectory instead.
+
+    What it does not defend against: code that is written to cheat, from inside the same interpreter, can find the
+    harness and report success (it cannot guess the token, but it can look for it). Where that matters give the tests
+    as `stdin` / `stdout` pairs, `cases`: each is a program of its own and is judged from outside.
+
+    Args:
+        sandbox: Where programs run.
+        limits: Of one program.
+        mode: `share` of the tests passed, or 1 only if `all` passed.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: Limits, mode: Mode) -> None:
+        self._sandbox = sandbox
+        self._limits = limits
+        self._mode = mode
+
+    is_pure = False  # time limits depend on the machine
+
+    @classmethod
+    def build(cls, context: RewardContext, **args: Any) -> Self:
+        """Build it from `reward.args`: `mode`.
+
+        Raises:
+            ConfigError: If this host allows no isolation and `sandbox.allow_unisolated` is off.
+            ValueError: If an argument is unknown or wrong.
+        """
+        mode = args.pop("mode", "share")
+        if args or mode not in ("share", "all"):
+            raise ValueError(f"mode={mode!r} with {sorted(args)}; it takes mode=share or mode=all, and nothing else")
+        check_sandbox(context.sandbox)
+        return cls(open_sandbox(context.sandbox), context.sandbox.limits.limits(), mode)
+
+    async def __call__(
+        self,
+        trajectory: Trajectory,
+        tests: Sequence[str] = (),
+        cases: Sequence[Sequence[str]] = (),
+        **_: Any,
+    ) -> dict[str, float]:
+        """Score the response: `reward`, and `passed` tests of `tests`.
+
+        Args:
+            trajectory: Its response holds the code.
+            tests: Python statements.
+            cases: Pairs of standard input and expected standard output; blanks at line ends do not count.
+
+        Raises:
+            ValueError: If the task has neither.
+            SandboxUnavailableError: If the sandbox failed.
+        """
+        num_tests = len(tests) + len(cases)
+        if not num_tests:
+            raise ValueError("the task has no tests and no cases, so there is nothing to run the code with")
+        code = last_code_block(trajectory.response)
+        passed = 0
+        if code is not None:
+            passed = await self._run_tests(code, tests) if tests else 0
+            for given, wanted in cases:
+                passed += await self._run_case(code, given, wanted)
+        share = passed / num_tests
+        return {"reward": share if self._mode == "share" else float(passed == num_tests), "passed": float(passed)}
+
+    async def _run_tests(self, code: str, tests: Sequence[str]) -> int:
+        token = secrets.token_hex(16)
+        program = Program(
+            code=_HARNESS,
+            stdin=json.dumps([token, list(tests)]).encode() + b"\n",
+            files={"solution.py": code.encode()},
+        )
+        result = await self._sandbox.run(program, self._limits)
+        passed = re.findall(rf"^{token} passed (\d+)$", result.stdout, re.MULTILINE)
+        return len(set(passed) & {str(number) for number in range(len(tests))})
+
+    async def _run_case(self, code: str, given: str, wanted: str) -> bool:
+        result = await self._sandbox.run(Program(code=code, stdin=given.encode()), self._limits)
+        return result.is_ok and _lines(result.stdout) == _lines(wanted)
+
+
+def last_code_block(text: str) -> str | None:
+    """The code of the last fenced block that is closed and is Python or of no named language."""
+    blocks = [match["code"] for match in FENCED_BLOCK.finditer(text) if _is_python(match["language"])]
+    return blocks[-1] if blocks else None
+
+
+def _is_python(language: str) -> bool:
+    return language.strip().lower() in ("", "python", "python3", "py")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,158 @@
+"""The port of the sandbox: a program and its limits go in, what became of it comes out.
+
+Whatever the program does is a `SandboxResult`; only a sandbox that does not work at all raises.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from penstock.dataflow.errors import PenstockError
+
+Outcome = Literal["exited", "killed", "wall_clock", "cpu_time", "memory", "processes", "output"]
+"""`exited`: it ended by itself. `killed`: by a signal that no limit of ours sent. The rest: which limit ended it."""
+
+MAX_SUMMARY_CHARACTERS = 300
+
+
+class SandboxUnavailableError(PenstockError):
+    """The sandbox itself does not work: nothing is known about the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use; all its processes together, unless said otherwise.
+
+    Attributes:
+        wall_s: Wall-clock time, seconds.
+        cpu_s: Processor time, seconds.
+        memory_bytes: Resident memory; each process may also reserve no more than this.
+        max_processes: Processes and threads at a time.
+        max_file_bytes: Largest single file.
+        max_disk_bytes: Size of the working directory, where the sandbox is isolated.
+        max_output_bytes: Standard output and standard error; what goes beyond ends the program.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 << 20
+    max_processes: int = 32
+    max_file_bytes: int = 16 << 20
+    max_disk_bytes: int = 64 << 20
+    max_output_bytes: int = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run: Python source or a command, never both.
+
+    Attributes:
+        code: Python source, run as `__main__` in an interpreter that is already warm.
+        argv: A command and its arguments; the command is looked up on the sandbox's PATH.
+        stdin: What the program reads from its standard input.
+        files: Relative path -> content, written into the working directory first.
+
+    Raises:
+        ValueError: If it is both or neither, or a file would lie outside the working directory.
+    """
+
+    code: str | None = None
+    argv: tuple[str, ...] = ()
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.code is None) == (not self.argv):
+            raise ValueError("a sandbox program is either Python source (code) or a command (argv), and not both")
+        for name in self.files:
+            if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"sandbox file {name!r} is not below the working directory. Use a relative path.")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """What became of a program.
+
+    Attributes:
+        exit_code: Set if `outcome` is `exited`, else None.
+        stdout: At most `max_output_bytes`, as UTF-8 with replacement characters.
+        stderr: The same.
+        wall_s: How long it ran, seconds.
+        detail: What exactly ended it, in a few words; empty if it exited.
+    """
+
+    outcome: Outcome
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    wall_s: float
+    detail: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        return self.outcome == "exited" and self.exit_code == 0
+
+    @property
+    def summary(self) -> str:
+        """One short line: how it ended, and the last line of its standard error."""
+        ended = f"exit code {self.exit_code}" if self.outcome == "exited" else f"{self.outcome}: {self.detail}"
+        last = next(reversed(self.stderr.strip().splitlines()), "")
+        return (f"{ended}; {last}" if last else ended)[:MAX_SUMMARY_CHARACTERS]
+
+
+class Sandbox(Protocol):
+    """Runs programs that nobody trusts."""
+
+    async def run(self, program: Program, limits: Limits) -> SandboxResult:
+        """Run one program to its end or to its first limit.
+
+        Raises:
+            SandboxUnavailableError: If the sandbox itself failed.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+def encode_job(program: Program, limits: Limits) -> dict[str, Any]:
+    """A job as a JSON object: how it goes to the fork server and to a remote service."""
+    return {
+        "code": program.code,
+        "argv": list(program.argv),
+        "stdin": _to_text(program.stdin),
+        "files": {name: _to_text(content) for name, content in program.files.items()},
+        "limits": asdict(limits),
+    }
+
+
+def decode_job(job: Mapping[str, Any]) -> tuple[Program, Limits]:
+    """The inverse of `encode_job`.
+
+    Raises:
+        KeyError, TypeError, ValueError: If it is no job.
+    """
+    files = {str(name): base64.b64decode(content) for name, content in job["files"].items()}
+    program = Program(job["code"], tuple(job["argv"]), base64.b64decode(job["stdin"]), files)
+    return program, Limits(**job["limits"])
+
+
+def encode_result(result: SandboxResult) -> dict[str, Any]:
+    """A result as a JSON object."""
+    return asdict(result)
+
+
+def decode_result(reply: Mapping[str, Any]) -> SandboxResult:
+    """The inverse of `encode_result`.
+
+    Raises:
+        TypeError: If it is no result.
+    """
+    return SandboxResult(**reply)
+
+
+def _to_text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")

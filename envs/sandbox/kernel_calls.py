@@ -1,0 +1,102 @@
+"""The Linux system calls that the sandbox needs and Python does not have. Nothing is decided here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+NEW_MOUNTS, NEW_HOSTNAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+"""Flags of `unshare`: which kinds of things the caller no longer shares with the rest of the machine."""
+
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
+_MNT_DETACH = 2
+_SYS_MOUNT_SETATTR = 442  # the same on every architecture; Linux >= 5.12
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    """Leave shared namespaces. A new pid namespace begins with the next fork."""
+    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """Mount a file system, or change the propagation of one that is mounted (`kind` None)."""
+    fs_type = None if kind is None else kind.encode()
+    result = _libc.mount(source.encode(), target.encode(), fs_type, ctypes.c_ulong(flags), options.encode())
+    _check(result, f"mount {kind or source} on {target}")
+
+
+def bind(source: str, target: str) -> None:
+    """Show `source`, with all mounted below it, at `target` too."""
+    mount(source, target, None, MS_BIND | MS_REC)
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def make_read_only(target: str, *, with_submounts: bool) -> None:
+    """Forbid writing, devices and set-uid programs."""
+    attributes = _MountAttributes(_ATTR_RDONLY | _ATTR_NOSUID | (_ATTR_NODEV if with_submounts else 0), 0, 0, 0)
+    flags = _AT_RECURSIVE if with_submounts else 0
+    result = _libc.syscall(
+        _SYS_MOUNT_SETATTR,
+        _AT_FDCWD,
+        target.encode(),
+        ctypes.c_uint(flags),
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
+    )
+    _check(result, f"mount_setattr {target}")
+
+
+def switch_root(new_root: str) -> None:
+    """Make `new_root` the root and let go of the old one."""
+    os.chdir(new_root)
+    _check(_libc.pivot_root(b".", b"."), f"pivot_root {new_root}")
+    _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
+    os.chdir("/")
+
+
+def _prctl(option: int, value: int, what: str) -> None:
+    zeros = [ctypes.c_ulong(0)] * 3
+    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), *zeros), what)
+
+
+def signal_when_parent_dies(signum: int) -> None:
+    """Ask the kernel for a signal when the parent's thread ends. Cleared by a change of user: call it after that."""
+    _prctl(_PR_SET_PDEATHSIG, signum, "PR_SET_PDEATHSIG")
+
+
+def set_dumpable(value: int) -> None:
+    """0: no process of the same user may look into this one; 1: it may, and owns its /proc entries again."""
+    _prctl(_PR_SET_DUMPABLE, value, "PR_SET_DUMPABLE")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, whatever session it is in."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+
+def drop_privileges() -> None:
+    """Give up all capabilities, and the right to gain any by starting a program."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+    header, nothing = _CapabilityHeader(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)), "capset")

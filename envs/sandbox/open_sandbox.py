@@ -1,0 +1,23 @@
+"""From the section `sandbox` to a sandbox."""
+
+from __future__ import annotations
+
+from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.contract import Sandbox
+from penstock.envs.sandbox.local import LocalSandbox, find_isolation
+from penstock.envs.sandbox.remote import RemoteSandbox
+
+
+def open_sandbox(config: SandboxConfig) -> Sandbox:
+    """The sandbox that the configuration names. It starts with the first program and is closed by its user."""
+    return LocalSandbox(config) if config.remote is None else RemoteSandbox(config.remote, config.num_slots)
+
+
+def check_sandbox(config: SandboxConfig) -> None:
+    """Find out before the run whether programs may run here.
+
+    Raises:
+        ConfigError: If the host allows no isolation and `allow_unisolated` is off.
+    """
+    if config.remote is None:
+        find_isolation(config)

@@ -1,0 +1,55 @@
+"""`penstock sandbox check`: run hostile programs on this machine and say which are contained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.hostile import Verdict, lay_trap, try_case
+from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
+from penstock.envs.sandbox.local import Isolation, LocalSandbox
+
+_WORDS = {True: "[green]contained[/green]", False: "[bold red]NOT CONTAINED[/bold red]", None: "not run"}
+
+
+def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
+    """Print the isolation that was found and one line per hostile program; 1 if one was not contained, else 0.
+
+    Args:
+        isolate: False shows what a host that allows no isolation would give.
+        console: Where to print; None is standard output.
+    """
+    console = console or Console(highlight=False)
+    logging.getLogger("penstock.envs.sandbox").setLevel(logging.ERROR)  # the table says it
+    isolation, verdicts = asyncio.run(_try_all(isolate=isolate))
+    table = Table("program", "verdict", "how it ended")
+    for case, verdict in verdicts:
+        table.add_row(case.name, _WORDS[verdict.is_contained], verdict.found)
+    console.print(f"isolation: {isolation}")
+    console.print(table)
+    bad = [case.name for case, verdict in verdicts if verdict.is_contained is False]
+    if bad:
+        console.print(
+            f"{len(bad)} of {len(verdicts)} are not contained: run no code here that you do not trust. Allow user "
+            "namespaces, or use sandbox=remote (docs/guides/sandbox.md)."
+        )
+    else:
+        console.print(f"all {sum(verdict.is_contained is True for _, verdict in verdicts)} contained")
+    return int(bool(bad))
+
+
+async def _try_all(*, isolate: bool) -> tuple[Isolation, list[tuple[HostileCase, Verdict]]]:
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True), isolate=isolate)
+    try:
+        isolation = await sandbox.start()
+        with lay_trap() as trap:
+            verdicts = [
+                (case, await try_case(sandbox, case, trap, is_isolated=isolation.is_isolated)) for case in HOSTILE_CASES
+            ]
+    finally:
+        await sandbox.close()
+    return isolation, verdicts

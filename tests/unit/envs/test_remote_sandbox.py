@@ -1,0 +1,161 @@
+"""A client of a sandbox service against a real HTTP server that fails as planned."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+
+from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program, SandboxResult, SandboxUnavailableError
+from penstock.envs.sandbox.local import LocalSandbox
+from penstock.envs.sandbox.remote import CircuitBreaker, RemoteSandbox
+from penstock.envs.sandbox.service import cut_limits, make_service
+
+FINE = {"outcome": "exited", "exit_code": 0, "stdout": "2\n", "stderr": "", "wall_s": 0.1, "detail": ""}
+Plan = list[Callable[[web.Request], Awaitable[web.Response]]]
+
+
+def answer(status: int = 200, body: object = FINE) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response(body, status=status)
+
+    return handler
+
+
+async def hang_up(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+async def hang(_: web.Request) -> web.Response:
+    await asyncio.sleep(30)
+    return web.Response()
+
+
+class Service:
+    """Answers the n-th request as the n-th of its plan says, the last one for ever."""
+
+    def __init__(self) -> None:
+        self.plan: Plan = []
+        self.num_requests = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.num_requests += 1
+        handler = self.plan.pop(0) if len(self.plan) > 1 else self.plan[0]
+        return await handler(request)
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[tuple[Service, str]]:
+    made = Service()
+    app = web.Application()
+    app.router.add_post("/run", made.handle)
+    async with TestServer(app) as server:
+        yield made, str(server.make_url("/"))
+
+
+async def ask(url: str, wall_s: float = 1.0, **config: object) -> SandboxResult:
+    sandbox = RemoteSandbox(RemoteConfig(url=url, **{"backoff_s": 0.01, "grace_s": 5.0, **config}), 4)
+    try:
+        return await sandbox.run(Program("print(1 + 1)"), Limits(wall_s=wall_s))
+    finally:
+        await sandbox.close()
+
+
+async def test_failures_that_may_pass_are_tried_again(service: tuple[Service, str]) -> None:
+    made, url = service
+    made.plan = [answer(503, "busy"), hang_up, answer(429, "slow down"), answer()]
+    assert (await ask(url)).stdout == "2\n"
+    assert made.num_requests == 4
+
+
+async def test_after_the_last_attempt_the_error_says_what_happened(service: tuple[Service, str]) -> None:
+    made, url = service
+    made.plan = [answer(503, "x" * 10_000)]
+    with pytest.raises(SandboxUnavailableError, match=r"after 3 attempts at most: HTTP 503: .xxx") as caught:
+        await ask(url, max_attempts=3)
+    assert made.num_requests == 3
+    assert len(str(caught.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        (answer(400, "no job"), "refused a job: HTTP 400"),
+        (answer(200, {"stdout": 1}), "something else than a result"),
+        (answer(200, ["?"]), "something else than a result"),
+    ],
+)
+async def test_what_no_repetition_can_mend_is_not_tried_again(
+    service: tuple[Service, str], handler: Callable[[web.Request], Awaitable[web.Response]], message: str
+) -> None:
+    made, url = service
+    made.plan = [handler]
+    with pytest.raises(SandboxUnavailableError, match=message):
+        await ask(url)
+    assert made.num_requests == 1
+
+
+async def test_a_service_that_hangs_costs_one_time_out_each_time(service: tuple[Service, str]) -> None:
+    made, url = service
+    made.plan = [hang]
+    started = time.monotonic()
+    with pytest.raises(SandboxUnavailableError, match="TimeoutError"):
+        await ask(url, wall_s=0.1, grace_s=0.2, max_attempts=2)
+    assert 0.6 <= time.monotonic() - started < 20
+    assert made.num_requests == 2
+
+
+async def test_a_service_that_is_down_is_left_alone_and_found_again(service: tuple[Service, str]) -> None:
+    made, url = service
+    made.plan = [answer(500, "down")]
+    config = RemoteConfig(url=url, backoff_s=0, max_attempts=1, failures_to_open=3, open_s=0.5)
+    sandbox = RemoteSandbox(config, 4)
+    for _ in range(10):
+        with pytest.raises(SandboxUnavailableError):
+            await sandbox.run(Program(""), Limits())
+    assert made.num_requests == 3
+    made.plan = [answer()]
+    await asyncio.sleep(0.6)
+    assert (await sandbox.run(Program(""), Limits())).is_ok
+    assert (await sandbox.run(Program(""), Limits())).is_ok
+    await sandbox.close()
+
+
+async def test_nobody_there_is_an_error_with_the_address() -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"sandbox.remote.url=http://127.0.0.1:9: no result"):
+        await ask("http://127.0.0.1:9", max_attempts=2)
+
+
+def test_an_open_breaker_lets_one_trial_through_per_interval() -> None:
+    breaker = CircuitBreaker(failures_to_open=2, open_s=10.0)
+    breaker.failed(0.0)
+    assert breaker.admit(0.0)
+    breaker.failed(1.0)
+    assert not breaker.admit(10.9)
+    assert breaker.admit(11.0)
+    assert not breaker.admit(11.0)
+    breaker.succeeded()
+    assert breaker.admit(11.0)
+
+
+async def test_the_service_refuses_nonsense_and_cuts_limits() -> None:
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True))
+    async with TestServer(make_service(sandbox, Limits(wall_s=0.3))) as server, ClientSession() as session:
+        for body in ({}, [], {"code": "", "argv": [], "stdin": "", "files": {"../x": ""}, "limits": {}}):
+            async with session.post(server.make_url("/run"), json=body) as response:
+                assert response.status == 400, body
+                assert "not a job" in await response.text()
+        async with session.get(server.make_url("/health")) as response:
+            assert await response.json() == {"ok": True}
+        client = RemoteSandbox(RemoteConfig(url=str(server.make_url("/"))), 1)
+        result = await client.run(Program("while True: pass"), Limits(wall_s=60))
+        assert (result.outcome, result.detail) == ("wall_clock", "more than 0.3 s")
+        await client.close()
+    assert cut_limits(Limits(wall_s=5, max_processes=2), Limits(wall_s=1)) == Limits(wall_s=1, max_processes=2)

@@ -1,0 +1,243 @@
+"""Built-in rewards, weighted sums of rewards, and the memory of pure ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ports import Score
+from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.config import RewardConfig, RewardPartConfig
+from penstock.envs.contract import RewardContext
+from penstock.envs.loading import load_reward
+from penstock.envs.rewards import formats
+from penstock.envs.rewards.python_code import PythonCodeReward, last_code_block
+from penstock.envs.sandbox.config import LimitsConfig, SandboxConfig
+from penstock.envs.scoring import RewardRunner
+
+SANDBOX = SandboxConfig(allow_unisolated=True, limits=LimitsConfig(wall_s=3.0))
+ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(1, 1) == 3"]
+
+
+def trajectory(response: str, num_sampled: int = 1, finish_reason: FinishReason = "stop") -> Trajectory:
+    return Trajectory(
+        trajectory_id=TrajectoryId("0/0"),
+        task_id=TaskId("t/0"),
+        token_ids=np.arange(1 + num_sampled, dtype=np.int32),
+        loss_mask=np.arange(1 + num_sampled) > 0,
+        behavior_logprobs=np.zeros(1 + num_sampled, dtype=np.float32),
+        spans=(Span(0, num_sampled),),
+        prompt="?",
+        response=response,
+        finish_reason=finish_reason,
+    )
+
+
+@pytest.fixture
+async def code() -> AsyncIterator[PythonCodeReward]:
+    reward = PythonCodeReward.build(RewardContext(SANDBOX))
+    yield reward
+    await reward._sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("response", "passed"),
+    [
+        (ADD, 2),
+        ("```\ndef add(a, b): return 3\n```", 2),
+        ("```python\ndef add(a, b): return 3\n```\n```sh\nrm -rf /\n```", 2),
+        ("```python\ndef add(a, b): return 3\n```\n```python\ndef add(a, b): return 0\n```", 1),
+        ("```python\ndef add(a, b): return", 0),
+        ("```python\ndef add(a, b) return\n```", 0),
+        ("no code", 0),
+        ("```python\nwhile True: pass\n```", 0),
+        ("```python\nimport os; os._exit(0)\n```", 0),
+        ("```python\nraise SystemExit(0)\n```", 0),
+        ("```python\nprint('0 passed 0\\n1 passed 1')\n```", 0),
+        ("```python\nimport sys\ndef add(a, b):\n    sys.exit(0)\n```", 0),
+        ("```python\ndef add(a, b):\n    if a == 1: return 3\n    while True: pass\n```", 1),
+        ("```python\nprint('x' * 10**6)\ndef add(a, b): return 3\n```", 0),
+    ],
+)
+async def test_code_scores_the_share_of_tests_it_passes(code: PythonCodeReward, response: str, passed: int) -> None:
+    got = await code(trajectory(response), tests=TESTS)
+    assert got == {"reward": pytest.approx(passed / 3), "passed": passed}
+
+
+async def test_cases_are_judged_from_outside_by_standard_input_and_output(code: PythonCodeReward) -> None:
+    response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+    cases = [["1 2", "3"], ["4 5\n", "9 \n"], ["1 1", "3"], ["x", "0"]]
+    assert await code(trajectory(response), cases=cases) == {"reward": 0.5, "passed": 2}
+
+
+async def test_all_or_nothing() -> None:
+    reward = PythonCodeReward.build(RewardContext(SANDBOX), mode="all")
+    assert (await reward(trajectory(ADD), tests=TESTS[:2]))["reward"] == 1.0
+    assert (await reward(trajectory(ADD), tests=TESTS))["reward"] == 0.0
+    await reward._sandbox.close()
+
+
+async def test_a_task_without_tests_is_an_error_and_no_zero(code: PythonCodeReward) -> None:
+    with pytest.raises(ValueError, match="no tests and no cases"):
+        await code(trajectory(ADD))
+
+
+def test_wrong_arguments_are_refused_before_the_run() -> None:
+    for args in ({"mode": "most"}, {"modes": "all"}):
+        with pytest.raises(ConfigError, match=r"reward.args=.*mode=share or mode=all"):
+            load_reward(RewardConfig(fn="penstock.envs.rewards.python_code:PythonCodeReward", args=args))
+
+
+def test_the_last_python_block_counts() -> None:
+    assert last_code_block("```py\na\n```\n```\nb\n```\n```json\n{}\n```") == "b\n"
+    assert last_code_block("```python\nx = '```'\n```") == "x = '```'\n"
+    assert last_code_block("`a` ``` b ```") is None
+
+
+def test_formats() -> None:
+    assert formats.contains(trajectory("a b"), text="a") == 1.0
+    assert formats.contains(trajectory("a b"), text="c") == 0.0
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    assert formats.matches(trajectory("<think>a\nb</think>\n<answer>1</answer>"), pattern=pattern) == 1.0
+    assert formats.matches(trajectory("so <think>a</think><answer>1</answer>"), pattern=pattern) == 0.0
+    assert formats.one_code_block(trajectory(ADD)) == 1.0
+    assert formats.one_code_block(trajectory(ADD + "\n" + ADD)) == 0.0
+    assert formats.finished(trajectory("a")) == 1.0
+    assert formats.finished(trajectory("a", finish_reason="length")) == 0.0
+
+
+def test_json_is_judged_by_its_schema() -> None:
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer", "minimum": 1}}}
+    wanted = {
+        '{"n": 1}': 1,
+        '{"n": 0}': 0,
+        "{}": 0,
+        "n": 0,
+        '{"n": NaN}': 0,
+        "[" * 10**5: 0,
+        '```json\n{"n": 2}\n```': 1,
+    }
+    for response, value in wanted.items():
+        assert formats.json_valid(trajectory(response), schema=schema) == value, response[:50]
+    assert formats.json_valid(trajectory("[1]")) == 1
+    with pytest.raises(Exception, match="is not valid under any of the given schemas"):
+        formats.json_valid(trajectory("1"), schema={"type": "no such type"})
+
+
+def test_the_overlong_penalty_follows_its_formula() -> None:
+    """max 10, buffer 4: DAPO's eq. 13 by hand."""
+    wanted = {6: 0.0, 7: -0.25, 8: -0.5, 9: -0.75, 10: -1.0, 12: -1.0, 1: 0.0}
+    for num_sampled, penalty in wanted.items():
+        got = formats.overlong_penalty(trajectory("a", num_sampled), max_tokens=10, buffer_tokens=4)
+        assert got == pytest.approx(penalty)
+    with pytest.raises(ValueError, match=r"buffer_tokens=11 must be in 1..max_tokens=10"):
+        formats.overlong_penalty(trajectory("a"), max_tokens=10, buffer_tokens=11)
+
+
+PARTS = """
+import asyncio
+from penstock.envs.contract import pure
+calls = 0
+
+def length(trajectory, scale=1.0, **_): return scale * len(trajectory.response)
+async def judge(trajectory, **_):
+    await asyncio.sleep(0)
+    return {"tone": 0.5, "truth": 0.25}
+def broken(trajectory, **_): return float("nan")
+@pure
+def counted(trajectory, **_):
+    global calls
+    calls += 1
+    if trajectory.response == "raise": raise RuntimeError(f"call {calls}")
+    return calls
+def counted_impure(trajectory, **_): return counted(trajectory)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "penstock_test_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "penstock_test_parts"
+
+
+async def scores(config: RewardConfig, *responses: str, **fields: object) -> list[Score | TrajectoryError]:
+    runner = RewardRunner(config)
+    await runner.start()
+    try:
+        out = []
+        for response in responses:
+            out += await runner.score_many([(Task(TaskId("t/0"), "?", fields), trajectory(response))])
+        return out
+    finally:
+        await runner.shutdown()
+
+
+async def test_a_weighted_sum_clips_adds_normalizes_and_records(module: str) -> None:
+    length = RewardPartConfig(fn=f"{module}:length", args={"scale": 2.0}, weight=-0.5, clip=(0.0, 10.0))
+    plain = RewardConfig(parts={"length": length, "seen": RewardPartConfig(fn=f"{module}:length", weight=0.0)})
+    (score,) = await scores(plain, "x" * 7)  # min(14, 10) * -0.5
+    assert score == Score(-5.0, {"length": 14.0, "seen": 7.0})
+    judged = {"length": length, "judge": RewardPartConfig(fn=f"{module}:judge", weight=2.0)}
+    (score,) = await scores(RewardConfig(parts=judged, normalize=True), "xx")  # (-2 + 1.5) / 2.5
+    assert isinstance(score, Score)
+    assert score.reward == pytest.approx(-0.2)
+    assert score.parts == {"length": 4.0, "judge": 0.75, "judge/tone": 0.5, "judge/truth": 0.25}
+
+
+async def test_a_part_that_fails_fails_the_sum_by_name(module: str) -> None:
+    parts = {name: RewardPartConfig(fn=f"{module}:{name}") for name in ("length", "broken")}
+    (failure,) = await scores(RewardConfig(parts=parts), "x")
+    assert isinstance(failure, TrajectoryError)
+    assert "reward.parts.broken: the reward function returned nan" in failure.detail
+
+
+def test_sums_that_make_no_sense_are_refused(module: str) -> None:
+    fn = f"{module}:length"
+    wrong = {
+        "one reward function, or named parts": RewardConfig(fn=fn, parts={"a": RewardPartConfig(fn=fn)}),
+        "reward.fn=None with 0 reward.parts": RewardConfig(),
+        "called 'reward'": RewardConfig(parts={"reward": RewardPartConfig(fn=fn)}),
+        "nothing to normalize by": RewardConfig(parts={"a": RewardPartConfig(fn=fn, weight=0)}, normalize=True),
+        "the lowest value is above": RewardConfig(parts={"a": RewardPartConfig(fn=fn, clip=(1, 0))}),
+        "reward.parts.a.fn=": RewardConfig(parts={"a": RewardPartConfig(fn=f"{module}:lenght")}),
+    }
+    for message, config in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            load_reward(config)
+
+
+async def test_a_pure_reward_is_remembered_by_its_input_and_its_failures_are_not(module: str) -> None:
+    pure = RewardConfig(fn=f"{module}:counted", cache_entries=2)
+
+    def values(got: list[Score | TrajectoryError]) -> list[float | None]:
+        return [score.reward if isinstance(score, Score) else None for score in got]
+
+    assert values(await scores(pure, "a", "b", "a", "raise", "raise", "b", "c", "a")) == [1, 2, 1, None, None, 2, 5, 6]
+    assert values(await scores(pure.model_copy(update={"cache_entries": 0}), "a", "a")) == [1, 2]
+    assert values(await scores(pure.model_copy(update={"fn": f"{module}:counted_impure"}), "a", "a")) == [1, 2]
+
+
+async def test_code_is_scored_through_the_whole_path() -> None:
+    config = RewardConfig(
+        parts={
+            "code": RewardPartConfig(fn="penstock.envs.rewards.python_code:PythonCodeReward"),
+            "format": RewardPartConfig(fn="penstock.envs.rewards.formats:one_code_block", weight=0.1),
+        },
+        timeout_s=30,
+    )
+    runner = RewardRunner(config, SANDBOX)
+    task = Task(TaskId("t/0"), "?", {"tests": TESTS})
+    try:
+        results = await runner.score_many([(task, trajectory(text)) for text in (ADD, "no code", ADD)])
+    finally:
+        await runner.shutdown()
+    right = Score(pytest.approx(2 / 3 + 0.1), {"code": pytest.approx(2 / 3), "code/passed": 2.0, "format": 1.0})
+    assert results == [right, Score(0.0, {"code": 0.0, "code/passed": 0.0, "format": 0.0}), right]

@@ -1,0 +1,291 @@
+"""What every sandbox promises: on this machine with and without isolation, and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.sandbox.config import LimitsConfig, RemoteConfig, SandboxConfig
+from penstock.envs.sandbox.contract import (
+    Limits,
+    Program,
+    Sandbox,
+    SandboxResult,
+    SandboxUnavailableError,
+    decode_job,
+    encode_job,
+)
+from penstock.envs.sandbox.local import ForkServer, Isolation, LocalSandbox, judge_isolation
+from penstock.envs.sandbox.open_sandbox import open_sandbox
+from penstock.envs.sandbox.remote import RemoteSandbox
+from penstock.envs.sandbox.service import make_service
+
+CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=4)
+LIMITS = Limits(wall_s=10.0, memory_bytes=256 << 20)
+
+
+def isolation_of_this_host() -> Isolation:
+    server = ForkServer(SandboxConfig())
+    server.close()
+    return server.isolation
+
+
+ISOLATION = isolation_of_this_host()
+needs_isolation = pytest.mark.skipif(not ISOLATION.is_isolated, reason=f"this host allows none: {ISOLATION.problem}")
+
+
+@pytest.fixture(params=[pytest.param("isolated", marks=needs_isolation), "unisolated", "remote"])
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    local = LocalSandbox(CONFIG, isolate=request.param != "unisolated")
+    if request.param != "remote":
+        yield local
+        await local.close()
+        return
+    async with TestServer(make_service(local, LIMITS)) as service:
+        remote = RemoteSandbox(RemoteConfig(url=str(service.make_url("/"))), max_concurrency=4)
+        yield remote
+        await remote.close()
+
+
+async def run(sandbox: Sandbox, code: str, **more: object) -> SandboxResult:
+    return await sandbox.run(Program(code, **more), LIMITS)  # type: ignore[arg-type]
+
+
+async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> None:
+    cases = {
+        "print(1 + 1)": (0, "2\n", ""),
+        "import sys; sys.exit(3)": (3, "", ""),
+        "import sys; sys.exit('sorry')": (1, "", "sorry\n"),
+        "import sys; print('é'); sys.stderr.write('warned')": (0, "é\n", "warned"),
+        "import atexit; atexit.register(print, 'bye'); print('hello')": (0, "hello\nbye\n", ""),
+        "import threading; threading.Thread(target=print, args=('late',)).start()": (0, "late\n", ""),
+        "if __name__ == '__main__': print(__name__)": (0, "__main__\n", ""),
+        "class A: pass\nimport pickle; print(type(pickle.loads(pickle.dumps(A()))).__name__)": (0, "A\n", ""),
+    }
+    results = await asyncio.gather(*(run(sandbox, code) for code in cases))
+    for (code, wanted), result in zip(cases.items(), results, strict=True):
+        assert (result.exit_code, result.stdout, result.stderr) == wanted, code
+        assert result.outcome == "exited"
+    failed = await run(sandbox, "x = 1\n1 / 0  # here\n")
+    assert failed.exit_code == 1
+    assert "1 / 0  # here" in failed.stderr
+    assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "penstock" not in failed.stderr
+
+
+async def test_commands_standard_input_and_files_work(sandbox: Sandbox) -> None:
+    big = bytes(range(256)) * 1000  # more than a pipe holds
+    program = Program(argv=("sh", "-c", "wc -c; cat deep/down.txt; exit 4"), stdin=big, files={"deep/down.txt": b"!"})
+    result = await sandbox.run(program, LIMITS)
+    assert (result.exit_code, result.stdout.split()) == (4, ["256000", "!"])
+    reader = await run(sandbox, "import sys; print(len(sys.stdin.buffer.read()), open('a').read())", stdin=big,
+                       files={"a": b"x"})  # fmt: skip
+    assert reader.stdout == "256000 x\n"
+    ignores_input = await run(sandbox, "print('done')", stdin=big)
+    assert ignores_input.stdout == "done\n"
+    missing = await sandbox.run(Program(argv=("no-such-program",)), LIMITS)
+    assert missing.exit_code == 127
+    assert "no-such-program" in missing.stderr
+
+
+async def test_nothing_stays_from_one_program_to_the_next(sandbox: Sandbox) -> None:
+    first = await run(sandbox, "import os, math; math.pi = 3; open('left', 'w'); print(os.listdir(), os.getcwd())")
+    second = await run(sandbox, "import os, math; print(os.listdir(), math.pi)")
+    assert first.stdout.startswith("['left']")
+    assert second.stdout == "[] 3.141592653589793\n"
+
+
+async def test_the_environment_holds_nothing_of_ours(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "secret")
+    result = await run(sandbox, "import os; print(sorted(os.environ)); assert os.environ['HOME'] == os.getcwd()")
+    names = "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']\n"
+    assert (result.stdout, result.stderr) == (names, "")
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ""])
+def test_a_file_that_would_lie_outside_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="not below the working directory"):
+        Program("", files={name: b""})
+
+
+async def test_programs_run_at_the_same_time_and_each_gets_its_own_answer(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    results = await asyncio.gather(*(run(sandbox, f"import time; time.sleep(0.5); print({n})") for n in range(8)))
+    assert [result.stdout for result in results] == [f"{n}\n" for n in range(8)]
+    assert time.monotonic() - started < 8 * 0.5
+
+
+async def test_a_cancelled_run_ends_its_program_and_frees_its_place() -> None:
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True, max_concurrency=1))
+    nap = "713.25"
+    running = asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60)))
+    await until(lambda: nap in processes())
+    running.cancel()
+    result = await run(sandbox, "print('next')")
+    assert result.stdout == "next\n"
+    await until(lambda: nap not in processes())
+    await sandbox.close()
+
+
+async def test_closing_ends_what_runs(sandbox: Sandbox) -> None:
+    if isinstance(sandbox, RemoteSandbox):
+        pytest.skip("a client does not end the service's programs: the closed connection does, as in the test above")
+    nap = f"714.{os.getpid()}"
+    running = asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60)))
+    await until(lambda: nap in processes())
+    await sandbox.close()
+    await until(lambda: nap not in processes())
+    with pytest.raises(SandboxUnavailableError):
+        await running
+
+
+async def test_a_fork_server_that_was_killed_is_replaced() -> None:
+    sandbox = LocalSandbox(CONFIG)
+    await sandbox.start()
+    assert sandbox._server is not None
+    os.kill(sandbox._server._process.pid, signal.SIGKILL)
+    assert (await run(sandbox, "print('again')")).stdout == "again\n"
+    await sandbox.close()
+
+
+def test_the_fork_server_dies_with_the_process_that_started_it() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ | path_of_ours())
+    assert parent.stdout is not None
+    nap = parent.stdout.readline().decode().strip()
+    assert nap in processes()
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while nap in processes():
+        assert time.monotonic() < deadline, "a program outlived the process that ran it"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_no_working_directory_is_left(isolate: bool) -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=isolate)
+    for code in ("open('x', 'w')", "import os; os.kill(os.getpid(), 9)"):
+        await run(sandbox, code)
+    await sandbox.run(Program("open('x', 'w')\nwhile True: pass"), Limits(wall_s=0.1))
+    await sandbox.close()
+    assert list(Path(tempfile.gettempdir()).glob("penstock-sandbox-*")) == []
+
+
+async def test_without_isolation_untrusted_code_is_refused_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    careful = LocalSandbox(SandboxConfig(), isolate=False)
+    with pytest.raises(ConfigError, match=r"sandbox.allow_unisolated=false, but this host allows no isolation"):
+        await run(careful, "print(1)")
+    await careful.close()
+    with caplog.at_level(logging.WARNING):
+        sandbox = LocalSandbox(CONFIG, isolate=False)
+        assert [(await run(sandbox, "print(1)")).stdout for _ in range(2)] == ["1\n"] * 2
+        await sandbox.close()
+    assert [record.message for record in caplog.records if "no isolation" in record.message] == [
+        "sandbox: this host allows no isolation (it was not asked for): programs run with limits only."
+    ]
+    judge_isolation(Isolation(is_isolated=True, problem=""), SandboxConfig())
+
+
+@needs_isolation
+def test_a_host_without_user_namespaces_is_recognised_and_its_limits_still_work() -> None:
+    command = ["unshare", "--user", "--map-root-user", "bash", "-c",
+               f"echo 0 > /proc/sys/user/max_user_namespaces; exec {sys.executable} -c '{REFUSED}'"]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | path_of_ours()
+    )
+    assert done.stdout.split("|")[0] == "none ([Errno 28] unshare(0x78020000): No space left on device)", done.stderr
+    assert done.stdout.split("|")[1:] == ["2\n", "wall_clock\n"]
+
+
+@given(
+    st.one_of(
+        st.builds(
+            Program,
+            code=st.text(),
+            stdin=st.binary(),
+            files=st.dictionaries(st.text("abc/ é", min_size=1).map("x{}".format), st.binary()),
+        ),
+        st.builds(Program, argv=st.lists(st.text(), min_size=1).map(tuple), stdin=st.binary()),
+    ),
+    st.builds(Limits),
+)
+def test_a_job_survives_the_wire(program: Program, limits: Limits) -> None:
+    assert decode_job(encode_job(program, limits)) == (program, limits)
+
+
+def test_a_program_is_source_or_a_command() -> None:
+    for wrong in ({}, {"code": "", "argv": ("ls",)}):
+        with pytest.raises(ValueError, match="not both"):
+            Program(**wrong)
+
+
+def test_the_configuration_is_in_the_units_it_says_and_chooses_the_sandbox() -> None:
+    limits = LimitsConfig(memory_mib=20, max_file_mib=2, max_disk_mib=3, max_output_kib=4).limits()
+    assert (limits.memory_bytes, limits.max_file_bytes, limits.max_disk_bytes, limits.max_output_bytes) == (
+        20971520, 2097152, 3145728, 4096,
+    )  # fmt: skip
+    assert isinstance(open_sandbox(SandboxConfig()), LocalSandbox)
+    assert isinstance(open_sandbox(SandboxConfig(remote=RemoteConfig(url="http://x"))), RemoteSandbox)
+
+
+def processes() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def path_of_ours() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+PARENT = """
+import asyncio, os, subprocess
+from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program
+from penstock.envs.sandbox.local import LocalSandbox
+
+async def main():
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True))
+    nap = f"715.{os.getpid()}"
+    running = asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60)))
+    while nap not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout:
+        await asyncio.sleep(0.02)
+    print(nap, flush=True)
+    await running
+
+asyncio.run(main())
+"""
+REFUSED = """
+import asyncio
+from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program
+from penstock.envs.sandbox.local import LocalSandbox
+
+async def main():
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True))
+    print(await sandbox.start(), end="|")
+    print((await sandbox.run(Program("print(1 + 1)"), Limits())).stdout, end="|")
+    print((await sandbox.run(Program("while True: pass"), Limits(wall_s=0.2))).outcome)
+    await sandbox.close()
+
+asyncio.run(main())
+"""
