@@ -1,0 +1,49 @@
+"""`penstock algorithms`: what can be chosen in the `algorithm` section, from the catalog itself."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.import_path import nearest_hint
+from penstock.trainer.algorithms.catalog import ALGORITHMS, KINDS
+
+_ARXIV_DIGITS = 9
+
+
+def run_algorithms(kind: str | None, console: Console) -> int:
+    """Print a table of one kind, or of each; returns the exit code.
+
+    Raises:
+        ConfigError: If there is no such kind.
+    """
+    if kind is not None and kind not in KINDS:
+        raise ConfigError([f"--kind {kind} is none. Kinds: {', '.join(KINDS)}.{nearest_hint(kind, KINDS)}"])
+    for shown in KINDS if kind is None else (kind,):
+        table = Table(title=shown, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+        for column in ("name", "formula", "source", "where"):
+            table.add_column(column, overflow="fold")
+        for algorithm in ALGORITHMS:
+            if algorithm.kind == shown:
+                note = f"\nneeds {algorithm.missing}" if algorithm.missing else ""
+                where = PurePosixPath(algorithm.file).name
+                table.add_row(algorithm.name, algorithm.formula + note, source(algorithm.source), where)
+        console.print(table)
+    console.print(
+        "where: file in trainer/algorithms. "
+        "b, p, c, r: behavior, proximal, target, reference logprob; ρ = exp(c − p); w = exp(p − b); A advantage; "
+        "R reward; n_i tokens of N sequences. Papers: docs/paper_index.md.",
+        style="dim",
+        markup=False,
+    )
+    return 0
+
+
+def source(text: str) -> str:
+    """An arXiv id says so."""
+    is_arxiv = len(text.replace(".", "")) == _ARXIV_DIGITS and text.replace(".", "").isdigit()
+    return f"arXiv {text}" if is_arxiv else text
