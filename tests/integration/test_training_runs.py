@@ -74,6 +74,16 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
                 "trainer.backend=torch",
             ],
         ),
+        (
+            "preference_pairs_of_a_streamed_batch_over_two_ranks",
+            [
+                "algorithm=online_dpo",
+                "dataflow.stream_micro_batches=true",
+                "trainer.max_tokens_per_micro_batch=256",
+                "trainer.num_ranks=2",
+                "rollout/engine=torch",
+            ],
+        ),
         ("taking_turns", ["rollout/engine=torch", "cluster.colocated=true", "dataflow.max_staleness=0"]),
     ],
 )

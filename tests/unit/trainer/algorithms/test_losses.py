@@ -51,6 +51,28 @@ def test_value_and_gradient_are_those_of_the_definition(name: str, case: str) ->
     assert np.linalg.norm(small_gradient - gradient) <= 1e-5 * np.linalg.norm(gradient) + 1e-12
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("ppo_clip", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+        ("dual_clip", [0, 0, 0, 1, 0], [1, 0, 1, 0, 0]),
+        ("gspo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+        ("cispo", [0, 1, 0, 1, 0], [1, 0, 1, 0, 0]),
+        ("dppo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+    ],
+)
+def test_clips_are_told_apart_by_side(name: str, low: list[int], high: list[int]) -> None:
+    """Ratios 1.5, 0.5, 1.5, 0.5, 1 with advantages of both signs, each token a sequence of its own."""
+    behavior = np.log(np.full(5, 0.4))
+    target = behavior + np.log([1.5, 0.5, 1.5, 0.5, 1.0])
+    d = oracle.Data(target, behavior, behavior, behavior, np.array([2.0, 2.0, -2.0, -2.0, 3.0]), np.arange(5), 5,
+                    extra=dict.fromkeys(("teacher", "old_values", "returns"), target))  # fmt: skip
+    settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "cispo_low": 0.25, "dppo_delta": 0.1}
+    loss = find("loss", name).load()(tokens_of(d), AlgorithmConfig(**settings))
+    assert loss.is_clipped_low.int().tolist() == low
+    assert loss.is_clipped_high.int().tolist() == high
+
+
 def test_the_cases_reach_every_branch() -> None:
     """Clips on both sides, dropped and kept tokens, tapered and full sequences, both signs: else a wrong one passes."""
     for name in ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "value"):

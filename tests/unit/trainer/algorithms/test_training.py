@@ -17,6 +17,9 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
 from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
+from penstock.trainer.batches.members import batch_members, reward_batch
+from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.unit.trainer.torch_trainer import logprobs_of, trainer_of
 
@@ -211,6 +214,39 @@ class TestOverlong:
         for overlong in ("mask", "drop"):
             _, metrics = self.weights_of_groups(policy, cut, overlong=overlong)
             assert metrics["loss/grad_norm"] == 0.0
+
+
+def test_staleness_is_counted_per_token_from_the_version_of_the_step(policy, aged) -> None:
+    members = [one for group in aged for one in group.trajectories]
+    old, every = (sum(one.num_sampled_tokens // n for one in members) for n in (2, 1))
+    metrics = trainer_of(policy).step(aged, 6).metrics
+    buckets = {name: value for name, value in metrics.items() if name.startswith("ratio/lag_tokens")}
+    assert buckets == {"ratio/lag_tokens/2_3": old, "ratio/lag_tokens/1": every - old}
+    streamed = trainer_of(policy)
+    streamed.accumulate(aged[:2], 6)
+    found = streamed.step(aged[2:], 6).metrics
+    assert {name: found[name] for name in buckets} == buckets
+
+
+def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) -> None:
+    config = AlgorithmConfig(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
+    whole = policy_sequences(aged, config, 30, references=references)
+    trimmed = policy_sequences(aged, config, 30, [4] * 3, references=references)
+    pairs = [(a.advantages, b.advantages) for a, b in zip(whole, trimmed, strict=True) if len(b.targets) > 2]
+    assert len(pairs) >= 3
+    for before, after in pairs:  # other tokens are in the mean now, so compare what is between neighbours
+        np.testing.assert_allclose(np.diff(after), np.diff(before)[-len(after) + 1 :], atol=1e-12)
+        assert np.abs(np.diff(after)).min() > 1e-6, "the divergence differs from token to token"
+
+
+def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None:
+    config = AlgorithmConfig(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
+    members = batch_members(aged, config, None, ())
+    found = reward_batch(members, config, max_new_tokens=30)
+    lengths = [one.trajectory.num_sampled_tokens for one in members]
+    expected = [one.reward - min(max((n - 10) / 20, 0), 1) for one, n in zip(members, lengths, strict=True)]
+    np.testing.assert_allclose(found.rewards, expected, atol=1e-12)
+    assert any(reward != one.reward for reward, one in zip(found.rewards, members, strict=True))
 
 
 def test_renormalising_divides_by_the_share_that_was_kept(policy, aged) -> None:
