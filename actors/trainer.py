@@ -73,10 +73,14 @@ class TrainerRank:
         return self._running().step(ray.get(payloads), version, min_versions, ray.get(references))
 
     def accumulate(
-        self, payloads: list[ray.ObjectRef], min_versions: list[int], references: list[ray.ObjectRef]
+        self,
+        payloads: list[ray.ObjectRef],
+        version: int,
+        min_versions: list[int],
+        references: list[ray.ObjectRef],
     ) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        self._running().accumulate(ray.get(payloads), min_versions, ray.get(references))
+        self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references))
 
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))

@@ -62,12 +62,11 @@ class TrainerClient:
             async with asyncio.TaskGroup() as sent:  # a rank that fails is noticed while groups are waited for
                 async for group in batch:
                     if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
-                        calls = self._call("accumulate", *_arguments(part))  # now: the ranks keep the order of calls
+                        calls = self._call("accumulate", *self._arguments(part))  # now: ranks keep the order of calls
                         sent.create_task(self._answers("accumulate", calls))
                         part = []
                     part.append(group)
-                handles, *others = _arguments(part)
-                reports = await self._all("step", handles, self.version, *others)
+                reports = await self._all("step", *self._arguments(part))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         self.version = reports[0].version
@@ -142,10 +141,11 @@ class TrainerClient:
                 "A rank hangs or the step is too large; raise trainer.step_timeout_s if it only is slow."
             ) from None
 
-
-def _arguments(groups: Sequence[GroupRef]) -> tuple[list[Any], list[int], list[Any]]:
-    return (
-        [group.handle for group in groups],
-        [group.min_version for group in groups],
-        [group.reference for group in groups if group.reference is not None],
-    )
+    def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any]]:
+        """Of `step` and `accumulate`."""
+        return (
+            [group.handle for group in groups],
+            self.version,
+            [group.min_version for group in groups],
+            [group.reference for group in groups if group.reference is not None],
+        )

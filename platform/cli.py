@@ -97,6 +97,23 @@ def doctor() -> None:
     _exit_with(check)
 
 
+@app.command()
+def algorithms(
+    *,
+    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only one kind, e.g. loss or correction.")] = None,
+) -> None:
+    """List advantages, losses, corrections and the rest by name, with formula, paper and file."""
+
+    def body() -> int:
+        from rich.console import Console
+
+        from penstock.platform.cli_algorithms import run_algorithms
+
+        return run_algorithms(kind, Console())
+
+    _exit_with(body)
+
+
 @weights.command("plan")
 def weights_plan(
     overrides: Overrides = None,

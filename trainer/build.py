@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.dataflow.errors import ConfigError
+from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
 from penstock.trainer.config import AlgorithmConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer, StepSettings
@@ -54,7 +55,7 @@ def build_trainer(
     Raises:
         ConfigError: If the settings cannot run together, or the model cannot be loaded.
     """
-    violations = trainer_violations(model, trainer)
+    violations = trainer_violations(model, trainer) + [one.message for one in algorithm_violations(algorithm)]
     if violations:
         raise ConfigError(violations)
     if device == "cpu":

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from penstock.trainer.algorithms.catalog import find, known
+
+
+def _as_list(value: Any) -> Any:
+    """One name is a chain of one; YAML has lists where a chain is a tuple."""
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
+
+
+def _as_word(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
+
+
+CorrectionName = Annotated[str, AfterValidator(known("correction"))]
 
 
 class OptimizerConfig(BaseModel):
@@ -61,34 +78,116 @@ class TrainerConfig(BaseModel):
 
 
 class AlgorithmConfig(BaseModel):
-    """Advantage, policy loss, behavior correction and aggregation, chosen by name (ALGORITHMS: docs/paper_index.md).
+    """An algorithm: advantage × policy loss × behavior correction × KL × aggregation, each by name.
+
+    Formulas and papers of all names: trainer/algorithms/catalog.py, `penstock algorithms`, docs/paper_index.md.
 
     Attributes:
-        clip_low: ε_lo of ppo_clip: the ratio is clipped below 1 − ε_lo.
-        clip_high: ε_hi of ppo_clip: the ratio is clipped above 1 + ε_hi.
+        advantage: A name, or the import path of a function `(rewards [G], AlgorithmConfig) -> [G]` of one group.
+        advantage_std: What grpo and the whitening of reinforce_pp divide by.
+        std_epsilon: ε added to that standard deviation.
+        reward_weights: Named part of the reward -> weight; each part is normalised in its group and then summed.
+            Empty: the reward as a whole.
+        gae_gamma: γ of gae.
+        gae_lambda: λ of gae.
+        loss: A name, or the import path of a function `(LossTokens, AlgorithmConfig) -> PolicyLoss`.
+        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo (ppo_clip, dual_clip, gspo, gspo_token).
+        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi (those and cispo).
+        dual_clip: c_dual of dual_clip.
+        cispo_low: Lower clip of cispo at 1 − cispo_low; None: none.
+        sapo_tau_positive: τ⁺ of sapo.
+        sapo_tau_negative: τ⁻ of sapo.
+        dppo_delta: δ of dppo, in probability.
+        pairs: Which pairs of a group online_dpo and ipo compare.
+        pair_margin: τ: a pair needs rewards that differ by at least this much, and by more than 0.
+        pair_beta: β of online_dpo and ipo.
+        value_clip: ε_v of value.
+        proximal: Centre of the trust region.
+        correction: Chain of behavior corrections: at most one weight, any number of masks.
         correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
-        std_epsilon: ε added to the group's standard deviation.
-        kl_coefficient: β of the divergence from the reference policy in the loss; 0 starts no reference.
-        kl_estimator: `k2` (gradient of reverse KL) or `k3` (of forward KL).
+        tis_cap: C of tis_token, tis_seq and f_tis.
+        mis_low: Lower bound of mis_token.
+        mis_high: Upper bound of mis_token.
+        geo_low: Lower bound of mis_seq_geo.
+        geo_high: Upper bound of mis_seq_geo.
+        opsm_delta: δ of opsm, nat per token.
+        f_tis_max_kl: Largest KL of f_tis, nat per token.
+        veto_floor: A sequence with any behavior weight below it is masked (veto).
+        renormalise: Divide by what the corrections kept, not by the whole batch.
+        kl_in: Where the divergence from the reference goes.
+        kl_coefficient: β of that divergence; 0 needs no reference.
+        kl_estimator: `k2` (gradient of reverse KL) or `k3` (of forward KL) in the loss, `k1` in the reward.
+        overlong: What happens to answers that were cut off: shorten them by a soft penalty, mask their loss, or drop
+            them before the baseline.
+        overlong_cache_tokens: Length of the ramp of that penalty, tokens.
+        lag_decay: Factor of a token's term per version of staleness; 1 is off.
+        entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    advantage: Annotated[str, AfterValidator(known("advantage", or_import_path=True))] = "grpo"
     advantage_std: Literal["sample", "population", "none"] = "sample"
     std_epsilon: float = Field(default=1e-4, gt=0)
-    loss: Literal["ppo_clip"] = "ppo_clip"
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    gae_gamma: float = Field(default=1.0, ge=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    loss: Annotated[str, AfterValidator(known("loss", or_import_path=True))] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0)
-    correction: Literal["none", "decoupled"] = "decoupled"
+    dual_clip: float = Field(default=3.0, gt=1)
+    cispo_low: float | None = Field(default=None, gt=0, lt=1)
+    sapo_tau_positive: float = Field(default=1.0, gt=0)
+    sapo_tau_negative: float = Field(default=1.05, gt=0)
+    dppo_delta: float = Field(default=0.2, gt=0, lt=1)
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    pair_margin: float = Field(default=0.0, ge=0)
+    pair_beta: float = Field(default=0.1, gt=0)
+    value_clip: float = Field(default=0.2, gt=0)
+    proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
+    correction: Annotated[tuple[CorrectionName, ...], BeforeValidator(_as_list)] = ("decoupled",)
     correction_cap: float = Field(default=5.0, ge=1)
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "constant_length"] = "token_mean"
+    tis_cap: float = Field(default=2.0, ge=1)
+    mis_low: float = Field(default=0.5, gt=0, le=1)
+    mis_high: float = Field(default=5.0, ge=1)
+    geo_low: float = Field(default=0.99, gt=0, le=1)
+    geo_high: float = Field(default=1.01, ge=1)
+    opsm_delta: float = Field(default=0.1, gt=0)
+    f_tis_max_kl: float = Field(default=0.1, gt=0)
+    veto_floor: float = Field(default=1e-4, gt=0, lt=1)
+    renormalise: bool = False
+    kl_in: Annotated[Literal["loss", "reward", "off"], BeforeValidator(_as_word)] = "loss"
     kl_coefficient: float = Field(default=0.0, ge=0)
-    kl_estimator: Literal["k2", "k3"] = "k2"
+    kl_estimator: Annotated[str, AfterValidator(known("kl"))] = "k2"
+    aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
+    overlong: Annotated[Literal["off", "penalty", "mask", "drop"], BeforeValidator(_as_word)] = "off"
+    overlong_cache_tokens: int = Field(default=64, ge=1)
+    lag_decay: float = Field(default=1.0, gt=0, le=1)
+    entropy_top_share: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def compares_pairs(self) -> bool:
+        """The loss is of pairs of sequences, which a micro-batch must hold together."""
+        return find("loss", self.loss).level == "pair"
+
+    @property
+    def kl_in_loss(self) -> float:
+        """β of the divergence in the loss; 0 if it is not there."""
+        return self.kl_coefficient if self.kl_in == "loss" else 0.0
+
+    @property
+    def kl_in_reward(self) -> float:
+        """β of the divergence in the reward; 0 if it is not there."""
+        return self.kl_coefficient if self.kl_in == "reward" else 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """A reference policy has to score every sampled token."""
+        return self.compares_pairs or self.kl_in_loss > 0 or self.kl_in_reward > 0
 
 
 class ReferenceConfig(BaseModel):
-    """The frozen policy that `algorithm.kl_coefficient` holds the trained one to; started if that is above 0.
+    """The frozen policy that the trained one is held to, by `algorithm.kl_coefficient` or by pairs (online_dpo, ipo).
 
     Attributes:
         path: Hugging Face directory or hub name; None is the policy that training starts from.

@@ -3,8 +3,8 @@
     advantages (per group) → token weights (whole batch, I9) → plan (ranks, rows) → forward, loss, backward per
     micro-batch → clip and update → metrics reduced over ranks
 
-Every rank gets the same groups and takes its own share of the sequences. One step per batch (K = 1), so the proximal
-policy is the target policy before its gradient: proximal = sg(target), no extra forward, ρ ≡ 1.
+Every rank gets the same groups and takes its own share of the sequences. One step per batch (K = 1), so by default the
+proximal policy is the target policy before its gradient: proximal = sg(target), no extra forward, ρ ≡ 1.
 """
 
 from __future__ import annotations
@@ -15,23 +15,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.algorithms.aggregation import batch_normaliser
-from penstock.trainer.algorithms.corrections import behavior_correction
-from penstock.trainer.algorithms.kl import kl_term
-from penstock.trainer.algorithms.metrics import TokenMetrics
-from penstock.trainer.algorithms.policy_loss import policy_loss
+from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
+from penstock.trainer.algorithms.objective import LossTerms, Objective, supervised_terms
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
-from penstock.trainer.batches.packing import BatchPlan, RowLayout, plan_batch
+from penstock.trainer.batches.packing import BatchPlan, RowLayout
 from penstock.trainer.batches.sequence_share import sequence_share
-from penstock.trainer.batches.sequences import Example, batch_metrics, policy_sequences, supervised_sequences
+from penstock.trainer.batches.sequences import (
+    Example,
+    batch_metrics,
+    batch_normaliser,
+    policy_sequences,
+    supervised_sequences,
+)
+from penstock.trainer.batches.units import plan_units
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.weights.layout.engine import TrainingSide
 
@@ -67,14 +70,6 @@ class TeacherForced(NamedTuple):
     sampled_accuracy: float
 
 
-class _LossTerms(NamedTuple):
-    """Per loss token of one micro-batch, `[K]`: what is summed with the token weights, and two flags for metrics."""
-
-    terms: Tensor
-    is_masked: Tensor
-    is_clipped: Tensor
-
-
 @dataclass(slots=True)
 class _OpenStep:
     """What a step has gathered while its batch grows.
@@ -97,7 +92,7 @@ class _OpenStep:
 References = Sequence[NDArray[np.float32]]
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl")
 """Metrics that compare policies; supervised steps have none."""
-_LossFunction = Callable[[Tensor, MicroBatch], _LossTerms]
+_LossFunction = Callable[[Tensor, Tensor, MicroBatch], LossTerms]
 
 
 class PolicyTrainer:
@@ -110,9 +105,7 @@ class PolicyTrainer:
         self._algorithm = algorithm
         self._optimizer = optimizer
         self._settings = settings
-        self._policy_loss = policy_loss(algorithm)
-        self._correction = behavior_correction(algorithm)
-        self._kl_term = kl_term(algorithm)
+        self._objective = Objective(algorithm)
         self._num_steps = 0
         self._streamed: _OpenStep | None = None
 
@@ -131,8 +124,8 @@ class PolicyTrainer:
             payloads: The batch's groups with rewards.
             version: Policy version before the step.
             min_versions: Per group, tokens sampled before this version carry no loss weight; None: none is trimmed.
-            references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed if
-                `kl_coefficient` is above 0.
+            references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed by
+                some algorithms (`AlgorithmConfig.needs_reference`).
 
         Returns:
             version + 1 and metrics, or the same version if the step was skipped.
@@ -141,22 +134,27 @@ class PolicyTrainer:
         step, self._streamed = self._streamed, None
         normaliser = None if step is None else 1.0
         step = step or _OpenStep(TokenMetrics(self.backend.device))
-        self._add(step, payloads, min_versions, references, normaliser, is_last=True)
+        self._add(step, payloads, version, min_versions, references, normaliser, is_last=True)
         return self._close(step, version, start)
 
     def accumulate(
-        self, payloads: Sequence[GroupPayload], min_versions: Sequence[int], references: References = ()
+        self,
+        payloads: Sequence[GroupPayload],
+        version: int,
+        min_versions: Sequence[int] | None = None,
+        references: References = (),
     ) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.
 
         Args:
             payloads: Groups with rewards.
+            version: As in `step`.
             min_versions: As in `step`.
             references: As in `step`.
         """
         start = time.perf_counter()
         self._streamed = self._streamed or _OpenStep(TokenMetrics(self.backend.device))
-        self._add(self._streamed, payloads, min_versions, references, 1.0, is_last=False)
+        self._add(self._streamed, payloads, version, min_versions, references, 1.0, is_last=False)
         self._streamed.busy_s += time.perf_counter() - start
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -167,7 +165,7 @@ class PolicyTrainer:
         """
         start = time.perf_counter()
         step = _OpenStep(TokenMetrics(self.backend.device))
-        self._backward(step, supervised_sequences(examples), _sft_terms, is_last=True)
+        self._backward(step, supervised_sequences(examples), supervised_terms, is_last=True)
         metrics, _ = self._update(step)
         kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
@@ -219,6 +217,7 @@ class PolicyTrainer:
         self,
         step: _OpenStep,
         payloads: Sequence[GroupPayload],
+        version: int,
         min_versions: Sequence[int] | None,
         references: References,
         normaliser: float | None,
@@ -227,17 +226,17 @@ class PolicyTrainer:
     ) -> None:
         """Add the gradient of some groups to a step; `normaliser` 1.0: it is divided by the batch's at the end."""
         algorithm, limit = self._algorithm, self._settings.max_new_tokens
-        if algorithm.kl_coefficient and not references:
+        if algorithm.needs_reference and not references:
+            asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
             raise TrainingError(
-                f"trainer: algorithm.kl_coefficient={algorithm.kl_coefficient:g}, but the groups came without "
-                "reference logprobs. Start a reference worker, or set it to 0."
+                f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
+                "worker, or use an algorithm that compares with none."
             )
-        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references)
+        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version)
         if normaliser is not None:
-            counts = np.array([len(sequence.targets) for sequence in sequences])
-            step.normaliser += batch_normaliser(counts, algorithm.aggregation)
+            step.normaliser += batch_normaliser(sequences, algorithm)
         step.payloads.extend(payloads)
-        self._backward(step, sequences, self._rl_terms, is_last=is_last)
+        self._backward(step, sequences, self._objective, is_last=is_last)
 
     def _backward(
         self, step: _OpenStep, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
@@ -247,32 +246,28 @@ class PolicyTrainer:
         count = len(plan.ranks[self.backend.data_parallel_rank])
         for position, micro_batch in enumerate(self._micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
-            terms, is_masked, is_clipped = loss_function(target, micro_batch)
+            terms, *flags = loss_function(target, entropies, micro_batch)
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=is_last and position == count - 1)
             if micro_batch.num_tokens:
-                step.metrics.add(
-                    loss,
-                    target,
-                    micro_batch.behavior_logprobs,
-                    micro_batch.reference_logprobs,
-                    entropies,
-                    is_masked,
-                    is_clipped,
-                )
+                recorded = (micro_batch.behavior_logprobs, micro_batch.reference_logprobs)
+                facts = (target, *recorded, entropies, micro_batch.lags, micro_batch.token_weights)
+                step.metrics.add(loss, TokenFacts(*facts, *flags))
         step.micro_batches.append(count)
         step.packing_efficiencies.append(plan.efficiency)
 
     def _update(self, step: _OpenStep) -> tuple[dict[str, float], bool]:
         """The optimizer step. Returns metrics and whether it was skipped."""
+        metrics, kept_share = step.metrics.reduce(self.backend.all_reduce)
         normaliser = max(step.normaliser, 1.0)
+        if self._algorithm.renormalise and kept_share > 0:
+            normaliser *= kept_share
         lr = self._warmed_up_lr()
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         self._num_steps += not result.is_skipped
-        metrics = step.metrics.reduce(self.backend.all_reduce)
         metrics["loss/policy"] /= normaliser
-        if not self._algorithm.kl_coefficient:
+        if not self._algorithm.needs_reference:
             del metrics["loss/reference_kl"]
         metrics |= {
             "loss/grad_norm": result.grad_norm,
@@ -292,8 +287,9 @@ class PolicyTrainer:
 
     def _plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
         masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
-        return plan_batch(
+        return plan_units(
             [sequence.num_inputs for sequence in sequences],
+            [sequence.unit for sequence in sequences],
             self.backend.data_parallel_size,
             self._settings.max_tokens_per_micro_batch,
             attention_share=self._settings.attention_share,
@@ -309,21 +305,7 @@ class PolicyTrainer:
             else:
                 yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
 
-    def _rl_terms(self, target: Tensor, micro_batch: MicroBatch) -> _LossTerms:
-        """Policy loss and divergence from the reference, times behavior correction, with proximal = sg(target)."""
-        proximal = target.detach()
-        behavior = micro_batch.behavior_logprobs
-        terms, is_clipped = self._policy_loss(target, proximal, behavior, micro_batch.advantages)
-        factors, is_masked = self._correction(proximal, behavior)
-        divergence = self._kl_term(target, micro_batch.reference_logprobs)  # of stale tokens: weighted like the rest
-        return _LossTerms((terms + divergence) * factors, is_masked, is_clipped)
-
     def _warmed_up_lr(self) -> float:
         """Linear from lr / warmup_steps at the first step to lr, then constant."""
         warmup = self._optimizer.warmup_steps
         return self._optimizer.lr * (min(1.0, (self._num_steps + 1) / warmup) if warmup else 1.0)
-
-
-def _sft_terms(target: Tensor, micro_batch: MicroBatch) -> _LossTerms:
-    none = torch.zeros_like(micro_batch.advantages, dtype=torch.bool)
-    return _LossTerms(-target, none, none)

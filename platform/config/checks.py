@@ -13,6 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from penstock.platform.config.checks_algorithm import (
+    check_algorithm,
+    check_algorithm_bias,
+    check_algorithm_flow,
+    check_algorithm_limits,
+    check_algorithm_parallel,
+)
 from penstock.platform.config.checks_cluster import check_cluster, check_pools
 from penstock.platform.config.checks_flow import (
     check_expiry,
@@ -172,13 +179,6 @@ def check_flow(config: RunConfig) -> Iterator[Finding]:
             "rollout.num_engines",
             "rollout.engine.max_num_seqs",
         )
-    if config.algorithm.correction == "none" and flow.max_staleness > 0:
-        yield warning(
-            f"algorithm.correction=none with dataflow.max_staleness={flow.max_staleness}: stale tokens are trained "
-            "as if they were on-policy, which biases the gradient. Use algorithm.correction=decoupled.",
-            "algorithm.correction",
-            "dataflow.max_staleness",
-        )
     if flow.batch_timeout_s <= rollout.request_timeout_s:
         yield warning(
             f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="
@@ -193,6 +193,8 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
         check_model, check_has_policy, check_batch, check_trainer, check_parallel, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
+        check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits,
+        check_algorithm_bias,
     ),
     "sft": (check_model, check_sft_section, check_trainer, check_parallel),
     "eval": (check_model, check_has_policy, check_sampling),

@@ -131,7 +131,7 @@ class RunConfig(Section):
     @property
     def num_references(self) -> int:
         """Processes that hold the reference policy."""
-        return self.reference.num_workers if self.algorithm.kl_coefficient else 0
+        return self.reference.num_workers if self.algorithm.needs_reference else 0
 
     @property
     def reference_pool(self) -> str:

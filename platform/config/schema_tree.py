@@ -114,6 +114,8 @@ def _kind_words(kind: Any) -> str:
         return "one of: " + ", ".join(map(str, get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "one of: " + ", ".join(str(member.value) for member in kind)
+    if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+        return "a list of names"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
     if get_origin(kind) is dict or _sections(kind):

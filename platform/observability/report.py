@@ -113,7 +113,7 @@ def render(record: RunRecord) -> str:
         version=record.summary.get("version"),
         missing=record.missing,
         figures=_headline(record),
-        facts=[(label, record.lookup(path)) for label, path in _FACTS if record.lookup(path) is not None],
+        facts=[(label, _shown(record.lookup(path))) for label, path in _FACTS if record.lookup(path) is not None],
         sections={title: _marked(charts) for title, charts in sections.items() if charts},
         health=_marked(health_charts(record)),
         waits=_wait_bars(record),
@@ -124,6 +124,11 @@ def render(record: RunRecord) -> str:
         trajectory_steps=sorted({row["step"] for row in record.trajectories}),
         config_text=record.config_text,
     )  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    """A configuration value in words."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _marked(charts: list[Any]) -> list[dict[str, Any]]:

@@ -102,6 +102,16 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
                 "trainer.sequence_parallel_size=2",
             ],
         ),
+        (
+            "preference_pairs_of_a_streamed_batch_over_two_ranks",
+            [
+                "algorithm=online_dpo",
+                "dataflow.stream_micro_batches=true",
+                "trainer.max_tokens_per_micro_batch=256",
+                "trainer.num_ranks=2",
+                "rollout/engine=torch",
+            ],
+        ),
     ],
 )
 def test_variants_train(name: str, overrides: list[str], workspace: Path, train_overrides: list[str]) -> None:

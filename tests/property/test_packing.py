@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.batches.packing import balance_ranks, plan_batch, sequence_cost
+from penstock.trainer.batches.units import plan_units
 
 BUDGET = 64
 LENGTHS = st.lists(st.integers(0, BUDGET), max_size=60)
@@ -40,6 +41,39 @@ def test_every_rank_gets_equally_many_micro_batches_and_at_least_one(lengths, nu
     assert len(counts) == 1
     assert counts.pop() >= 1
     assert 0.0 < plan.efficiency <= 1.0
+
+
+UNITS = st.lists(st.tuples(st.integers(0, 20), st.one_of(st.none(), st.integers(0, 6))), max_size=40)
+
+
+@given(UNITS, st.integers(1, 5), LAYOUTS)
+@settings(max_examples=200, deadline=None)
+def test_units_stay_in_one_micro_batch_of_one_rank_or_are_refused(sequences, num_ranks, layout) -> None:
+    lengths, units = [length for length, _ in sequences], [unit for _, unit in sequences]
+    totals = {unit: sum(n for n, theirs in sequences if theirs == unit) for unit in set(units) - {None}}
+    if any(total > BUDGET for total in totals.values()):
+        with pytest.raises(ShapeError, match="needs all of them in one micro-batch"):
+            plan_units(lengths, units, num_ranks, BUDGET, layout=layout)
+        return
+    plan = plan_units(lengths, units, num_ranks, BUDGET, layout=layout)
+    assert len({len(rank) for rank in plan.ranks}) == 1
+    places = {}
+    for rank, micro_batches in enumerate(plan.ranks):
+        for number, one in enumerate(micro_batches):
+            assert one.num_padded_tokens <= BUDGET
+            for row in one.rows:
+                assert sum(lengths[index] for index in row) <= one.row_length
+                places |= dict.fromkeys(row, (rank, number))
+    assert sorted(places) == [index for index, length in enumerate(lengths) if length]
+    for unit in totals:
+        assert len({place for index, place in places.items() if units[index] == unit}) <= 1
+
+
+@given(LENGTHS, st.integers(1, 5), LAYOUTS)
+@settings(max_examples=50, deadline=None)
+def test_without_units_the_plan_is_that_of_single_sequences(lengths, num_ranks, layout) -> None:
+    alone = plan_units(lengths, [None] * len(lengths), num_ranks, BUDGET, layout=layout)
+    assert alone == plan_batch(lengths, num_ranks, BUDGET, layout=layout)
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS)

@@ -1,57 +1,127 @@
-"""Behavior corrections, by name: what makes tokens of an older policy count for the present one.
+"""Behavior corrections: what makes tokens of an older policy (or another implementation) count for the present one.
 
-Shape legend: T loss tokens. `w = exp(clamp(proximal − behavior, ±20))`, float32, no gradient.
+Each is `(LossTokens, AlgorithmConfig) -> Correction`; a chain multiplies the weights (at most one is not 1) and masks
+what any of them masks. Nothing here carries a gradient, and rejected tokens keep their place in the normaliser (I9).
+
+Shape legend: T loss tokens, S sequences. `w = exp(clamp(p − b, ±20))`; sums and means of a sequence are clamped after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithms.policy_loss import clamped_exp
+from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
 from penstock.trainer.config import AlgorithmConfig
 
 
 class Correction(NamedTuple):
-    """What multiplies each policy-loss term. Rejected tokens keep their place in the normaliser (I9).
+    """What multiplies each policy-loss term.
 
     Attributes:
-        factors: `[T] float32` ≥ 0, 0 where rejected; no gradient.
+        weights: `[T]` ≥ 0.
         is_masked: `[T] bool`, rejected.
     """
 
-    factors: Tensor
+    weights: Tensor
     is_masked: Tensor
 
-
-CorrectionFunction = Callable[[Tensor, Tensor], Correction]
-"""(proximal, behavior), each `[T] float32` -> Correction."""
-
-
-def no_correction(proximal: Tensor, behavior: Tensor) -> Correction:
-    """Weight 1 everywhere: right only for on-policy tokens."""
-    del behavior
-    return Correction(torch.ones_like(proximal), torch.zeros_like(proximal, dtype=torch.bool))
+    @property
+    def factors(self) -> Tensor:
+        """`[T]` weights, 0 where rejected."""
+        return self.weights.masked_fill(self.is_masked, 0.0)
 
 
-def decoupled(proximal: Tensor, behavior: Tensor, cap: float) -> Correction:
-    """Weight `w = exp(proximal − behavior)`; tokens with w > cap are masked. AReaL, arXiv 2505.24298.
+CorrectionFunction = Callable[[LossTokens, AlgorithmConfig], Correction]
+
+
+@torch.no_grad()
+def correct(chain: Iterable[CorrectionFunction], tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """The product of the weights, and what any of the chain masks."""
+    total = none(tokens, config)
+    for correction in chain:
+        weights, is_masked = correction(tokens, config)
+        total = Correction(total.weights * weights, total.is_masked | is_masked)
+    return total
+
+
+def none(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """Weight 1 everywhere: right for on-policy tokens, or for losses that look at b themselves."""
+    del config
+    return _mask(tokens, torch.zeros_like(tokens.behavior, dtype=torch.bool))
+
+
+def decoupled(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """Weight w; tokens with w > cap are masked. Decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298.
 
     The loss clips around the proximal policy, the weight carries the step from behavior to proximal.
     """
-    weights = clamped_exp((proximal - behavior).detach())
-    is_masked = weights > cap
-    return Correction(weights.masked_fill(is_masked, 0.0), is_masked)
+    weights = _weights(tokens)
+    return Correction(weights, weights > config.correction_cap)
 
 
-def behavior_correction(config: AlgorithmConfig) -> CorrectionFunction:
-    """The correction that `config.correction` names, with its settings bound."""
-    corrections: dict[str, CorrectionFunction] = {
-        "none": no_correction,
-        "decoupled": partial(decoupled, cap=config.correction_cap),
-    }
-    return corrections[config.correction]
+def tis_token(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """Weight min(w, C). Truncated importance sampling: Ionides, 2008; for engines and trainers: Yao et al., 2025."""
+    return _weigh(_weights(tokens).clamp(max=config.tis_cap))
+
+
+def tis_seq(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """Weight min(exp(Σ_t (p − b)), C) of the sequence: no bias below C, and large variance."""
+    ratio = clamped_exp(tokens.segment_sum(_log_weights(tokens)))
+    return _weigh(tokens.spread(ratio.clamp(max=config.tis_cap)))
+
+
+def mis_token(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """Weight w if lo ≤ w ≤ hi, else masked. IcePop, arXiv 2510.18855."""
+    weights = _weights(tokens)
+    return Correction(weights, (weights < config.mis_low) | (weights > config.mis_high))
+
+
+def mis_seq_geo(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """A sequence is kept iff lo ≤ exp(mean_t (p − b)) ≤ hi: the geometric mean knows no length. Liu et al., 2025."""
+    ratio = clamped_exp(tokens.segment_mean(_log_weights(tokens)))
+    return _mask(tokens, tokens.spread((ratio < config.geo_low) | (ratio > config.geo_high)))
+
+
+def opsm(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """A sequence is masked iff A < 0 and mean_t (b − c) > δ. Off-policy sequence mask, DeepSeek-V3.2, 2512.02556."""
+    return _mask(tokens, _is_far_and_bad(tokens, config.opsm_delta))
+
+
+def f_tis(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """tis_token, and samples of negative advantage are masked where KL(b‖c) > limit. F-TIS, arXiv 2605.22537.
+
+    KL(b‖c) is estimated by mean_t (b − c) over the sequence: its tokens were sampled by the behavior policy.
+    """
+    return Correction(tis_token(tokens, config).weights, _is_far_and_bad(tokens, config.f_tis_max_kl))
+
+
+def veto(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+    """A sequence is masked iff any of its tokens has w < floor: the policy would never have gone there."""
+    is_impossible = (_weights(tokens) < config.veto_floor).to(tokens.behavior.dtype)
+    return _mask(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
+
+
+def _log_weights(tokens: LossTokens) -> Tensor:
+    return (tokens.proximal - tokens.behavior).detach()
+
+
+def _weights(tokens: LossTokens) -> Tensor:
+    return clamped_exp(_log_weights(tokens))
+
+
+def _is_far_and_bad(tokens: LossTokens, limit: float) -> Tensor:
+    """`[T] bool`: of negative advantage, in a sequence whose mean b − c is above `limit`."""
+    drift = tokens.segment_mean((tokens.behavior - tokens.target).detach())
+    return tokens.spread(drift > limit) & (tokens.spread(tokens.segment_mean(tokens.advantages)) < 0)
+
+
+def _weigh(weights: Tensor) -> Correction:
+    return Correction(weights, torch.zeros_like(weights, dtype=torch.bool))
+
+
+def _mask(tokens: LossTokens, is_masked: Tensor) -> Correction:
+    return Correction(torch.ones_like(tokens.behavior), is_masked)

@@ -1,13 +1,14 @@
 """Token metrics as sums and maxima, so that ranks and micro-batches add up to the exact global value.
 
-Shape legend: T loss tokens of one micro-batch. The behavior weights measured here are untruncated and logged with every
-correction: metrics after truncation hide what the truncation was for.
+Shape legend: T loss tokens of one micro-batch. The behavior weights measured here are untruncated, between the policy
+at the start of the step and the one that sampled, and logged with every correction: metrics after truncation hide what
+the truncation was for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +16,43 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.algorithms.kl import k3
-from penstock.trainer.algorithms.policy_loss import clamped_exp
+from penstock.trainer.algorithms.tokens import clamped_exp
 
 _SUMS = (
-    "tokens",
-    "loss",
-    "entropy",
-    "weight",
-    "weight_squared",
-    "masked",
-    "clipped",
-    "abs_log_ratio",
-    "kl_k3",
-    "reference_kl",
-)
+    "tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
+    "abs_log_ratio", "kl_k3", "reference_kl", "token_weight", "kept_token_weight",
+)  # fmt: skip
 _MAXIMA = ("weight", "abs_log_ratio")
+LAG_BUCKETS = ("0", "1", "2_3", "4_plus")
+_LAST_LAGS = (0, 1, 3)
+"""Largest staleness, versions, of each bucket but the last."""
+_BY_LAG = ("tokens", "weight", "masked")
+
+
+class TokenFacts(NamedTuple):
+    """One micro-batch, per loss token, `[T]`.
+
+    Attributes:
+        start: Logprobs at the start of the step.
+        behavior: Logprobs recorded by the engine.
+        reference: Logprobs of the reference policy; anything if there is none.
+        entropies: Of the policy, nats.
+        lags: `int64`, staleness in versions.
+        token_weights: Of the aggregation.
+        is_masked: `bool`, rejected by a correction.
+        is_clipped_low: `bool`, a lower bound of the loss acted.
+        is_clipped_high: `bool`, an upper one did.
+    """
+
+    start: Tensor
+    behavior: Tensor
+    reference: Tensor
+    entropies: Tensor
+    lags: Tensor
+    token_weights: Tensor
+    is_masked: Tensor
+    is_clipped_low: Tensor
+    is_clipped_high: Tensor
 
 
 class TokenMetrics:
@@ -38,70 +61,78 @@ class TokenMetrics:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self._by_lag = torch.zeros(len(LAG_BUCKETS), len(_BY_LAG), dtype=torch.float64, device=device)
+        self._last_lags = torch.tensor(_LAST_LAGS, device=device)
 
     @torch.no_grad()
-    def add(
-        self,
-        loss: Tensor,
-        proximal: Tensor,
-        behavior: Tensor,
-        reference: Tensor,
-        entropies: Tensor,
-        is_masked: Tensor,
-        is_clipped: Tensor,
-    ) -> None:
-        """Add one micro-batch.
-
-        Args:
-            loss: Scalar: Σ weight · term of this micro-batch.
-            proximal: `[T]` logprobs at step start.
-            behavior: `[T]` logprobs recorded by the engine.
-            reference: `[T]` logprobs of the reference policy; anything if there is none.
-            entropies: `[T]` of the target policy, nats.
-            is_masked: `[T] bool`, rejected by the correction.
-            is_clipped: `[T] bool`, gradient taken away by the clip.
-        """
-        log_ratio = proximal - behavior
+    def add(self, loss: Tensor, facts: TokenFacts) -> None:
+        """Add one micro-batch; `loss` is the scalar Σ weight · term of it."""
+        log_ratio = (facts.start - facts.behavior).double()
         weight = clamped_exp(log_ratio)
         distance = log_ratio.abs()
         sums = (
-            torch.tensor(float(len(proximal)), device=loss.device),
+            torch.tensor(float(len(weight)), device=loss.device),
             loss,
-            entropies.sum(),
+            facts.entropies.double().sum(),
             weight.sum(),
             weight.square().sum(),
-            is_masked.sum(),
-            is_clipped.sum(),
+            facts.is_masked.sum(),
+            facts.is_clipped_low.sum(),
+            facts.is_clipped_high.sum(),
             distance.sum(),
             (weight - log_ratio - 1.0).sum(),
-            k3(proximal, reference).sum(),
+            k3(facts.start, facts.reference).double().sum(),
+            facts.token_weights.double().sum(),
+            facts.token_weights.double().masked_fill(facts.is_masked, 0.0).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
-        if len(proximal):
-            maxima = torch.stack([weight.max(), distance.max()]).double()
-            self._maxima = torch.maximum(self._maxima, maxima)
+        per_token = torch.stack([torch.ones_like(weight), weight, facts.is_masked.double()], dim=1)
+        self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
+        if len(weight):
+            self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
 
     def reduce(
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
-    ) -> dict[str, float]:
-        """Reduce over ranks (a collective) and name the results.
+    ) -> tuple[dict[str, float], float]:
+        """Reduce over ranks (a collective).
 
         Args:
             all_reduce: `(values, "sum" | "max")` -> the reduction over ranks.
+
+        Returns:
+            Metrics by name, and the share of the token weights that no correction rejected (1 if there are none).
         """
-        sums = dict(zip(_SUMS, all_reduce(self._sums.cpu().numpy(), "sum").tolist(), strict=True))
+        mine = torch.cat([self._sums, self._by_lag.flatten()]).cpu().numpy()
+        everyone = all_reduce(mine, "sum")
+        sums = dict(zip(_SUMS, everyone[: len(_SUMS)].tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, all_reduce(self._maxima.cpu().numpy(), "max").tolist(), strict=True))
         tokens = max(sums["tokens"], 1.0)
-        return {
+        metrics = {
             "loss/policy": sums["loss"],
             "loss/entropy": sums["entropy"] / tokens,
             "loss/reference_kl": sums["reference_kl"] / tokens,
             "ratio/behavior_mean": sums["weight"] / tokens,
             "ratio/behavior_max": maxima["weight"],
             "ratio/masked_share": sums["masked"] / tokens,
-            "ratio/policy_clip_share": sums["clipped"] / tokens,
+            "ratio/policy_clip_share": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "ratio/policy_clip_low_share": sums["clipped_low"] / tokens,
+            "ratio/policy_clip_high_share": sums["clipped_high"] / tokens,
             "ratio/effective_sample_size": sums["weight"] ** 2 / max(tokens * sums["weight_squared"], 1e-300),
             "mismatch/abs_logprob_mean": sums["abs_log_ratio"] / tokens,
             "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
             "mismatch/kl_k3": sums["kl_k3"] / tokens,
         }
+        total = sums["token_weight"]
+        kept_share = sums["kept_token_weight"] / total if total > 0 else 1.0
+        return metrics | _by_lag(everyone[len(_SUMS) :].reshape(len(LAG_BUCKETS), len(_BY_LAG))), kept_share
+
+
+def _by_lag(sums: NDArray[np.float64]) -> dict[str, float]:
+    """Mean behavior weight, masked share and tokens of each bucket of staleness; only of those that hold tokens."""
+    metrics = {}
+    for bucket, (tokens, weight, masked) in zip(LAG_BUCKETS, sums.tolist(), strict=True):
+        if tokens:
+            metrics[f"ratio/lag_tokens/{bucket}"] = tokens
+            metrics[f"ratio/lag_behavior_mean/{bucket}"] = weight / tokens
+            metrics[f"ratio/lag_masked_share/{bucket}"] = masked / tokens
+    return metrics

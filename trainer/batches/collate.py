@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
@@ -27,17 +27,23 @@ class TrainingSequence:
         token_ids: `[T] int`, prompt first.
         targets: Positions of the loss tokens in `token_ids`, ascending, each ≥ 1.
         behavior_logprobs: `[len(targets)] float32`.
-        advantage: Shared by all its loss tokens.
         token_weight: Aggregation weight of each loss token.
+        advantages: `[len(targets)]`; None: zeros.
+        lags: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
+        preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
+        unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
     """
 
     token_ids: NDArray[np.integer]
     targets: NDArray[np.integer]
     behavior_logprobs: NDArray[np.float32]
-    advantage: float = 0.0
     token_weight: float = 0.0
+    advantages: NDArray[np.floating] | None = None
+    lags: NDArray[np.integer] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    preferred_to: tuple[int, ...] = ()
+    unit: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -88,9 +94,13 @@ class MicroBatch:
 
     Attributes:
         reference_logprobs: 0 where the loss does not need them.
-        num_tokens: Loss tokens that count: K, or 0 if empty.
+        lags: `int64`, staleness in versions.
+        segments: `int64`, which of the S sequences of this micro-batch each loss token belongs to.
+        pairs: `[P, 2] int64`, segments (preferred, other) of a pair loss.
         sequence_index: `[K] int64`, which sequence of the batch each loss token belongs to.
         token_index: `[K] int64`, which of its loss tokens it is.
+        num_segments: S.
+        num_tokens: Loss tokens that count: K, or 0 if empty.
     """
 
     inputs: ModelInputs
@@ -98,8 +108,12 @@ class MicroBatch:
     advantages: Tensor
     token_weights: Tensor
     reference_logprobs: Tensor
+    lags: Tensor
+    segments: Tensor
+    pairs: Tensor
     sequence_index: NDArray[np.int64]
     token_index: NDArray[np.int64]
+    num_segments: int
     num_tokens: int
 
 
@@ -116,7 +130,7 @@ def collate(
             position ids itself (flash attention).
     """
     if not plan.rows:
-        return _empty(device)
+        return empty_micro_batch(device)
     shape = (len(plan.rows), plan.row_length)
     input_ids = np.zeros(shape, dtype=np.int64)
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
@@ -140,8 +154,12 @@ def collate(
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    behavior = [sequences[index].behavior_logprobs for index in order]
-    references = [sequences[index].reference_logprobs for index in order]
+    chosen = [sequences[index] for index in order]
+
+    def per_token(arrays: Sequence[NDArray[np.generic] | None], dtype: DTypeLike) -> Tensor:
+        """One after another; zeros where there is none."""
+        filled = [np.zeros(count) if one is None else one for one, count in zip(arrays, counts, strict=True)]
+        return tensor(np.concatenate(filled).astype(dtype))
 
     return MicroBatch(
         inputs=ModelInputs(
@@ -149,22 +167,27 @@ def collate(
             position_ids=tensor(position_ids),
             attention_mask=block_diagonal_mask(tensor(segment_ids)) if needs_mask and has_packed_row else None,
             target_index=tensor(np.concatenate(target_index).astype(np.int64)),
-            target_ids=tensor(
-                np.concatenate([sequences[i].token_ids[sequences[i].targets] for i in order]).astype(np.int64)
-            ),
+            target_ids=per_token([one.token_ids[one.targets] for one in chosen], np.int64),
         ),
-        behavior_logprobs=tensor(np.concatenate(behavior).astype(np.float32)),
-        advantages=tensor(np.repeat(np.array([sequences[i].advantage for i in order], np.float32), counts)),
-        token_weights=tensor(np.repeat(np.array([sequences[i].token_weight for i in order], np.float32), counts)),
-        reference_logprobs=tensor(
-            np.concatenate(
-                [np.zeros(count) if one is None else one for one, count in zip(references, counts, strict=True)]
-            ).astype(np.float32)
-        ),
+        behavior_logprobs=per_token([one.behavior_logprobs for one in chosen], np.float32),
+        advantages=per_token([one.advantages for one in chosen], np.float32),
+        token_weights=tensor(np.repeat(np.array([one.token_weight for one in chosen], np.float32), counts)),
+        reference_logprobs=per_token([one.reference_logprobs for one in chosen], np.float32),
+        lags=per_token([one.lags for one in chosen], np.int64),
+        segments=tensor(np.repeat(np.arange(len(order)), counts)),
+        pairs=tensor(_local_pairs(order, sequences)),
         sequence_index=np.repeat(np.array(order, np.int64), counts),
         token_index=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
+        num_segments=len(order),
         num_tokens=sum(counts),
     )
+
+
+def _local_pairs(order: Sequence[int], sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
+    """`[P, 2]` positions in `order` of (preferred, other). Both are there: they are one unit of the plan."""
+    place = {index: position for position, index in enumerate(order)}
+    pairs = [(place[better], place[worse]) for better in order for worse in sequences[better].preferred_to]
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def place_by_sequence(
@@ -184,10 +207,22 @@ def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
     return ((segment_ids[:, :, None] == segment_ids[:, None, :]) & causal)[:, None]
 
 
-def _empty(device: torch.device) -> MicroBatch:
+def empty_micro_batch(device: torch.device) -> MicroBatch:
     """One dummy token of weight 0: attached to the graph, so collective hooks fire on every rank."""
     index = torch.zeros(1, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     grid = index[None]
-    none = np.zeros(0, np.int64)
-    return MicroBatch(ModelInputs(grid, grid, None, index, index), zeros, zeros, zeros, zeros, none, none, 0)
+    return MicroBatch(
+        inputs=ModelInputs(grid, grid, None, index, index),
+        behavior_logprobs=zeros,
+        advantages=zeros,
+        token_weights=zeros,
+        reference_logprobs=zeros,
+        lags=index,
+        segments=index,
+        pairs=torch.zeros(0, 2, dtype=torch.int64, device=device),
+        sequence_index=np.zeros(0, np.int64),
+        token_index=np.zeros(0, np.int64),
+        num_segments=1,
+        num_tokens=0,
+    )

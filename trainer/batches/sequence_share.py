@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.trainer.batches.collate import MicroBatch, ModelInputs
+from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micro_batch
 
 
 def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
@@ -34,7 +34,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     input_ids = _stretch(inputs.input_ids, start, length, size)
     position_ids = _stretch(_continued(inputs.position_ids, length * size), start, length, size)
     if not micro_batch.num_tokens or not is_mine.any():
-        return _without_targets(micro_batch, input_ids, position_ids)
+        return _without_targets(input_ids, position_ids)
     return replace(
         micro_batch,
         inputs=ModelInputs(
@@ -44,19 +44,18 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         advantages=micro_batch.advantages[is_mine],
         token_weights=micro_batch.token_weights[is_mine],
         reference_logprobs=micro_batch.reference_logprobs[is_mine],
+        lags=micro_batch.lags[is_mine],
+        segments=micro_batch.segments[is_mine],
         sequence_index=micro_batch.sequence_index[is_mine.cpu().numpy()],
         token_index=micro_batch.token_index[is_mine.cpu().numpy()],
         num_tokens=int(is_mine.sum()),
     )
 
 
-def _without_targets(micro_batch: MicroBatch, input_ids: Tensor, position_ids: Tensor) -> MicroBatch:
-    index = torch.zeros(1, dtype=torch.int64, device=input_ids.device)
-    zeros = torch.zeros(1, dtype=torch.float32, device=input_ids.device)
-    return MicroBatch(
-        ModelInputs(input_ids, position_ids, None, index, index),
-        zeros, zeros, zeros, zeros, micro_batch.sequence_index[:0], micro_batch.token_index[:0], 0,
-    )  # fmt: skip
+def _without_targets(input_ids: Tensor, position_ids: Tensor) -> MicroBatch:
+    empty = empty_micro_batch(input_ids.device)
+    inputs = ModelInputs(input_ids, position_ids, None, empty.inputs.target_index, empty.inputs.target_ids)
+    return replace(empty, inputs=inputs)
 
 
 def _stretch(row: Tensor, start: int, length: int, size: int) -> Tensor:

@@ -6,16 +6,18 @@ Advantages and normalisers are computed here, over the whole batch, before any s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import versions_per_token
-from penstock.trainer.algorithms.advantages import advantage_estimator, is_zero_variance
-from penstock.trainer.algorithms.aggregation import token_weights
+from penstock.trainer.algorithms import aggregation
+from penstock.trainer.algorithms.advantages import is_zero_variance
+from penstock.trainer.algorithms.batch_advantages import token_advantages
 from penstock.trainer.batches.collate import TrainingSequence
+from penstock.trainer.batches.members import batch_members, batch_pairs, group_rewards, is_new_enough, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -29,8 +31,9 @@ def policy_sequences(
     min_versions: Sequence[int] | None = None,
     normaliser: float | None = None,
     references: Sequence[NDArray[np.float32]] = (),
+    version: int = 0,
 ) -> list[TrainingSequence]:
-    """One sequence per trajectory, with its advantage and the aggregation weight of its tokens.
+    """One sequence per trajectory, with the advantages and the aggregation weight of its tokens.
 
     Args:
         payloads: The groups of the batch.
@@ -38,62 +41,62 @@ def policy_sequences(
         max_new_tokens: The sampling limit, tokens.
         min_versions: Per group, tokens sampled before this version carry no loss weight and do not count in
             the normaliser; None: all sampled tokens do.
-        references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
         normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
+        references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
+        version: Policy version before the step, from which staleness is counted.
 
     Raises:
-        TrainingError: If there is no group, or a trajectory has no finite reward.
+        TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
+        ShapeError: If the reference did not score every sampled token.
     """
-    if not payloads:
-        raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
-    estimate = advantage_estimator(algorithm)
-    trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
-    advantages = np.concatenate([estimate(group_rewards(payload)) for payload in payloads])
-    floors = [0] * len(payloads) if min_versions is None else min_versions
-    targets = [
-        loss_tokens(trajectory, floor)
-        for payload, floor in zip(payloads, floors, strict=True)
-        for trajectory in payload.trajectories
-    ]
-    counts = np.array([len(index) for index in targets])
-    weights = token_weights(counts, algorithm.aggregation, max_new_tokens, normaliser)
-    num_sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
-    sampled = np.concatenate(references) if references else None
-    if sampled is not None and len(sampled) != num_sampled:
-        raise ShapeError(
-            f"trainer: {len(sampled)} reference logprobs for {num_sampled} sampled tokens of {len(payloads)} groups. "
-            "The reference scores every sampled token of every group, in order."
-        )
-    sequences, start = [], 0
-    for trajectory, index, advantage, weight in zip(trajectories, targets, advantages, weights, strict=True):
-        stop = start + trajectory.num_sampled_tokens
+    members = batch_members(payloads, algorithm, min_versions, references)
+    rewards = reward_batch(members, algorithm, max_new_tokens)
+    advantages = token_advantages(rewards, algorithm)
+    preferred = batch_pairs(rewards, algorithm)
+    compared = {*preferred, *(worse for others in preferred.values() for worse in others)}
+    sequences = []
+    for index, (member, values) in enumerate(zip(members, advantages, strict=True)):
+        is_trained = not algorithm.compares_pairs or index in compared
+        keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
         sequences.append(
             TrainingSequence(
-                token_ids=trajectory.token_ids,
-                targets=index,
-                behavior_logprobs=trajectory.behavior_logprobs[index],
-                advantage=float(advantage),
-                token_weight=float(weight),
-                reference_logprobs=None if sampled is None else _of_targets(sampled[start:stop], trajectory, index),
+                token_ids=member.trajectory.token_ids,
+                targets=np.flatnonzero(member.trajectory.loss_mask)[keep],
+                behavior_logprobs=member.behavior[keep],
+                advantages=values[keep],
+                lags=version - versions_per_token(member.trajectory.spans)[keep],
+                reference_logprobs=None if member.reference is None else member.reference[keep],
+                preferred_to=preferred.get(index, ()),
+                unit=member.group if index in compared else None,
             )
         )
-        start = stop
-    return sequences
+    return _weighed(sequences, algorithm, max_new_tokens, normaliser)
 
 
-def _of_targets(
-    reference: NDArray[np.float32], trajectory: Trajectory, targets: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """From all sampled tokens to those that carry loss."""
-    return reference[np.searchsorted(np.flatnonzero(trajectory.loss_mask), targets)]
+def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
+    """What the weights of a whole batch are divided by; those of its parts add up to it."""
+    if algorithm.compares_pairs:
+        return float(sum(len(sequence.preferred_to) for sequence in sequences))
+    return aggregation.batch_normaliser(_counts(sequences), algorithm.aggregation)
+
+
+def _weighed(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
+) -> list[TrainingSequence]:
+    """The same with their token weights; a term of a pair stands at every token of its members, so these are means."""
+    mode = "seq_mean_token_mean" if algorithm.compares_pairs else algorithm.aggregation
+    total = max(batch_normaliser(sequences, algorithm), 1.0) if normaliser is None else normaliser
+    weights = aggregation.token_weights(_counts(sequences), mode, max_new_tokens, total)
+    return [replace(one, token_weight=float(weight)) for one, weight in zip(sequences, weights, strict=True)]
+
+
+def _counts(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
+    return np.array([len(sequence.targets) for sequence in sequences], dtype=np.int64)
 
 
 def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:
     """Positions of the sampled tokens that are not older than `min_version`, `[n] int64`."""
-    sampled = np.flatnonzero(trajectory.loss_mask)
-    if trajectory.oldest_version >= min_version:
-        return sampled
-    return sampled[versions_per_token(trajectory.spans) >= min_version]
+    return np.flatnonzero(trajectory.loss_mask)[is_new_enough(trajectory, min_version)]
 
 
 def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
@@ -108,18 +111,6 @@ def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
         )
         for prompt, response in examples
     ]
-
-
-def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
-    """`[G] float64` rewards of a group.
-
-    Raises:
-        TrainingError: If a member was not scored or its reward is not finite: it must never count as 0.
-    """
-    rewards = np.array([_reward(payload, trajectory) for trajectory in payload.trajectories], dtype=np.float64)
-    if not np.isfinite(rewards).all():
-        raise TrainingError(f"trainer: group {payload.group_id} has non-finite rewards {rewards.tolist()}.")
-    return rewards
 
 
 def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
@@ -145,12 +136,3 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.reward_parts.items():
             values.setdefault(f"reward/part/{name}", []).append(value)
     return {name: float(np.mean(part)) for name, part in values.items()}
-
-
-def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:
-    if trajectory.reward is None:
-        raise TrainingError(
-            f"trainer: trajectory {trajectory.trajectory_id} of group {payload.group_id} has no reward. "
-            "Only scored groups may be trained."
-        )
-    return trajectory.reward

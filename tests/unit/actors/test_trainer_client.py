@@ -23,12 +23,14 @@ class FakeRank:
     def __init__(self, fails: bool = False) -> None:
         self.calls: list[tuple[str, list[str]]] = []
         self.fails = fails
+        self.versions: list[int] = []
 
     def __getattr__(self, method: str) -> Any:
         return type("Method", (), {"remote": staticmethod(lambda *arguments: self._call(method, *arguments))})
 
-    def _call(self, method: str, handles: list[str], *_: Any) -> asyncio.Future[StepReport | None]:
+    def _call(self, method: str, handles: list[str], version: int, *_: Any) -> asyncio.Future[StepReport | None]:
         self.calls.append((method, handles))
+        self.versions.append(version)
         answer: asyncio.Future[StepReport | None] = asyncio.get_running_loop().create_future()
         if self.fails:
             answer.set_exception(RuntimeError("planted"))
@@ -63,6 +65,7 @@ async def test_parts_are_full_and_in_order_and_the_last_one_is_the_step() -> Non
         ("step", ["handle 4", "handle 5"]),
     ]
     assert (client.version, client.busy_s, report.version) == (1, 2.0, 1)
+    assert ranks[0].versions == [0, 0, 0, 0], "staleness of every part is counted from the version before the step"
 
 
 async def test_a_rank_that_fails_is_noticed_while_groups_are_waited_for() -> None:

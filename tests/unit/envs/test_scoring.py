@@ -172,8 +172,9 @@ async def test_a_process_killed_from_outside_is_replaced(runner_of: Factory) -> 
     first_pid = runner.pid
     assert first_pid is not None
     os.kill(first_pid, signal.SIGKILL)
-    assert await runner.score(*pair("fine")) == Score(1.0, {})
-    assert runner.pid != first_pid
+    async with asyncio.timeout(30.0):
+        while runner.pid == first_pid:  # what is below the keeper may still answer before it is gone
+            assert await runner.score(*pair("fine")) == Score(1.0, {})
     assert await runner.score_many([pair("die once"), pair("fine")]) == [Score(1.0, {}), Score(1.0, {})]
 
 

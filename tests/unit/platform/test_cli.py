@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from penstock.dataflow.errors import TrainingError
 from penstock.platform import cli, hardware
 from penstock.platform.lifecycle import Interrupted
+from penstock.trainer.algorithms.catalog import ALGORITHMS
 
 
 @pytest.fixture
@@ -111,6 +112,24 @@ def test_a_report_of_nothing_says_so(invoke):
     result = invoke("report", "runs/none")
     assert result.exit_code == 2
     assert "runs/none" in result.stderr
+
+
+def test_algorithms_are_listed_from_the_catalog(invoke):
+    result = invoke("algorithms")
+    assert result.exit_code == 0, result.output
+    for entry in ALGORITHMS:
+        assert f" {entry.name} " in result.output
+        assert Path(entry.file).name in result.output
+    corrections = invoke("algorithms", "--kind", "correction").output
+    assert "weight min(w, C)" in corrections
+    assert "ppo_clip" not in corrections
+    assert "arXiv 2507.18071" in invoke("algorithms", "--kind", "loss").output
+
+
+def test_an_unknown_kind_of_algorithm_names_the_kinds(invoke):
+    result = invoke("algorithms", "--kind", "corection")
+    assert result.exit_code == 2
+    assert "Did you mean 'correction'?" in result.stderr
 
 
 def test_the_plan_of_a_publish_needs_no_model(invoke):

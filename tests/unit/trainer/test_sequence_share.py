@@ -17,7 +17,7 @@ def packed_row():
     """Sequences of 7 and 4 tokens with loss tokens at 2..6 and 1, 3: one row of 9 inputs."""
     rng = np.random.default_rng(0)
     sequences = [
-        TrainingSequence(rng.integers(1, 20, length), targets, rng.normal(size=len(targets)).astype(np.float32), 1.5, w)
+        TrainingSequence(rng.integers(1, 20, length), targets, rng.normal(size=len(targets)).astype(np.float32), w)
         for length, targets, w in ((7, np.arange(2, 7), 0.25), (4, np.array([1, 3]), 0.5))
     ]
     return collate(MicroBatchPlan(((0, 1),), 9), sequences, device=CPU, needs_mask=False)

@@ -1,0 +1,141 @@
+"""Cross-field checks of `algorithm`: its own rules, and what streaming, expiry, budgets and staleness ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.platform.config.findings import Finding, error, warning
+from penstock.platform.config.schema import RunConfig
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
+
+_MASKS_OF_SEQUENCES = ("f_tis", "veto")
+
+
+def check_algorithm(config: RunConfig) -> Iterator[Finding]:
+    """What cannot work within the section."""
+    for violation in algorithm_violations(config.algorithm):
+        yield error(violation.message, *(f"algorithm.{key}" for key in violation.keys))
+    for entry in (find("advantage", config.algorithm.advantage), find("loss", config.algorithm.loss)):
+        if entry.is_own:
+            try:
+                entry.load()
+            except ConfigError as problem:
+                yield from (error(violation, f"algorithm.{entry.kind}") for violation in problem.violations)
+
+
+def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
+    """Advantages of a whole batch need it at once; losses of whole sequences need whole sequences."""
+    algorithm, flow = config.algorithm, config.dataflow
+    advantage, loss = find("advantage", algorithm.advantage), find("loss", algorithm.loss)
+    if flow.stream_micro_batches and advantage.level == "batch":
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.advantage={advantage.name}: it whitens over all tokens "
+            "of the batch, which are not there when the first part is trained. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "algorithm.advantage",
+        )
+    if flow.on_expiry is ExpiryPolicy.TRIM and flow.max_staleness:
+        whole = [entry for entry in (loss, *weights_in(algorithm)) if entry.level in ("sequence", "pair")]
+        for entry in whole:
+            yield error(
+                f"dataflow.on_expiry=trim with algorithm.{entry.kind}={entry.name}: the ratio of a sequence would be "
+                "that of its newer part only. Use on_expiry=wait or drop.",
+                "dataflow.on_expiry",
+                f"algorithm.{entry.kind}",
+            )
+
+
+def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
+    """Under sequence parallelism no rank sees the tokens of a whole sequence."""
+    algorithm, size = config.algorithm, config.trainer.sequence_parallel_size
+    if size == 1:
+        return
+    corrections = [find("correction", name) for name in algorithm.correction]
+    whole = [find("loss", algorithm.loss), *corrections]
+    found = [
+        f"{entry.kind}={entry.name}"
+        for entry in whole
+        if entry.level in ("sequence", "pair") or entry.name in _MASKS_OF_SEQUENCES
+    ]
+    if algorithm.entropy_top_share < 1:
+        found.append(f"entropy_top_share={algorithm.entropy_top_share:g}")
+    for setting in found:
+        yield error(
+            f"algorithm.{setting} with trainer.sequence_parallel_size={size}: it looks at all tokens of a sequence, "
+            "and every rank would see a stretch of it only. Use sequence_parallel_size=1, or tensor parallelism.",
+            f"algorithm.{setting.partition('=')[0]}",
+            "trainer.sequence_parallel_size",
+        )
+
+
+def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
+    """Token budget of pairs, length of the penalty's ramp, optimizers that cannot divide."""
+    algorithm, trainer, context = config.algorithm, config.trainer, config.model.max_context_tokens
+    together = 2 if algorithm.pairs == "best_worst" else config.dataflow.group_size
+    if algorithm.compares_pairs and trainer.max_tokens_per_micro_batch < together * context:
+        yield error(
+            f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below {together} x "
+            f"model.max_context_tokens={context}: algorithm.loss={algorithm.loss} with algorithm.pairs="
+            f"{algorithm.pairs} needs {together} answers of a group in one micro-batch. Use at least "
+            f"{together * context}.",
+            "trainer.max_tokens_per_micro_batch",
+            "model.max_context_tokens",
+            "algorithm.loss",
+            "algorithm.pairs",
+        )
+    limit = config.rollout.sampling.max_new_tokens
+    if algorithm.overlong == "penalty" and algorithm.overlong_cache_tokens > limit:
+        yield error(
+            f"algorithm.overlong_cache_tokens={algorithm.overlong_cache_tokens} is above rollout.sampling."
+            f"max_new_tokens={limit}: even an empty answer would be punished for its length. Use at most {limit}.",
+            "algorithm.overlong_cache_tokens",
+            "rollout.sampling.max_new_tokens",
+        )
+    cannot_divide = trainer.backend == "deepspeed" and trainer.zero_stage == 0 and config.model.dtype != "float32"
+    if algorithm.renormalise and cannot_divide:
+        yield error(
+            f"algorithm.renormalise=true with trainer.zero_stage=0 in model.dtype={config.model.dtype}: the "
+            "gradient is divided by what was kept at the end of the batch, and DeepSpeed's plain bfloat16 "
+            "optimizer cannot. Use trainer.zero_stage=1 or more.",
+            "algorithm.renormalise",
+            "trainer.zero_stage",
+            "model.dtype",
+        )
+
+
+def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
+    """What runs and is biased, or has no effect."""
+    algorithm, eta = config.algorithm, config.dataflow.max_staleness
+    loss = find("loss", algorithm.loss)
+    if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
+        yield warning(
+            f"algorithm.correction={' '.join(algorithm.correction)} with dataflow.max_staleness={eta}: stale tokens "
+            "are trained as if they were on-policy, which biases the gradient. Use algorithm.correction=decoupled, or "
+            "algorithm.proximal=behavior.",
+            "algorithm.correction",
+            "algorithm.proximal",
+            "dataflow.max_staleness",
+        )
+    if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
+        yield warning(
+            f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: it leaves the deviation "
+            "out to be unbiased, and this aggregation brings a bias by length back. Use aggregation=constant_length.",
+            "algorithm.advantage",
+            "algorithm.aggregation",
+        )
+    if algorithm.kl_coefficient and algorithm.kl_in == "off":
+        yield warning(
+            f"algorithm.kl_coefficient={algorithm.kl_coefficient:g} has no effect with algorithm.kl_in=off, and no "
+            "reference is started. Use kl_in=loss or kl_coefficient=0.",
+            "algorithm.kl_coefficient",
+            "algorithm.kl_in",
+        )
+    if algorithm.loss == "sft":
+        yield warning(
+            "algorithm.loss=sft raises the probability of every sampled token, whatever it earned: rewards have no "
+            "effect. `penstock sft` is for worked answers.",
+            "algorithm.loss",
+        )

@@ -1,0 +1,106 @@
+"""What other sections ask of the algorithm: refused with the reason, or warned of, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.config.checks import check_config
+from penstock.platform.config.compose import compose_config
+from penstock.platform.config.overrides import CONF_DIR
+
+PRESETS = sorted(path.stem for path in (CONF_DIR / "algorithm").glob("*.yaml"))
+OWN = "tests.unit.trainer.algorithms.own"
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        compose_config(["experiment=arithmetic", *overrides])
+    return raised.value.violations
+
+
+def warnings(*overrides: str) -> list[str]:
+    config = compose_config(["experiment=arithmetic", *overrides])
+    return [finding.message for finding in check_config(config, "train") if finding.severity == "warning"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes_without_a_warning(preset):
+    assert warnings(f"algorithm={preset}") == []
+
+
+def test_presets_that_compare_with_a_reference_start_one():
+    referenced = {
+        one for one in PRESETS if compose_config(["experiment=arithmetic", f"algorithm={one}"]).num_references
+    }
+    assert referenced == {"online_dpo"}
+    assert compose_config(["experiment=arithmetic", "algorithm.kl_coefficient=0.1"]).num_references == 1
+    in_reward = ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1"]
+    assert compose_config(["experiment=arithmetic", *in_reward]).num_references == 1
+
+
+SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm=reinforce_pp", "dataflow.stream_micro_batches=true"], "whitens over all tokens"),
+        (["algorithm=gspo", "dataflow.on_expiry=trim"], "algorithm.loss=gspo"),
+        (["algorithm=topr", "dataflow.on_expiry=trim"], "its newer part only"),
+        (["algorithm=online_dpo", "dataflow.on_expiry=trim"], "algorithm.loss=online_dpo"),
+        (
+            ["algorithm.correction=[tis_seq]", "algorithm.aggregation=seq_mean_token_sum", "dataflow.on_expiry=trim"],
+            "algorithm.correction=tis_seq",
+        ),
+        (["algorithm=gspo", *SEQUENCE_PARALLEL], "algorithm.loss=gspo with trainer.sequence_parallel_size=2"),
+        (["algorithm.correction=[decoupled,opsm]", *SEQUENCE_PARALLEL], "algorithm.correction=opsm"),
+        (["algorithm.entropy_top_share=0.2", *SEQUENCE_PARALLEL], "algorithm.entropy_top_share=0.2"),
+        (["algorithm=online_dpo", "trainer.max_tokens_per_micro_batch=200"], "below 2 x model.max_context_tokens=128"),
+        (
+            ["algorithm=online_dpo", "algorithm.pairs=all", "trainer.max_tokens_per_micro_batch=512"],
+            "Use at least 1024",
+        ),
+        (["algorithm.overlong=penalty", "algorithm.overlong_cache_tokens=5000"], "overlong_cache_tokens=5000"),
+        (["algorithm.renormalise=true", "model.dtype=bfloat16"], "plain bfloat16 optimizer cannot"),
+        (["algorithm.loss=gspoo"], "Did you mean gspo?"),
+        (["algorithm.correction=[decoupled,tis_tokens]"], "Did you mean tis_token?"),
+        (["algorithm.advantage=greppo"], "Did you mean grpo?"),
+        (["algorithm.kl_in=rewards"], "loss, reward, off"),
+        ([f"algorithm.loss={OWN}:squard"], "Did you mean 'squared'?"),
+        ([f"algorithm.advantage={OWN}:NOT_A_FUNCTION"], "is not callable"),
+        (["algorithm.advantage=gae"], "a critic, which does not exist yet"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_one_reason(overrides, words):
+    (problem,) = problems(*overrides)
+    assert words in problem
+
+
+def test_reasons_come_all_at_once():
+    found = problems("algorithm.correction=[decoupled,tis_seq]", "algorithm.advantage=gae", "algorithm.loss=dppo")
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.correction=none"], "biases the gradient"),
+        (["algorithm.correction=[mis_seq_geo]"], "biases the gradient"),
+        (["algorithm=dr_grpo", "algorithm.aggregation=token_mean"], "Use aggregation=constant_length"),
+        (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=off"], "has no effect"),
+        (["algorithm.loss=sft", "algorithm.correction=none"], "rewards have no effect"),
+    ],
+)
+def test_what_is_biased_or_without_effect_is_a_warning(overrides, words):
+    (warning,) = warnings(*overrides)
+    assert words in warning
+
+
+def test_synchronous_data_needs_no_correction():
+    assert warnings("algorithm.correction=none", "dataflow=synchronous") == []
+
+
+def test_a_users_own_loss_is_accepted():
+    config = compose_config(["experiment=arithmetic", f"algorithm.loss={OWN}:squared"])
+    assert config.algorithm.loss == f"{OWN}:squared"

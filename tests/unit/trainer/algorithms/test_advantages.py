@@ -1,0 +1,167 @@
+"""Advantages, against numbers worked out here in plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import ShapeError
+from penstock.trainer.algorithms.batch_advantages import RewardBatch, gae_of_trajectory, token_advantages
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.shaping import overlong_penalty
+from penstock.trainer.config import AlgorithmConfig
+
+REWARDS = np.array([1.0, 0.0, 0.0, 2.0])
+
+
+def estimate(name: str, rewards, **settings) -> np.ndarray:
+    return find("advantage", name).load()(np.asarray(rewards, np.float64), AlgorithmConfig(**settings))
+
+
+def reward_batch(**changes) -> RewardBatch:
+    """Two groups of two and three; an empty response, a single token; the second group earns all the same."""
+    rng = np.random.default_rng(4)
+    counts = [3, 1, 4, 0, 2]
+    fields = {
+        "rewards": np.array([1.0, 0.0, 0.5, 0.5, 0.5]),
+        "groups": np.array([0, 0, 1, 1, 1]),
+        "penalties": [np.zeros(n) for n in counts],
+        "carries_loss": [np.ones(n, dtype=bool) for n in counts],
+        "parts": {"right": np.array([1.0, 0.0, 1.0, 0.0, 1.0]), "short": np.array([10.0, 30.0, 20.0, 20.0, 20.0])},
+        "values": [rng.normal(size=n) for n in counts],
+    }
+    return RewardBatch(**(fields | changes))
+
+
+PENALTIES = [np.array([0.1, -0.2, 0.3]), np.array([0.5]), np.array([0.0, 0.1, 0.2, 0.3]), np.zeros(0), np.ones(2)]
+
+
+class TestOfAGroup:
+    def test_grpo_divides_by_the_sample_deviation(self) -> None:
+        # mean 0.75; squared deviations 0.0625 + 0.5625 + 0.5625 + 1.5625 = 2.75
+        expected = (REWARDS - 0.75) / (np.sqrt(2.75 / 3) + 1e-4)
+        np.testing.assert_allclose(estimate("grpo", REWARDS), expected, rtol=1e-12)
+
+    def test_grpo_with_the_population_deviation(self) -> None:
+        expected = (REWARDS - 0.75) / (np.sqrt(2.75 / 4) + 1e-2)
+        found = estimate("grpo", REWARDS, advantage_std="population", std_epsilon=1e-2)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+    def test_grpo_without_deviation_is_dr_grpo(self) -> None:
+        np.testing.assert_array_equal(estimate("grpo", REWARDS, advantage_std="none"), estimate("dr_grpo", REWARDS))
+        np.testing.assert_allclose(estimate("dr_grpo", REWARDS), [0.25, -0.75, -0.75, 1.25])
+
+    def test_rloo_leaves_itself_out_and_is_dr_grpo_stretched(self) -> None:
+        np.testing.assert_allclose(estimate("rloo", REWARDS), [1 - 2 / 3, 0 - 1, 0 - 1, 2 - 1 / 3], rtol=1e-12)
+        np.testing.assert_allclose(estimate("rloo", REWARDS), 4 / 3 * estimate("dr_grpo", REWARDS), rtol=1e-12)
+
+    @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+    @pytest.mark.parametrize("std", ["sample", "population", "none"])
+    @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.0, 0.0], [1.0], [1 / 3] * 7])
+    def test_a_zero_variance_group_gives_exactly_zero(self, name, std, rewards) -> None:
+        assert estimate(name, rewards, advantage_std=std).tolist() == [0.0] * len(rewards)
+
+    def test_every_token_gets_its_trajectorys_advantage(self) -> None:
+        found = token_advantages(reward_batch(), AlgorithmConfig(advantage="dr_grpo"))
+        assert [one.tolist() for one in found] == [[0.5] * 3, [-0.5], [0.0] * 4, [], [0.0] * 2]
+
+    def test_a_penalty_in_the_reward_is_summed_over_the_answer(self) -> None:
+        found = token_advantages(reward_batch(penalties=PENALTIES), AlgorithmConfig(advantage="dr_grpo"))
+        sums = np.array([1 - 0.2, 0 - 0.5, 0.5 - 0.6, 0.5, 0.5 - 2.0])
+        expected = [sums[0] - sums[:2].mean(), sums[1] - sums[:2].mean(), *(sums[2:] - sums[2:].mean())]
+        np.testing.assert_allclose([found[i][0] for i in (0, 1, 2, 4)], [expected[i] for i in (0, 1, 2, 4)], atol=1e-12)
+
+    def test_parts_are_normalised_apart_and_then_summed(self) -> None:
+        config = AlgorithmConfig(advantage="grpo", reward_weights={"right": 1.0, "short": -0.25})
+        found = token_advantages(reward_batch(), config)
+        right = np.array([0.5, -0.5]) / (np.sqrt(0.5) + 1e-4)
+        short = np.array([-10.0, 10.0]) / (np.sqrt(200.0) + 1e-4)
+        np.testing.assert_allclose([found[0][0], found[1][0]], right - 0.25 * short, rtol=1e-12)
+        last = np.array([1.0, 0.0, 1.0]) - 2 / 3
+        last /= np.sqrt((last**2).sum() / 2) + 1e-4  # the part `short` is equal in this group: exactly 0
+        np.testing.assert_allclose([found[2][0], found[4][0]], last[[0, 2]], rtol=1e-12)
+
+
+class TestOfABatch:
+    def whitened_by_hand(
+        self, values: list[list[float]], counted: list[list[bool]], ddof: int = 1
+    ) -> list[list[float]]:
+        pool = [v for vs, ms in zip(values, counted, strict=True) for v, m in zip(vs, ms, strict=True) if m]
+        mean = sum(pool) / len(pool)
+        std = (sum((v - mean) ** 2 for v in pool) / (len(pool) - ddof)) ** 0.5
+        return [[(v - mean) / (std + 1e-4) for v in vs] for vs in values]
+
+    def test_reinforce_pp_whitens_returns_over_all_tokens(self) -> None:
+        found = token_advantages(reward_batch(penalties=PENALTIES), AlgorithmConfig(advantage="reinforce_pp"))
+        rewards = [1.0, 0.0, 0.5, 0.5, 0.5]
+        to_go = [[r - sum(k[t:]) for t in range(len(k))] for r, k in zip(rewards, PENALTIES, strict=True)]
+        expected = self.whitened_by_hand(to_go, [[True] * len(one) for one in to_go])
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+        pool = np.concatenate(found)
+        assert pool.mean() == pytest.approx(0, abs=1e-12)
+        assert pool.std(ddof=1) == pytest.approx(1, abs=1e-3)
+
+    def test_tokens_without_loss_are_not_in_the_statistics(self) -> None:
+        masks = [
+            np.array([True, False, True]),
+            np.ones(1, bool),
+            np.zeros(4, bool),
+            np.zeros(0, bool),
+            np.ones(2, bool),
+        ]
+        batch = reward_batch(penalties=PENALTIES, carries_loss=masks)
+        found = token_advantages(batch, AlgorithmConfig(advantage="reinforce_pp", advantage_std="population"))
+        rewards = [1.0, 0.0, 0.5, 0.5, 0.5]
+        to_go = [[r - sum(k[t:]) for t in range(len(k))] for r, k in zip(rewards, PENALTIES, strict=True)]
+        expected = self.whitened_by_hand(to_go, [mask.tolist() for mask in masks], ddof=0)
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+
+    def test_the_baseline_leaves_groups_of_equal_rewards_at_exactly_zero(self) -> None:
+        found = token_advantages(reward_batch(), AlgorithmConfig(advantage="reinforce_pp_baseline"))
+        expected = self.whitened_by_hand([[0.5] * 3, [-0.5], [0.0] * 6], [[True] * 3, [True], [True] * 6])
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
+        np.testing.assert_allclose(found[1], expected[1], rtol=1e-12)
+        assert all(value == 0.0 for one in found[2:] for value in one)
+
+    @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+    @pytest.mark.parametrize("std", ["sample", "population", "none"])
+    def test_nothing_to_whiten_is_zero_and_never_nan(self, name: str, std: str) -> None:
+        config = AlgorithmConfig(advantage=name, advantage_std=std)
+        found = token_advantages(reward_batch(rewards=np.full(5, 0.3)), config)
+        assert all(value == 0.0 for one in found for value in one)
+        one_token = [np.array([True]), *(np.zeros(0, bool) for _ in range(4))]
+        single = reward_batch(carries_loss=one_token, penalties=[np.zeros(len(one)) for one in one_token])
+        assert [one.tolist() for one in token_advantages(single, config)] == [[0.0], [], [], [], []]
+
+    def test_gae_is_the_discounted_sum_of_surprises(self) -> None:
+        config = AlgorithmConfig(advantage="gae", gae_gamma=0.9, gae_lambda=0.8)
+        batch = reward_batch(penalties=PENALTIES)
+        found = token_advantages(batch, config)
+        for i, advantages in enumerate(found):
+            n, v, k = len(advantages), batch.values[i], PENALTIES[i]
+            r = [-k[t] + (batch.rewards[i] if t == n - 1 else 0.0) for t in range(n)]
+            delta = [r[t] + 0.9 * (v[t + 1] if t + 1 < n else 0.0) - v[t] for t in range(n)]
+            expected = [sum(0.72**j * delta[t + j] for j in range(n - t)) for t in range(n)]
+            np.testing.assert_allclose(advantages, expected, rtol=1e-12)
+
+    def test_gae_with_lambda_1_is_the_return_minus_the_value(self) -> None:
+        rewards, values = np.array([0.1, 0.0, 2.0]), np.array([0.5, -1.0, 0.3])
+        found = gae_of_trajectory(rewards, values, AlgorithmConfig(gae_gamma=1.0, gae_lambda=1.0))
+        np.testing.assert_allclose(found, [2.1 - 0.5, 2.0 + 1.0, 2.0 - 0.3], rtol=1e-12)
+
+
+def test_a_users_own_estimator_is_named_by_path_and_held_to_one_number_per_member() -> None:
+    config = AlgorithmConfig(advantage="tests.unit.trainer.algorithms.own:half_of_the_reward")
+    assert [one.tolist() for one in token_advantages(reward_batch(), config)][:2] == [[0.5] * 3, [0.0]]
+    wrong = AlgorithmConfig(advantage="tests.unit.trainer.algorithms.own:one_number")
+    with pytest.raises(ShapeError, match=r"shape \(\) for a group of 2"):
+        token_advantages(reward_batch(), wrong)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (100, -1.0), (140, -1.0)]
+)
+def test_the_overlong_penalty_is_a_ramp_before_the_limit(num_tokens: int, penalty: float) -> None:
+    assert overlong_penalty(num_tokens, max_new_tokens=100, cache_tokens=40) == pytest.approx(penalty, abs=1e-12)

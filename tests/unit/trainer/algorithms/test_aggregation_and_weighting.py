@@ -1,0 +1,98 @@
+"""Token weights, staleness and entropy factors, metrics: hand-worked numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.trainer.algorithms.aggregation import batch_normaliser, token_weights
+from penstock.trainer.algorithms.catalog import names
+from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
+from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
+
+COUNTS = np.array([3, 1, 0, 4])
+EXPECTED = {
+    "token_mean": [1 / 8, 1 / 8, 0.0, 1 / 8],
+    "seq_mean_token_mean": [1 / 12, 1 / 4, 0.0, 1 / 16],
+    "seq_mean_token_sum": [1 / 4, 1 / 4, 0.0, 1 / 4],
+    "constant_length": [1 / 40, 1 / 40, 0.0, 1 / 40],
+}
+
+
+@pytest.mark.parametrize("mode", names("aggregation"))
+def test_weights_of_ragged_sequences(mode: str) -> None:
+    np.testing.assert_allclose(token_weights(COUNTS, mode, max_new_tokens=10), EXPECTED[mode], rtol=1e-12)
+    assert token_weights(np.array([0, 0]), mode, 10).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", names("aggregation"))
+def test_parts_of_a_batch_add_up_to_the_whole(mode: str) -> None:
+    parts = [COUNTS[:2], COUNTS[2:]]
+    total = sum(batch_normaliser(part, mode) for part in parts)
+    shares = np.concatenate([token_weights(part, mode, 10, normaliser=1.0) for part in parts])
+    np.testing.assert_allclose(shares / total, EXPECTED[mode], rtol=1e-12)
+
+
+def test_staler_tokens_count_less() -> None:
+    assert lag_factors(torch.tensor([0, 1, 3]), 0.5).tolist() == [1.0, 0.5, 0.125]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])
+def test_the_top_tokens_by_entropy_of_each_sequence_are_kept(share: float) -> None:
+    rng = np.random.default_rng(3)
+    lengths = [5, 1, 0, 10, 4]
+    segments = np.repeat(np.arange(5), lengths)
+    entropies = np.round(rng.random(20), 1)  # with ties
+    order = rng.permutation(20)  # sequences need not lie side by side
+    found = is_low_entropy(torch.tensor(entropies[order]), torch.tensor(segments[order]), 5, share).numpy()
+    for segment, length in enumerate(lengths):
+        own = np.flatnonzero(segments[order] == segment)
+        ranked = sorted(own, key=lambda t: (-entropies[order][t], t))
+        kept = set(ranked[: math.ceil(round(share * length, 6))])
+        assert [t not in kept for t in own] == found[own].tolist()
+
+
+def test_two_micro_batches_add_up_to_the_whole() -> None:
+    rng = np.random.default_rng(5)
+    start, behavior, reference = rng.normal(-2, 0.5, (3, 11))
+    entropies, weights = rng.random((2, 11))
+    masked, low, high = rng.random((3, 11)) < 0.3
+    lags = np.array([0, 0, 1, 2, 3, 4, 9, 0, 1, 3, 0])
+    metrics = TokenMetrics(torch.device("cpu"))
+    for part in (slice(0, 4), slice(4, 11)):
+        columns = (start, behavior, reference, entropies, lags, weights, masked, low, high)
+        metrics.add(torch.tensor(0.25), TokenFacts(*(torch.tensor(column[part]) for column in columns)))
+    w = np.exp(start - behavior)
+    expected = {
+        "loss/policy": 0.5,
+        "loss/entropy": entropies.mean(),
+        "loss/reference_kl": (np.exp(reference - start) - (reference - start) - 1).mean(),
+        "ratio/behavior_mean": w.mean(),
+        "ratio/behavior_max": w.max(),
+        "ratio/masked_share": masked.mean(),
+        "ratio/policy_clip_share": (low.sum() + high.sum()) / 11,
+        "ratio/policy_clip_low_share": low.mean(),
+        "ratio/policy_clip_high_share": high.mean(),
+        "ratio/effective_sample_size": w.sum() ** 2 / (11 * (w**2).sum()),
+        "mismatch/abs_logprob_mean": np.abs(start - behavior).mean(),
+        "mismatch/abs_logprob_max": np.abs(start - behavior).max(),
+        "mismatch/kl_k3": (w - (start - behavior) - 1).mean(),
+    }
+    buckets = {"0": lags == 0, "1": lags == 1, "2_3": (lags == 2) | (lags == 3), "4_plus": lags >= 4}
+    for name, inside in buckets.items():
+        expected[f"ratio/lag_tokens/{name}"] = inside.sum()
+        expected[f"ratio/lag_behavior_mean/{name}"] = w[inside].mean()
+        expected[f"ratio/lag_masked_share/{name}"] = masked[inside].mean()
+    found, kept_share = metrics.reduce(lambda values, _: values)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert kept_share == pytest.approx(weights[~masked].sum() / weights.sum())
+
+
+def test_a_step_without_tokens_has_metrics_and_no_buckets() -> None:
+    found, kept_share = TokenMetrics(torch.device("cpu")).reduce(lambda values, _: values)
+    assert kept_share == 1.0
+    assert not any(name.startswith("ratio/lag") for name in found)
+    assert all(np.isfinite(list(found.values())))

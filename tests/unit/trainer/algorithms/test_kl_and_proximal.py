@@ -1,0 +1,68 @@
+"""Divergence estimators and the proximal policy: hand-worked values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.proximal import ProximalInputs
+
+C, R = np.array([-1.0, -2.5, -0.1, -30.0]), np.array([-1.0, -1.5, -3.0, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "gradients"),
+    [
+        ("k1", C - R, np.ones(4)),
+        ("k2", 0.5 * (C - R) ** 2, C - R),
+        # beyond the clamp exp is constant, so only −(r − c) is left
+        ("k3", np.exp(np.minimum(R - C, 20)) - (R - C) - 1, np.where(R - C > 20, 0.0, -np.exp(R - C)) + 1),
+    ],
+)
+def test_value_and_gradient(name: str, values: np.ndarray, gradients: np.ndarray) -> None:
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
+        target = torch.tensor(C, dtype=dtype, requires_grad=True)
+        terms = find("kl", name).load()(target, torch.tensor(R, dtype=dtype))
+        terms.sum().backward()
+        np.testing.assert_allclose(terms.detach(), values, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(target.grad, gradients, rtol=tolerance, atol=tolerance)
+
+
+def test_expected_gradients_are_those_of_the_divergences() -> None:
+    """Over a whole small vocabulary: E_π[∇k2] = ∇KL(π‖r), E_π[∇k3] = ∇KL(r‖π), E_π[∇k1] = 0."""
+    rng = np.random.default_rng(0)
+    logits = torch.tensor(rng.normal(size=7), requires_grad=True)
+    reference = torch.log_softmax(torch.tensor(rng.normal(size=7)), -1)
+    policy = torch.log_softmax(logits, -1)
+    reverse = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
+    forward = torch.autograd.grad((reference.exp() * (reference - policy)).sum(), logits, retain_graph=True)[0]
+    for name, expected in (("k2", reverse), ("k3", forward), ("k1", torch.zeros(7))):
+        terms = find("kl", name).load()(policy, reference)
+        sampled = torch.autograd.grad((policy.exp().detach() * terms).sum(), logits, retain_graph=True)[0]
+        np.testing.assert_allclose(sampled, expected, atol=1e-9)
+
+
+class TestProximal:
+    TARGET = torch.tensor([-1.0, -2.0, -0.5, -0.7], dtype=torch.float64)
+    BEHAVIOR = torch.tensor([-1.3, -1.0, -0.5, -2.7], dtype=torch.float64)
+
+    def p(self, name: str, **inputs) -> list[float]:
+        return find("proximal", name).load()(ProximalInputs(self.TARGET, self.BEHAVIOR, **inputs)).tolist()
+
+    def test_target_and_behavior_and_recompute(self) -> None:
+        other = torch.tensor([-9.0, -8.0, -7.0, -6.0], dtype=torch.float64)
+        assert self.p("target") == self.TARGET.tolist()
+        assert self.p("behavior") == self.BEHAVIOR.tolist()
+        assert self.p("recompute", recomputed=other) == other.tolist()
+
+    def test_interpolate_goes_from_behavior_towards_the_target_with_staleness(self) -> None:
+        versions = torch.tensor([5, 4, 2, 1])
+        # α = (5 − v) / (6 − v) = 0, 1/2, 3/4, 4/5
+        expected = [-1.3, -1.5, -0.5, -2.7 + 0.8 * 2.0]
+        found = self.p("interpolate", token_versions=versions, version=5, is_first_update=False)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+    def test_interpolate_starts_a_batch_at_the_target(self) -> None:
+        assert self.p("interpolate", token_versions=torch.tensor([5, 4, 2, 1]), version=5) == self.TARGET.tolist()

@@ -1,0 +1,197 @@
+"""Every policy loss, value and gradient, against the oracle (oracle.py: plain loops in extended precision)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.trainer.algorithms.catalog import ALGORITHMS, find
+from penstock.trainer.algorithms.other_losses import distill
+from penstock.trainer.algorithms.pair_losses import preference_pairs
+from penstock.trainer.algorithms.tokens import clamped_exp
+from penstock.trainer.config import AlgorithmConfig
+
+from . import oracle
+from .micro_batches import LENGTHS, data, far_apart, tokens_of
+
+NAMES = [entry.name for entry in ALGORITHMS if entry.kind == "loss"]
+CONFIG = AlgorithmConfig(
+    clip_low=0.15, clip_high=0.3, dual_clip=1.6, cispo_low=0.25, dppo_delta=0.05, pair_beta=0.3, value_clip=0.15,
+    sapo_tau_negative=1.4, correction=("none",),
+)  # fmt: skip
+CASES = {
+    **{f"{shape}-{seed}": data(lengths, seed) for shape, lengths in LENGTHS.items() for seed in range(3)},
+    "sequence-advantages": data(LENGTHS["ragged"], 7, advantages="sequence"),
+    "zero-variance": data(LENGTHS["ragged"], 8, advantages="zero"),
+    "far-apart": far_apart(),
+}
+
+
+def ours(name: str, d: oracle.Data, weights: np.ndarray, dtype: torch.dtype) -> tuple[float, np.ndarray, np.ndarray]:
+    tokens = tokens_of(d, dtype)
+    loss = find("loss", name).load()(tokens, CONFIG)
+    total = (loss.terms * torch.tensor(weights.astype(np.float64), dtype=dtype)).sum()
+    total.backward()
+    return float(total.detach()), tokens.target.grad.double().numpy(), loss.terms.detach().double().numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_value_and_gradient_are_those_of_the_definition(name: str, case: str) -> None:
+    d = CASES[case]
+    weights = np.random.default_rng(1).random(len(d.c)).astype(oracle.Real)
+    terms = np.array(oracle.LOSSES[name](d.c, d.c, d, CONFIG), dtype=np.float64)
+    gradient = oracle.gradient(name, d, CONFIG, weights).astype(np.float64)
+    _, found_gradient, found_terms = ours(name, d, weights, torch.float64)
+    np.testing.assert_allclose(found_terms, terms, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(found_gradient, gradient, rtol=1e-9, atol=1e-9)
+    _, small_gradient, small_terms = ours(name, d, weights, torch.float32)
+    assert np.linalg.norm(small_terms - terms) <= 1e-5 * np.linalg.norm(terms) + 1e-12
+    assert np.linalg.norm(small_gradient - gradient) <= 1e-5 * np.linalg.norm(gradient) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("ppo_clip", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+        ("dual_clip", [0, 0, 0, 1, 0], [1, 0, 1, 0, 0]),
+        ("gspo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+        ("cispo", [0, 1, 0, 1, 0], [1, 0, 1, 0, 0]),
+        ("dppo", [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]),
+    ],
+)
+def test_clips_are_told_apart_by_side(name: str, low: list[int], high: list[int]) -> None:
+    """Ratios 1.5, 0.5, 1.5, 0.5, 1 with advantages of both signs, each token a sequence of its own."""
+    behavior = np.log(np.full(5, 0.4))
+    target = behavior + np.log([1.5, 0.5, 1.5, 0.5, 1.0])
+    d = oracle.Data(target, behavior, behavior, behavior, np.array([2.0, 2.0, -2.0, -2.0, 3.0]), np.arange(5), 5,
+                    extra=dict.fromkeys(("teacher", "old_values", "returns"), target))  # fmt: skip
+    settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "cispo_low": 0.25, "dppo_delta": 0.1}
+    loss = find("loss", name).load()(tokens_of(d), AlgorithmConfig(**settings))
+    assert loss.is_clipped_low.int().tolist() == low
+    assert loss.is_clipped_high.int().tolist() == high
+
+
+def test_the_cases_reach_every_branch() -> None:
+    """Clips on both sides, dropped and kept tokens, tapered and full sequences, both signs: else a wrong one passes."""
+    for name in ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "value"):
+        low = high = free = 0
+        for d in CASES.values():
+            loss = find("loss", name).load()(tokens_of(d), CONFIG)
+            low, high = low + int(loss.is_clipped_low.sum()), high + int(loss.is_clipped_high.sum())
+            free += int((~loss.is_clipped_low & ~loss.is_clipped_high).sum())
+        assert min(low, high, free) > 5, name
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("sft", "value", "distill", "online_dpo", "ipo")]
+)
+def test_no_advantage_is_no_gradient(name: str) -> None:
+    _, gradient, terms = ours(name, CASES["zero-variance"], np.ones(16), torch.float64)
+    assert not gradient.any()
+    assert not terms.any() or name == "sapo"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_micro_batch_has_a_graph_and_no_gradient(name: str) -> None:
+    d = data([1], 0)
+    _, gradient, _ = ours(name, d, np.zeros(1), torch.float64)
+    assert gradient.tolist() == [0.0]
+
+
+class TestIdentities:
+    """What the definitions say of each other, for any data."""
+
+    D = data(LENGTHS["ragged"], 11)
+
+    def gradient(self, name: str, d: oracle.Data, **settings) -> np.ndarray:
+        tokens = tokens_of(d)
+        config = CONFIG.model_copy(update=settings)
+        find("loss", name).load()(tokens, config).terms.sum().backward()
+        return tokens.target.grad.numpy()
+
+    def on_policy(self, **changes) -> oracle.Data:
+        fields = {name: getattr(self.D, name) for name in ("c", "r", "advantage", "segments", "num_segments", "pairs")}
+        return oracle.Data(p=self.D.c, b=self.D.c, extra=self.D.extra, **(fields | changes))
+
+    @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo_token", "cispo", "sapo", "dppo", "topr"])
+    def test_on_policy_every_token_loss_is_reinforce(self, name: str) -> None:
+        d = self.on_policy()
+        np.testing.assert_allclose(self.gradient(name, d), self.gradient("reinforce", d), atol=1e-12)
+
+    def test_on_policy_gspo_is_reinforce_with_the_mean_advantage(self) -> None:
+        d = data(LENGTHS["ragged"], 3, advantages="sequence")
+        d = oracle.Data(d.c, d.c, d.c, d.r, d.advantage, d.segments, d.num_segments, extra=d.extra)
+        np.testing.assert_allclose(self.gradient("gspo", d), self.gradient("reinforce", d), atol=1e-12)
+
+    def test_dual_clip_with_a_high_ceiling_is_ppo_clip(self) -> None:
+        both = self.gradient("dual_clip", self.D, dual_clip=1e9), self.gradient("ppo_clip", self.D)
+        np.testing.assert_array_equal(*both)
+
+    def test_gspo_and_gspo_token_agree_for_advantages_of_sequences(self) -> None:
+        d = data(LENGTHS["ragged"], 7, advantages="sequence")
+        np.testing.assert_allclose(self.gradient("gspo", d), self.gradient("gspo_token", d), atol=1e-12)
+
+    def test_distill_over_the_whole_vocabulary_is_the_exact_divergence(self) -> None:
+        rng = np.random.default_rng(0)
+        logits = torch.tensor(rng.normal(size=(6, 9)), requires_grad=True)
+        teacher = torch.log_softmax(torch.tensor(rng.normal(size=(6, 9))), -1)
+        student = torch.log_softmax(logits, -1)
+        exact = (student.exp() * (student - teacher)).sum(-1)
+        for k in (9, 8):  # a tail of one token is exact too
+            order = student.detach().argsort(-1, descending=True)[:, :k]
+            tokens = tokens_of(data([6], 0))
+            tokens = type(tokens)(
+                **{f: getattr(tokens, f) for f in tokens.__slots__ if f != "top_k"},
+                top_k=(student.gather(-1, order), teacher.gather(-1, order)),
+            )
+            terms = distill(tokens, CONFIG).terms
+            np.testing.assert_allclose(terms.detach(), exact.detach(), atol=1e-9)
+            mine = torch.autograd.grad(terms.sum(), logits, retain_graph=True)[0]
+            theirs = torch.autograd.grad(exact.sum(), logits, retain_graph=True)[0]
+            np.testing.assert_allclose(mine, theirs, atol=1e-9)
+
+    def test_a_coarser_tail_never_raises_the_divergence(self) -> None:
+        """Merging outcomes loses information (data processing inequality)."""
+        rng = np.random.default_rng(1)
+        student, teacher = (torch.log_softmax(torch.tensor(rng.normal(size=(6, 9))), -1) for _ in range(2))
+        tokens, found = tokens_of(data([6], 0)), []
+        for k in (2, 4, 9):
+            order = student.argsort(-1, descending=True)[:, :k]
+            top_k = (student.gather(-1, order), teacher.gather(-1, order))
+            fields = {f: getattr(tokens, f) for f in tokens.__slots__ if f != "top_k"}
+            found.append(distill(type(tokens)(**fields, top_k=top_k), CONFIG).terms.numpy())
+        assert (found[0] <= found[1] + 1e-12).all()
+        assert (found[1] <= found[2] + 1e-12).all()
+
+
+class TestPairs:
+    REWARDS = np.array([0.2, 1.0, 0.0, 1.0, 0.5])
+
+    @pytest.mark.parametrize(
+        ("pairs", "margin", "expected"),
+        [
+            ("best_worst", 0.0, [(1, 2)]),
+            ("best_worst", 1.0, [(1, 2)]),
+            ("best_worst", 1.1, []),
+            ("all", 0.6, [(1, 0), (1, 2), (3, 0), (3, 2)]),
+            ("all", 0.0, [(0, 2), (1, 0), (1, 2), (1, 4), (3, 0), (3, 2), (3, 4), (4, 0), (4, 2)]),
+        ],
+    )
+    def test_which_pairs_there_are(self, pairs: str, margin: float, expected: list[tuple[int, int]]) -> None:
+        config = AlgorithmConfig(pairs=pairs, pair_margin=margin)
+        assert preference_pairs(self.REWARDS, range(5), config) == expected
+
+    @pytest.mark.parametrize("pairs", ["best_worst", "all"])
+    def test_equal_rewards_and_empty_answers_make_none(self, pairs: str) -> None:
+        config = AlgorithmConfig(pairs=pairs)
+        assert preference_pairs(np.ones(4), range(4), config) == []
+        assert preference_pairs(self.REWARDS, [1], config) == []
+        assert preference_pairs(self.REWARDS, [], config) == []
+        assert preference_pairs(self.REWARDS, [0, 4], config) == [(4, 0)]
+
+
+def test_log_ratios_are_clamped_to_20() -> None:
+    found = clamped_exp(torch.tensor([99.0, -99.0, 3.0], dtype=torch.float64))
+    np.testing.assert_allclose(found, np.exp([20.0, -20.0, 3.0]), rtol=1e-12)

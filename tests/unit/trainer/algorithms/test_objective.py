@@ -1,0 +1,116 @@
+"""The composition of loss, divergence, correction and masks, against the oracle put together by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.errors import ConfigError, ShapeError
+from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batches.collate import MicroBatch, ModelInputs
+from penstock.trainer.config import AlgorithmConfig
+
+from . import oracle
+from .micro_batches import LENGTHS, data
+
+
+def micro_batch(d: oracle.Data, lags: np.ndarray) -> MicroBatch:
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.tensor(array.astype(np.float64))
+
+    index = torch.zeros(len(d.c), dtype=torch.int64)
+    return MicroBatch(
+        inputs=ModelInputs(index, index, None, index, index),
+        behavior_logprobs=tensor(d.b),
+        advantages=tensor(d.advantage),
+        token_weights=torch.ones(len(d.c), dtype=torch.float64),
+        reference_logprobs=tensor(d.r),
+        lags=torch.tensor(lags),
+        segments=torch.tensor(d.segments),
+        pairs=torch.zeros(0, 2, dtype=torch.int64),
+        sequence_index=d.segments,
+        token_index=np.zeros_like(d.segments),
+        num_segments=d.num_segments,
+        num_tokens=len(d.c),
+    )
+
+
+def composed(d: oracle.Data, config: AlgorithmConfig, lags: np.ndarray, entropies: np.ndarray):
+    target = torch.tensor(d.c.astype(np.float64), requires_grad=True)
+    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, lags))
+    found.terms.sum().backward()
+    return found, target.grad.numpy()
+
+
+@pytest.mark.parametrize("proximal", ["target", "behavior"])
+@pytest.mark.parametrize("chain", [("none",), ("decoupled", "opsm"), ("tis_seq",), ("mis_token",), ("f_tis",)])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_term_is_loss_plus_divergence_times_all_factors(proximal: str, chain: tuple[str, ...], estimator: str) -> None:
+    d = data(LENGTHS["ragged"], 2)
+    d = oracle.Data(d.c, d.c if proximal == "target" else d.b, d.b, d.r, d.advantage, d.segments, d.num_segments)
+    rng = np.random.default_rng(6)
+    lags, entropies = rng.integers(0, 4, 16), rng.random(16)
+    config = AlgorithmConfig(
+        proximal=proximal, correction=chain, correction_cap=1.5, opsm_delta=0.05, f_tis_max_kl=0.05, lag_decay=0.7,
+        entropy_top_share=0.6, kl_coefficient=0.3, kl_estimator=estimator,
+    )  # fmt: skip
+    found, gradient = composed(d, config, lags, entropies)
+
+    factors = np.ones(16)
+    for name in chain:
+        factors *= [float(w) * (not masked) for w, masked in oracle.corrected(name, d, config)]
+    factors *= 0.7**lags
+    for segment in range(d.num_segments):
+        own = d.tokens_of(segment)
+        for rank, t in enumerate(sorted(own, key=lambda t: -entropies[t])):
+            factors[t] *= rank < np.ceil(0.6 * len(own))
+    c, r = d.c.astype(np.float64), d.r.astype(np.float64)
+    divergence = {"k2": (c - r) ** 2 / 2, "k3": np.exp(r - c) - (r - c) - 1}[estimator]
+    slope = {"k2": c - r, "k3": 1 - np.exp(r - c)}[estimator]
+    policy = np.array(oracle.ppo_clip(d.c, d.c, d, config), dtype=np.float64)
+    policy_slope = oracle.gradient("ppo_clip", d, config, np.ones(16)).astype(np.float64)
+    np.testing.assert_allclose(found.terms.detach(), (policy + 0.3 * divergence) * factors, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(gradient, (policy_slope + 0.3 * slope) * factors, rtol=1e-8, atol=1e-9)
+
+
+def test_decoupled_is_ppo_clip_where_the_behavior_policy_is_the_proximal_one() -> None:
+    d = data(LENGTHS["ragged"], 2)
+    same = oracle.Data(d.c, d.c, d.c, d.r, d.advantage, d.segments, d.num_segments)
+    args = (np.zeros(16, np.int64), np.ones(16))
+    _, plain = composed(same, AlgorithmConfig(correction="none"), *args)
+    _, decoupled = composed(same, AlgorithmConfig(correction="decoupled"), *args)
+    np.testing.assert_array_equal(plain, decoupled)
+
+
+def test_weighing_by_w_at_the_target_is_the_ratio_against_behavior_where_nothing_is_clipped() -> None:
+    """w · ∇c on one side, ∇exp(c − b) on the other: the two ways to say importance weight."""
+    d = data(LENGTHS["ragged"], 2)
+    args = (np.zeros(16, np.int64), np.ones(16))
+    wide = {"clip_low": 0.999, "clip_high": 1e9}
+    _, weighed = composed(d, AlgorithmConfig(correction="decoupled", correction_cap=1e9, **wide), *args)
+    _, ratio = composed(d, AlgorithmConfig(correction="none", proximal="behavior", **wide), *args)
+    np.testing.assert_allclose(weighed, ratio, rtol=1e-12)
+
+
+class TestOwnLoss:
+    OWN = "tests.unit.trainer.algorithms.own"
+
+    def test_it_is_named_by_import_path(self) -> None:
+        d = data(LENGTHS["ragged"], 2)
+        config = AlgorithmConfig(loss=f"{self.OWN}:squared", correction="none")
+        _, gradient = composed(d, config, np.zeros(16, np.int64), np.ones(16))
+        np.testing.assert_allclose(gradient, (2 * d.advantage * d.c).astype(np.float64), rtol=1e-12)
+
+    def test_what_is_not_a_policy_loss_is_refused(self) -> None:
+        d = data(LENGTHS["ragged"], 2)
+        config = AlgorithmConfig(loss=f"{self.OWN}.a_tensor", correction="none")
+        with pytest.raises(ShapeError, match="it gave Tensor for 16 tokens"):
+            composed(d, config, np.zeros(16, np.int64), np.ones(16))
+
+    @pytest.mark.parametrize(
+        ("name", "words"), [("squard", "Did you mean 'squared'"), ("NOT_A_FUNCTION", "is not callable, but a int")]
+    )
+    def test_what_does_not_resolve_is_named(self, name: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            Objective(AlgorithmConfig(loss=f"{self.OWN}:{name}"))

@@ -1,0 +1,104 @@
+"""The catalog resolves, and combinations that cannot work are refused with a reason, all at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.trainer.algorithms.catalog import ALGORITHMS, KINDS, find
+from penstock.trainer.algorithms.rules import algorithm_violations
+from penstock.trainer.config import AlgorithmConfig
+from tests.unit.trainer.torch_trainer import trainer_of
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("entry", ALGORITHMS, ids=lambda entry: f"{entry.kind}-{entry.name}")
+def test_every_entry_has_a_function_with_a_docstring_or_a_formula_where_it_says(entry) -> None:
+    function = entry.load()
+    assert function.__doc__
+    assert (ROOT / entry.file).is_file()
+    assert function.__name__ == entry.function.partition(":")[2]
+    assert entry.kind in KINDS
+
+
+def test_names_are_unique_within_a_kind() -> None:
+    assert len({(entry.kind, entry.name) for entry in ALGORITHMS}) == len(ALGORITHMS)
+
+
+SOUND = [
+    {},
+    {"correction": ["tis_token", "mis_seq_geo", "opsm", "veto"]},
+    {"correction": "none", "proximal": "behavior"},
+    {"correction": ["opsm"], "proximal": "behavior"},
+    {"loss": "gspo", "correction": ["tis_seq"], "aggregation": "seq_mean_token_mean"},
+    {"loss": "gspo", "correction": ["mis_seq_geo"], "aggregation": "seq_mean_token_mean"},
+    {"loss": "gspo_token", "correction": ["tis_token"], "aggregation": "seq_mean_token_mean"},
+    {"loss": "topr", "correction": ["veto"], "aggregation": "constant_length"},
+    {"loss": "online_dpo", "correction": "none"},
+    {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1", "advantage": "reinforce_pp"},
+    {"kl_coefficient": 0.0, "kl_estimator": "k1"},
+    {"reward_weights": {"a": 1.0}},
+    {"loss": "my_pkg.my_loss", "advantage": "my_pkg:my_advantage"},
+]
+UNSOUND = [
+    ({"advantage": "gae"}, "gae needs a critic"),
+    ({"loss": "value", "correction": "none"}, "value needs a critic"),
+    ({"loss": "distill"}, "distill needs a teacher"),
+    ({"proximal": "recompute"}, "several optimizer steps per batch"),
+    ({"proximal": "interpolate"}, "several optimizer steps per batch"),
+    ({"correction": ["decoupled", "tis_token"]}, "2 weights, decoupled and tis_token"),
+    ({"correction": ["opsm", "opsm"]}, "names a correction twice"),
+    ({"correction": ["none", "opsm"]}, "or none beside others"),
+    ({"proximal": "behavior"}, "twice: ρ = exp"),
+    ({"proximal": "behavior", "correction": ["mis_seq_geo"]}, "never acts"),
+    ({"proximal": "behavior", "correction": ["veto"]}, "never acts"),
+    ({"loss": "dppo"}, "looks at the behavior policy itself"),
+    ({"loss": "topr", "aggregation": "seq_mean_token_sum"}, "looks at the behavior policy itself"),
+    ({"loss": "topr", "correction": "none"}, "aggregation=token_mean with algorithm.loss=topr"),
+    ({"loss": "sft"}, "has no ratio to correct"),
+    ({"loss": "online_dpo"}, "two halves of a pair"),
+    ({"loss": "ipo", "correction": ["opsm"]}, "two halves of a pair"),
+    ({"loss": "ipo", "correction": "none", "kl_coefficient": 0.1}, "the pair's own β"),
+    ({"loss": "gspo", "aggregation": "seq_mean_token_mean"}, "one term per sequence: it would get the mean weight"),
+    ({"loss": "gspo", "correction": "none"}, "would count by its length"),
+    ({"loss": "gspo", "correction": "none", "aggregation": "seq_mean_token_sum"}, "would count by its length"),
+    ({"loss": "gspo_token", "correction": "none"}, "sequences, so they are what is averaged"),
+    ({"correction": ["tis_seq"]}, "algorithm.correction=tis_seq"),
+    ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "zero mean"),
+    ({"kl_coefficient": 0.1, "kl_in": "reward"}, "only k1 gives"),
+    ({"reward_weights": {"a": 1.0}, "advantage": "reinforce_pp"}, "algorithm.advantage=reinforce_pp"),
+    ({"reward_weights": {"a": 1.0}, "overlong": "penalty"}, "algorithm.overlong=penalty"),
+    ({"loss": "ipo", "correction": "none", "lag_decay": 0.9}, "lag_decay=0.9"),
+    (
+        {"loss": "gspo", "correction": "none", "aggregation": "seq_mean_token_mean", "entropy_top_share": 0.2},
+        "entropy_top_share=0.2",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings", SOUND, ids=str)
+def test_sound_combinations_pass(settings: dict) -> None:
+    assert algorithm_violations(AlgorithmConfig(**settings)) == []
+
+
+@pytest.mark.parametrize(("settings", "words"), UNSOUND, ids=str)
+def test_unsound_ones_are_refused_with_the_reason(settings: dict, words: str) -> None:
+    (violation,) = algorithm_violations(AlgorithmConfig(**settings))
+    assert words in violation.message
+    assert violation.message.startswith("algorithm.")
+    assert violation.message.endswith(".")
+    assert set(violation.keys) <= set(AlgorithmConfig.model_fields)
+
+
+def test_all_reasons_come_at_once_and_a_trainer_is_not_built(policy: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        trainer_of(policy, loss="gspo", correction=["decoupled", "tis_seq"], advantage="gae")
+    assert len(raised.value.violations) == 5
+
+
+def test_what_is_named_by_path_counts_as_the_users_own() -> None:
+    assert find("loss", "pkg.mod:fn").is_own
+    assert not find("loss", "gspo").is_own

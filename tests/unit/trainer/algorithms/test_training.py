@@ -1,0 +1,261 @@
+"""Every algorithm trains: whole steps of a tiny policy on plain torch, the same however the work is split.
+
+Ranks are played one after another: the gradient is a sum over ranks, so it can be added up here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.errors import ShapeError, TrainingError
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.dataflow.versions import Span
+from penstock.platform.config.compose import compose_config
+from penstock.trainer.algorithms.catalog import ALGORITHMS
+from penstock.trainer.batches.members import batch_members, reward_batch
+from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.policy_trainer import PolicyTrainer
+from tests.unit.trainer.torch_trainer import logprobs_of, trainer_of
+
+PRESETS = sorted(path.stem for path in (Path(__file__).parents[4] / "conf" / "algorithm").glob("*.yaml"))
+SEQUENCE = {"aggregation": "seq_mean_token_mean", "correction": "none"}
+VARIANTS = {
+    "gspo_token": {"loss": "gspo_token", "proximal": "behavior"} | SEQUENCE,
+    "dual_clip": {"loss": "dual_clip", "proximal": "behavior", "correction": "none"},
+    "reinforce": {"loss": "reinforce"},
+    "sft": {"loss": "sft", "correction": "none"},
+    "ipo": {"loss": "ipo", "correction": "none", "pairs": "all", "pair_margin": 0.2},
+    "reinforce_pp_kl": {"advantage": "reinforce_pp", "kl_in": "reward", "kl_coefficient": 0.1, "kl_estimator": "k1"},
+    "tis_token": {"correction": ["tis_token", "opsm", "veto"]},
+    "tis_seq": {"correction": ["tis_seq", "mis_seq_geo"], "aggregation": "seq_mean_token_sum", "geo_low": 0.5},
+    "mis_token": {"correction": "mis_token", "kl_coefficient": 0.2, "kl_estimator": "k3"},
+    "f_tis": {"correction": "f_tis", "f_tis_max_kl": 0.01},
+    "own": {"loss": "tests.unit.trainer.algorithms.own:squared", "correction": "none"},
+    "own_advantage": {"advantage": "tests.unit.trainer.algorithms.own:half_of_the_reward"},
+    "lag_and_entropy": {"lag_decay": 0.6, "entropy_top_share": 0.3},
+    "heads": {"reward_weights": {"right": 1.0, "short": 0.5}},
+    "overlong_mask": {"overlong": "mask"},
+    "overlong_drop": {"overlong": "drop"},
+    "overlong_penalty": {"overlong": "penalty", "overlong_cache_tokens": 20},
+}
+
+
+def settings_of(name: str) -> dict:
+    if name in VARIANTS:
+        return VARIANTS[name]
+    return compose_config(["experiment=arithmetic", f"algorithm={name}"]).algorithm.model_dump()
+
+
+@pytest.fixture
+def aged(batch: list[GroupPayload]) -> list[GroupPayload]:
+    """The batch at versions 3 and 5, close enough to the policy that clips leave something, with named parts."""
+
+    def age(one):
+        old = one.num_sampled_tokens // 2
+        spans = tuple(span for span in (Span(3, old), Span(5, one.num_sampled_tokens - old)) if span.num_tokens)
+        parts = {"right": one.reward, "short": float(len(one.token_ids) % 3)}
+        return replace(one, spans=spans, reward_parts=parts)
+
+    return [GroupPayload(group.group_id, tuple(map(age, group.trajectories))) for group in batch]
+
+
+@pytest.fixture
+def references(aged: list[GroupPayload]) -> list[np.ndarray]:
+    rng = np.random.default_rng(9)
+    return [
+        rng.normal(-3, 0.3, sum(one.num_sampled_tokens for one in group.trajectories)).astype(np.float32)
+        for group in aged
+    ]
+
+
+def gradient(trainer: PolicyTrainer, parts: list[tuple[list, list]]) -> torch.Tensor:
+    """Flat gradient of one step that the batch reaches in these parts, caught before the optimizer uses it."""
+    backend, caught = trainer.backend, []
+
+    def catch(normaliser: float):
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in backend._model.parameters()]
+        caught.append(torch.cat([one.flatten() for one in flat]) / normaliser)
+        return type(backend).optimizer_step(backend, normaliser)
+
+    backend.optimizer_step = catch
+    *firsts, (payloads, references) = parts
+    for some, theirs in firsts:
+        trainer.accumulate(some, 5, references=theirs)
+    trainer.step(payloads, 5, references=references)
+    return caught[0]
+
+
+def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return float((mine - theirs).norm()) <= 1e-5 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
+def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name, policy, aged, references) -> None:
+    settings = settings_of(name)
+    whole = gradient(trainer_of(policy, 1000, **settings), [(aged, references)])
+    assert torch.isfinite(whole).all()
+    assert float(whole.norm()) > 1e-6
+    splits = {"small micro-batches": gradient(trainer_of(policy, 60, **settings), [(aged[::-1], references[::-1])])}
+    for world_size in (2, 5):
+        total = torch.zeros_like(whole)
+        for rank in range(world_size):
+            trainer = trainer_of(policy, 60, **settings)
+            trainer.backend.rank, trainer.backend.world_size = rank, world_size
+            total += gradient(trainer, [(aged, references)])
+        splits[f"{world_size} ranks"] = total
+    if "reinforce_pp" not in settings.get("advantage", ""):
+        parts = [(aged[:1], references[:1]), (aged[1:], references[1:])]
+        splits["in parts"] = gradient(trainer_of(policy, 60, **settings), parts)
+    assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *VARIANTS])
+def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, references) -> None:
+    trainer = trainer_of(policy, 60, **settings_of(name))
+    before = torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()])
+    reports = [trainer.step(aged, 5 + step, references=references) for step in range(3)]
+    after = torch.cat([tensor.flatten() for _, tensor in trainer.export_weights()])
+    assert [report.version for report in reports] == [6, 7, 8]
+    assert not torch.equal(before, after)
+    assert all(np.isfinite(list(report.metrics.values())).all() for report in reports)
+    tokens = [sum(report.metrics.get(f"ratio/lag_tokens/{b}", 0) for b in ("0", "2_3")) for report in reports]
+    assert tokens[0] > 0, "versions 3 and 5 at version 5 are staleness 2 and 0"
+
+
+def test_every_loss_advantage_and_correction_that_can_train_is_trained_here() -> None:
+    trained = [settings_of(name) for name in (*PRESETS, *VARIANTS)]
+    seen = {("loss", one.get("loss", "ppo_clip")) for one in trained}
+    seen |= {("advantage", one.get("advantage", "grpo")) for one in trained}
+    chains = [one.get("correction", "decoupled") for one in trained]
+    seen |= {("correction", name) for chain in chains for name in ([chain] if isinstance(chain, str) else chain)}
+    wanted = {(e.kind, e.name) for e in ALGORITHMS if e.kind in ("loss", "advantage", "correction") and not e.missing}
+    assert wanted <= seen
+
+
+def test_the_pair_loss_of_a_batch_is_the_mean_over_its_pairs(policy, aged, references) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    report = trainer_of(policy, 60, **settings_of("online_dpo")).step(aged, 5, references=references)
+    losses = []
+    for group, scores in zip(aged, references, strict=True):
+        drift, start = [], 0
+        for one in group.trajectories:
+            n = one.num_sampled_tokens
+            drift.append(logprobs_of(model, one).sum() - scores[start : start + n].astype(np.float64).sum())
+            start += n
+        rewards = [one.reward for one in group.trajectories]
+        if max(rewards) > min(rewards):
+            delta = drift[rewards.index(max(rewards))] - drift[rewards.index(min(rewards))]
+            losses.append(np.log1p(np.exp(-0.1 * delta)))
+    assert len(losses) == 2
+    assert report.metrics["loss/policy"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_batch_without_pairs_is_a_step_without_gradient(policy, aged, references) -> None:
+    report = trainer_of(policy, 60, **settings_of("online_dpo")).step(aged[1:2], 5, references=references[1:2])
+    assert (report.skipped, report.metrics["loss/grad_norm"]) == (False, 0.0)
+
+
+def test_pairs_beyond_the_token_budget_are_refused_with_both_numbers(policy, aged, references) -> None:
+    trainer = trainer_of(policy, 32, **(settings_of("online_dpo") | {"pairs": "all"}))
+    with pytest.raises(ShapeError, match=r"max_tokens_per_micro_batch=32 is below 40 tokens: 3 answers .* at least 40"):
+        trainer.step(aged, 5, references=references)
+
+
+@pytest.mark.parametrize("name", ["online_dpo", "reinforce_pp_kl", "mis_token"])
+def test_an_algorithm_that_compares_with_a_reference_wants_its_logprobs(name, policy, aged) -> None:
+    settings = VARIANTS.get(name) or settings_of(name)
+    with pytest.raises(TrainingError, match="without reference logprobs"):
+        trainer_of(policy, 60, **settings).step(aged, 5)
+
+
+def test_a_missing_part_of_the_reward_is_named(policy, batch) -> None:
+    with pytest.raises(TrainingError, match=r"reward_weights\.right: trajectory 0/0 has no such part"):
+        trainer_of(policy, **VARIANTS["heads"]).step(batch, 0)
+
+
+class TestOverlong:
+    """Members 0/2 and 2/2 were cut off at the limit."""
+
+    def weights_of_groups(self, policy: str, aged: list[GroupPayload], **settings) -> tuple[torch.Tensor, dict]:
+        trainer = trainer_of(policy, correction="none", advantage="dr_grpo", **settings)
+        report = trainer.step(aged, 5)
+        return torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()]), report.metrics
+
+    def test_drop_is_the_batch_without_them(self, policy, aged) -> None:
+        kept = [
+            GroupPayload(group.group_id, tuple(one for one in group.trajectories if one.finish_reason != "length"))
+            for group in aged
+        ]
+        dropped, metrics = self.weights_of_groups(policy, aged, overlong="drop")
+        without, _ = self.weights_of_groups(policy, kept)
+        assert torch.equal(dropped, without)
+        assert metrics["length/truncated_share"] == pytest.approx(2 / 9), "they are still counted"
+
+    def test_mask_keeps_them_in_the_baseline_and_drop_does_not(self, policy, aged) -> None:
+        masked, _ = self.weights_of_groups(policy, aged, overlong="mask")
+        dropped, _ = self.weights_of_groups(policy, aged, overlong="drop")
+        every, _ = self.weights_of_groups(policy, aged)
+        assert not torch.equal(masked, dropped)
+        assert not torch.equal(masked, every)
+
+    def test_a_batch_of_nothing_else_is_a_step_without_gradient(self, policy, aged) -> None:
+        cut = [
+            GroupPayload(group.group_id, tuple(replace(one, finish_reason="length") for one in group.trajectories))
+            for group in aged
+        ]
+        for overlong in ("mask", "drop"):
+            _, metrics = self.weights_of_groups(policy, cut, overlong=overlong)
+            assert metrics["loss/grad_norm"] == 0.0
+
+
+def test_staleness_is_counted_per_token_from_the_version_of_the_step(policy, aged) -> None:
+    members = [one for group in aged for one in group.trajectories]
+    old, every = (sum(one.num_sampled_tokens // n for one in members) for n in (2, 1))
+    metrics = trainer_of(policy).step(aged, 6).metrics
+    buckets = {name: value for name, value in metrics.items() if name.startswith("ratio/lag_tokens")}
+    assert buckets == {"ratio/lag_tokens/2_3": old, "ratio/lag_tokens/1": every - old}
+    streamed = trainer_of(policy)
+    streamed.accumulate(aged[:2], 6)
+    found = streamed.step(aged[2:], 6).metrics
+    assert {name: found[name] for name in buckets} == buckets
+
+
+def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) -> None:
+    config = AlgorithmConfig(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
+    whole = policy_sequences(aged, config, 30, references=references)
+    trimmed = policy_sequences(aged, config, 30, [4] * 3, references=references)
+    pairs = [(a.advantages, b.advantages) for a, b in zip(whole, trimmed, strict=True) if len(b.targets) > 2]
+    assert len(pairs) >= 3
+    for before, after in pairs:  # other tokens are in the mean now, so compare what is between neighbours
+        np.testing.assert_allclose(np.diff(after), np.diff(before)[-len(after) + 1 :], atol=1e-12)
+        assert np.abs(np.diff(after)).min() > 1e-6, "the divergence differs from token to token"
+
+
+def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None:
+    config = AlgorithmConfig(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
+    members = batch_members(aged, config, None, ())
+    found = reward_batch(members, config, max_new_tokens=30)
+    lengths = [one.trajectory.num_sampled_tokens for one in members]
+    expected = [one.reward - min(max((n - 10) / 20, 0), 1) for one, n in zip(members, lengths, strict=True)]
+    np.testing.assert_allclose(found.rewards, expected, atol=1e-12)
+    assert any(reward != one.reward for reward, one in zip(found.rewards, members, strict=True))
+
+
+def test_renormalising_divides_by_the_share_that_was_kept(policy, aged) -> None:
+    chain = {"correction": ["decoupled"], "correction_cap": 1.2, "aggregation": "token_mean"}
+    plain, renormalised = trainer_of(policy, 60, **chain), trainer_of(policy, 60, renormalise=True, **chain)
+    before = gradient(plain, [(aged, [])])
+    after = gradient(renormalised, [(aged, [])])
+    masked = trainer_of(policy, 60, **chain).step(aged, 5).metrics["ratio/masked_share"]
+    assert 0.1 < masked < 0.9
+    assert close(after, before / (1 - masked))
+    parts = gradient(trainer_of(policy, 60, renormalise=True, **chain), [(aged[:2], []), (aged[2:], [])])
+    assert close(parts, after)

@@ -1,0 +1,148 @@
+"""Advantages per token, from all that the groups of a batch earned. Numpy, float64.
+
+Shape legend: N trajectories of the batch, n_i sampled tokens of one, G members of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.dataflow.errors import ShapeError
+from penstock.trainer.algorithms.advantages import GroupEstimator, dr_grpo, is_zero_variance, scaled
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.config import AlgorithmConfig
+
+Tokens = Sequence[NDArray[np.float64]]
+"""One array `[n_i]` per trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBatch:
+    """What advantages are made of.
+
+    Attributes:
+        rewards: `[N]`, already with the overlong penalty.
+        groups: `[N] int`, which group each trajectory belongs to; its members lie side by side.
+        penalties: `[n_i]` each: β · k of every sampled token (`kl_in: reward`), else zeros.
+        carries_loss: `[n_i] bool` each; what was trimmed or masked does not.
+        parts: Named part of the reward -> `[N]`.
+        values: `[n_i]` each: V of a critic before each sampled token; empty: none.
+    """
+
+    rewards: NDArray[np.float64]
+    groups: NDArray[np.int64]
+    penalties: Tokens
+    carries_loss: Sequence[NDArray[np.bool_]]
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    values: Tokens = ()
+
+    @property
+    def members(self) -> list[NDArray[np.intp]]:
+        """Per group, the indices of its trajectories."""
+        return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]
+
+
+def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`[n_i]` each: by the estimator that `config.advantage` names.
+
+    Raises:
+        ShapeError: If a user's own estimator does not give one number per member.
+    """
+    entry = find("advantage", config.advantage)
+    if entry.level != "group":
+        return list(entry.load()(batch, config))
+    estimate: GroupEstimator = entry.load()
+    per_trajectory = np.zeros(len(batch.rewards))
+    for members in batch.members:
+        if config.reward_weights:
+            values = per_head(estimate, {name: part[members] for name, part in batch.parts.items()}, config)
+        else:
+            penalties = np.array([batch.penalties[one].sum() for one in members])
+            values = np.asarray(estimate(batch.rewards[members] - penalties, config), np.float64)
+        if values.shape != members.shape:
+            raise ShapeError(
+                f"algorithm.advantage={config.advantage}: it gave shape {values.shape} for a group of {len(members)}. "
+                "Return one number per member."
+            )
+        per_trajectory[members] = values
+    return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_trajectory, strict=True)]
+
+
+def per_head(
+    estimate: GroupEstimator, parts: Mapping[str, NDArray[np.float64]], config: AlgorithmConfig
+) -> NDArray[np.float64]:
+    """`Σ_h weight_h · A(R^h)`: every part of the reward is normalised in its group before they are summed.
+
+    So a part of small spread is not drowned by one of large spread. GDPO, arXiv 2601.05242.
+    """
+    heads = [weight * estimate(parts[name], config) for name, weight in config.reward_weights.items()]
+    return np.sum(heads, axis=0, dtype=np.float64)
+
+
+def reinforce_pp(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`A_{i,t} = R_i − β Σ_{s≥t} k1_s`, whitened over all tokens of the batch. REINFORCE++, arXiv 2501.03262."""
+    return whitened(_returns_to_go(batch.rewards, batch.penalties), batch.carries_loss, config)
+
+
+def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """As `reinforce_pp`, with the mean reward of the group subtracted first.
+
+    Members of a group of equal rewards and without penalties get exactly 0 after the whitening, as in every estimator
+    with a baseline of the group.
+    """
+    centred, is_silent = np.zeros_like(batch.rewards), np.zeros(len(batch.rewards), dtype=bool)
+    for members in batch.members:
+        centred[members] = dr_grpo(batch.rewards[members], config)
+        has_penalty = any(batch.penalties[one].any() for one in members)
+        is_silent[members] = is_zero_variance(batch.rewards[members]) and not has_penalty
+    found = whitened(_returns_to_go(centred, batch.penalties), batch.carries_loss, config)
+    return [np.zeros_like(one) if silent else one for one, silent in zip(found, is_silent, strict=True)]
+
+
+def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """Generalised advantage estimation over sampled tokens only; the reward comes at the last. arXiv 1506.02438."""
+    found = []
+    for reward, penalty, values in zip(batch.rewards, batch.penalties, batch.values, strict=True):
+        per_token = -penalty
+        if len(per_token):
+            per_token[-1] += reward
+        found.append(gae_of_trajectory(per_token, values, config))
+    return found
+
+
+def gae_of_trajectory(
+    rewards: NDArray[np.float64], values: NDArray[np.float64], config: AlgorithmConfig
+) -> NDArray[np.float64]:
+    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`; V is 0 after the end. Returns are A + V.
+
+    Args:
+        rewards: `[n]` of the sampled tokens; observation tokens between them are skipped, not zeros.
+        values: `[n]` V before each of them.
+        config: γ and λ.
+    """
+    advantages, following, next_value = np.zeros_like(values), 0.0, 0.0
+    for t in reversed(range(len(values))):
+        delta = rewards[t] + config.gae_gamma * next_value - values[t]
+        following = delta + config.gae_gamma * config.gae_lambda * following
+        advantages[t], next_value = following, values[t]
+    return advantages
+
+
+def whitened(
+    values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: AlgorithmConfig
+) -> list[NDArray[np.float64]]:
+    """`(A − mean) / (std + ε)` with mean and deviation over all tokens of the batch that carry loss."""
+    counted = [one[mask] for one, mask in zip(values, carries_loss, strict=True)]
+    pool = np.concatenate(counted) if counted else np.zeros(0)
+    if not len(pool) or is_zero_variance(pool):
+        return [np.zeros_like(one) for one in values]
+    return [scaled(one - pool.mean(), pool, config) for one in values]
+
+
+def _returns_to_go(rewards: NDArray[np.float64], penalties: Tokens) -> Tokens:
+    """`R_i − Σ_{s≥t} penalty_s`."""
+    return [reward - penalty[::-1].cumsum()[::-1] for reward, penalty in zip(rewards, penalties, strict=True)]

@@ -1,0 +1,187 @@
+"""Every algorithm by kind and name: what it computes, where it comes from, which function it is. No torch here.
+
+A new one is one function and one entry. `penstock algorithms` prints these, docs/paper_index.md lists them, the checks
+of a configuration read what they need, and `load` finds the function.
+
+Symbols: trajectory i of a group of G with reward R_i; sampled token t, n_i of them; N sequences of a batch;
+behavior, proximal, target, reference logprobs b, p, c, r; ρ = exp(c − p); w = exp(p − b); sg = stop-gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from pydantic_core import PydanticCustomError
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.import_path import load_object
+
+Kind = Literal["advantage", "loss", "correction", "kl", "aggregation", "proximal", "reward_shaping", "token_weighting"]
+Level = Literal["token", "sequence", "pair", "group", "batch"]
+"""How far the computation of one number reaches."""
+
+KINDS: tuple[Kind, ...] = (
+    "advantage", "loss", "correction", "kl", "aggregation", "proximal", "reward_shaping", "token_weighting",
+)  # fmt: skip
+_PACKAGE = "penstock.trainer.algorithms"
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One entry.
+
+    Attributes:
+        formula: One line, in the symbols of the module.
+        source: arXiv id, or author and year.
+        function: `module:name` within trainer/algorithms, or the import path of a user's own.
+        level: How far one number reaches; of a correction with a weight, how far the weight does.
+        takes_weight: Of a loss: False if it looks at the behavior policy itself, or never does.
+        is_weight: A correction that weighs (at most one in a chain); the others only mask.
+        missing: What it needs that a run does not have yet; empty: it can be trained.
+    """
+
+    kind: Kind
+    name: str
+    formula: str
+    source: str
+    function: str
+    level: Level = "token"
+    takes_weight: bool = True
+    is_weight: bool = False
+    missing: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Named by import path, not by us."""
+        return self.name == self.function
+
+    @property
+    def file(self) -> str:
+        """Where it is computed, relative to the repository."""
+        module = self.function.partition(":")[0]
+        return self.function if self.is_own else PurePosixPath("trainer", "algorithms", f"{module}.py").as_posix()
+
+    def load(self) -> Callable[..., Any]:
+        """The function.
+
+        Raises:
+            ConfigError: If the import path does not resolve to something callable.
+        """
+        key = f"algorithm.{self.kind}"
+        target = load_object(self.function if self.is_own else f"{_PACKAGE}.{self.function}", key)
+        if not callable(target):
+            raise ConfigError([f"{key}={self.name!r} is not callable, but a {type(target).__name__}. Name a function."])
+        return target
+
+
+_NO_CRITIC = "a critic, which does not exist yet"
+_NO_TEACHER = "a teacher, which does not exist yet"
+_ONE_STEP = "several optimizer steps per batch; with one, it is proximal=target at the price of a forward or of nothing"
+
+ALGORITHMS: tuple[Algorithm, ...] = (
+    Algorithm("advantage", "grpo", "A_i = (R_i − mean R) / (std R + ε)", "2402.03300", "advantages:grpo", "group"),
+    Algorithm("advantage", "dr_grpo", "A_i = R_i − mean R", "2503.20783", "advantages:dr_grpo", "group"),
+    Algorithm("advantage", "rloo", "A_i = R_i − mean_{j≠i} R_j", "2402.14740", "advantages:rloo", "group"),
+    Algorithm("advantage", "reinforce_pp", "A_{i,t} = R_i − β Σ_{s≥t} k1_s, whitened over all tokens of the batch",
+              "2501.03262", "batch_advantages:reinforce_pp", "batch"),
+    Algorithm("advantage", "reinforce_pp_baseline", "A_{i,t} = R_i − mean R − β Σ_{s≥t} k1_s, whitened likewise",
+              "2501.03262", "batch_advantages:reinforce_pp_baseline", "batch"),
+    Algorithm("advantage", "gae", "δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}, over sampled tokens",
+              "1506.02438", "batch_advantages:gae", "token", missing=_NO_CRITIC),
+    Algorithm("loss", "ppo_clip", "max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))", "1707.06347", "policy_losses:ppo_clip"),
+    Algorithm("loss", "dual_clip", "ppo_clip; for A < 0: min(that, −A c_dual)", "1912.09729",
+              "policy_losses:dual_clip"),
+    Algorithm("loss", "gspo", "ppo_clip on s_i = exp(mean_t(c − p)), one term per sequence", "2507.18071",
+              "sequence_losses:gspo", "sequence"),
+    Algorithm("loss", "gspo_token", "ppo_clip on sg(s_i)·exp(c − sg(c))", "2507.18071",
+              "sequence_losses:gspo_token", "sequence"),
+    Algorithm("loss", "cispo", "−sg(min(ρ, 1+ε_hi)) A c", "2506.13585", "policy_losses:cispo"),
+    Algorithm("loss", "reinforce", "−A c", "Williams, 1992", "policy_losses:reinforce"),
+    Algorithm("loss", "sapo", "−(4/τ) σ(τ(ρ − 1)) A, τ⁺ for A > 0, else τ⁻", "2511.20347", "policy_losses:sapo"),
+    Algorithm("loss", "dppo", "−keep A exp(c − b); dropped where A pushes π − μ beyond ±δ", "2602.04879",
+              "policy_losses:dppo", takes_weight=False),
+    Algorithm("loss", "topr", "A > 0: −A c; else −sg(min(exp(Σ_t(c − b)), 1)) A c", "2503.14286",
+              "sequence_losses:topr", "sequence", takes_weight=False),
+    Algorithm("loss", "online_dpo", "−log σ(β Δ), Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)", "2402.04792",
+              "pair_losses:online_dpo", "pair", takes_weight=False),
+    Algorithm("loss", "ipo", "(Δ − 1/(2β))²", "2310.12036", "pair_losses:ipo", "pair", takes_weight=False),
+    Algorithm("loss", "distill", "−sg(log π_teacher − c) c; or Σ_{top-k, tail} π (log π − log π_teacher)", "2306.13649",
+              "other_losses:distill", missing=_NO_TEACHER),
+    Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False),
+    Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",
+              "other_losses:value", missing=_NO_CRITIC),
+    Algorithm("correction", "none", "weight 1", "–", "corrections:none"),
+    Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
+              is_weight=True),
+    Algorithm("correction", "tis_token", "weight min(w, C)", "Ionides, 2008", "corrections:tis_token",
+              is_weight=True),
+    Algorithm("correction", "tis_seq", "weight min(exp(Σ_t(p − b)), C)", "Ionides, 2008", "corrections:tis_seq",
+              "sequence", is_weight=True),
+    Algorithm("correction", "mis_token", "weight w; masked outside lo ≤ w ≤ hi", "2510.18855",
+              "corrections:mis_token", is_weight=True),
+    Algorithm("correction", "mis_seq_geo", "sequence kept iff lo ≤ exp(mean_t(p − b)) ≤ hi", "Liu et al., 2025",
+              "corrections:mis_seq_geo", "sequence"),
+    Algorithm("correction", "opsm", "sequence masked iff A < 0 and mean_t(b − c) > δ", "2512.02556",
+              "corrections:opsm", "sequence"),
+    Algorithm("correction", "f_tis", "tis_token; sequence masked iff A < 0 and mean_t(b − c) > KL limit", "2605.22537",
+              "corrections:f_tis", is_weight=True),
+    Algorithm("correction", "veto", "sequence masked iff any w < floor", "Liu et al., 2025", "corrections:veto",
+              "sequence"),
+    Algorithm("kl", "k1", "c − r (in the reward only)", "Schulman, 2020", "kl:k1"),
+    Algorithm("kl", "k2", "½ (c − r)²; its gradient is that of KL(π‖r)", "2506.09477", "kl:k2"),
+    Algorithm("kl", "k3", "exp(r − c) − (r − c) − 1; its gradient is that of KL(r‖π)", "2506.09477", "kl:k3"),
+    Algorithm("aggregation", "token_mean", "weight 1 / Σ n_i", "2503.14476", "aggregation:token_mean"),
+    Algorithm("aggregation", "seq_mean_token_mean", "weight 1 / (N n_i)", "2402.03300",
+              "aggregation:seq_mean_token_mean"),
+    Algorithm("aggregation", "seq_mean_token_sum", "weight 1 / N", "2503.20783", "aggregation:seq_mean_token_sum"),
+    Algorithm("aggregation", "constant_length", "weight 1 / (N · max_new_tokens)", "2503.20783",
+              "aggregation:constant_length"),
+    Algorithm("proximal", "target", "p = sg(c): ρ ≡ 1, clips do nothing", "–", "proximal:target"),
+    Algorithm("proximal", "behavior", "p = b: w ≡ 1, ρ carries it all", "2506.13585", "proximal:behavior"),
+    Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute",
+              missing=_ONE_STEP),
+    Algorithm("proximal", "interpolate", "p = b + α(sg(c) − b), α = (v_prox − v_token) / (v_prox + 1 − v_token)",
+              "2512.06547", "proximal:interpolate", missing=_ONE_STEP),
+    Algorithm("reward_shaping", "overlong_penalty", "0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond",
+              "2503.14476", "shaping:overlong_penalty"),
+    Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",
+              "2601.05242", "batch_advantages:per_head", "group"),
+    Algorithm("token_weighting", "lag_decay", "term · decay^lag", "–", "token_weighting:lag_factors"),
+    Algorithm("token_weighting", "entropy_top_share", "only the ⌈q n_i⌉ tokens of highest entropy of each sequence",
+              "2506.01939", "token_weighting:is_low_entropy", "sequence"),
+)  # fmt: skip
+_BY_NAME = {(algorithm.kind, algorithm.name): algorithm for algorithm in ALGORITHMS}
+
+
+def find(kind: Kind, name: str) -> Algorithm:
+    """The entry of that kind and name; an import path is a user's own, and taken to judge tokens (or groups)."""
+    if algorithm := _BY_NAME.get((kind, name)):
+        return algorithm
+    assert is_import_path(name), f"{kind} {name!r} passed validation"
+    return Algorithm(kind, name, "the user's own", "–", name, "group" if kind == "advantage" else "token")
+
+
+def names(kind: Kind) -> list[str]:
+    """Names of one kind, in the order of the catalog."""
+    return [algorithm.name for algorithm in ALGORITHMS if algorithm.kind == kind]
+
+
+def is_import_path(name: str) -> bool:
+    """`pkg.mod:name` or `pkg.mod.name`."""
+    return "." in name or ":" in name
+
+
+def known(kind: Kind, *, or_import_path: bool = False) -> Callable[[str], str]:
+    """A validator of a configuration key that names one of `kind`; the error reads like that of a Literal."""
+
+    def check(name: str) -> str:
+        if (kind, name) not in _BY_NAME and not (or_import_path and is_import_path(name)):
+            own = ["an import path"] if or_import_path else []
+            expected = ", ".join([*names(kind), *own])
+            raise PydanticCustomError("literal_error", "must be one of {expected}", {"expected": expected})
+        return name
+
+    return check

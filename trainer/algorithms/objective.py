@@ -1,0 +1,111 @@
+"""The whole loss of one micro-batch: policy loss, divergence from the reference, corrections, masks, in this order.
+
+    term = (loss(c, p, b, A) + β k(c, r)) · sg(weight) · [not masked] · decay^lag · [high entropy]
+
+Shape legend: T loss tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.dataflow.errors import ShapeError
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.corrections import correct
+from penstock.trainer.algorithms.proximal import ProximalInputs
+from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
+from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss
+from penstock.trainer.batches.collate import MicroBatch
+from penstock.trainer.config import AlgorithmConfig
+
+
+class LossTerms(NamedTuple):
+    """Per loss token of one micro-batch, `[T]`.
+
+    Attributes:
+        terms: What is summed with the token weights; carries the gradient.
+        is_masked: Rejected by a behavior correction.
+        is_clipped_low: A lower bound of the loss acted.
+        is_clipped_high: An upper bound did.
+    """
+
+    terms: Tensor
+    is_masked: Tensor
+    is_clipped_low: Tensor
+    is_clipped_high: Tensor
+
+
+class Objective:
+    """An algorithm as one function of a micro-batch."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        """Find what the configuration names.
+
+        Raises:
+            ConfigError: If an import path does not resolve.
+        """
+        self._config = config
+        self._loss = find("loss", config.loss).load()
+        self._proximal = find("proximal", config.proximal).load()
+        self._chain = [find("correction", name).load() for name in config.correction]
+        self._kl = find("kl", config.kl_estimator).load()
+
+    def __call__(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch) -> LossTerms:
+        """Compose.
+
+        Args:
+            target: `[T]` logprobs with gradient.
+            entropies: `[T]` of the same policy, nats.
+            micro_batch: Everything else.
+        """
+        config = self._config
+        tokens = self._tokens(target, micro_batch)
+        loss = self._checked(self._loss(tokens, config), target)
+        correction = correct(self._chain, tokens, config)
+        terms = loss.terms
+        if config.kl_in_loss:
+            terms = terms + config.kl_in_loss * self._kl(target, micro_batch.reference_logprobs)
+        factors = correction.factors
+        if config.lag_decay < 1:
+            factors = factors * lag_factors(micro_batch.lags, config.lag_decay).to(factors.dtype)
+        if config.entropy_top_share < 1:
+            dull = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
+            factors = factors.masked_fill(dull, 0.0)
+        return LossTerms(terms * factors, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
+
+    def _tokens(self, target: Tensor, micro_batch: MicroBatch) -> LossTokens:
+        behavior = micro_batch.behavior_logprobs
+        return LossTokens(
+            target=target,
+            proximal=self._proximal(ProximalInputs(target.detach(), behavior)),
+            behavior=behavior,
+            reference=micro_batch.reference_logprobs,
+            advantages=micro_batch.advantages,
+            segments=micro_batch.segments,
+            num_segments=micro_batch.num_segments,
+            pairs=micro_batch.pairs,
+        )
+
+    def _checked(self, loss: object, target: Tensor) -> PolicyLoss:
+        """A user's own loss is held to the contract.
+
+        Raises:
+            ShapeError: If it did not return a `PolicyLoss` of one term per token.
+        """
+        if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:
+            got = tuple(loss.terms.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
+            raise ShapeError(
+                f"algorithm.loss={self._config.loss}: it gave {got} for {len(target)} tokens. Return a PolicyLoss "
+                "(trainer/algorithms/tokens.py) with one term per token."
+            )
+        return loss
+
+
+def supervised_terms(target: Tensor, entropies: Tensor, micro_batch: MicroBatch) -> LossTerms:
+    """−c of given answers: nothing is clipped or masked."""
+    del entropies, micro_batch
+    nowhere = torch.zeros_like(target, dtype=torch.bool)
+    return LossTerms(-target, nowhere, nowhere, nowhere)

@@ -1,0 +1,59 @@
+"""The proximal policy, centre of the trust region: log-probabilities p by which the ratio ρ = exp(c − p) is measured.
+
+Shape legend: T loss tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ProximalInputs:
+    """What p can be made from, none of it with a gradient.
+
+    Attributes:
+        target: `[T]` sg(c).
+        behavior: `[T]` b.
+        recomputed: `[T]` by a forward at the start of the batch; None if there was none.
+        token_versions: `[T]` policy version that sampled each token.
+        version: v_prox, the policy version at the start of the batch.
+        is_first_update: No optimizer step of this batch was made yet.
+    """
+
+    target: Tensor
+    behavior: Tensor
+    recomputed: Tensor | None = None
+    token_versions: Tensor | None = None
+    version: int = 0
+    is_first_update: bool = True
+
+
+def target(inputs: ProximalInputs) -> Tensor:
+    """`p = sg(c)`: exact when a batch is one optimizer step. ρ ≡ 1, so clips do nothing."""
+    return inputs.target
+
+
+def behavior(inputs: ProximalInputs) -> Tensor:
+    """`p = b`: no weight is left (w ≡ 1), ρ carries all of it."""
+    return inputs.behavior
+
+
+def recompute(inputs: ProximalInputs) -> Tensor:
+    """p of a forward at the start of the batch. Decoupled PPO, arXiv 2110.00641."""
+    assert inputs.recomputed is not None, "recompute needs a forward at the start of the batch"
+    return inputs.recomputed
+
+
+def interpolate(inputs: ProximalInputs) -> Tensor:
+    """`p = b + α (sg(c) − b)`, `α = (v_prox − v_token) / (v_prox + 1 − v_token)`: no extra forward. arXiv 2512.06547.
+
+    α = 0 for tokens sampled at v_prox; the first update of a batch uses sg(c), which is p itself then.
+    """
+    if inputs.is_first_update:
+        return inputs.target
+    assert inputs.token_versions is not None, "interpolate needs the version of every token"
+    lag = (inputs.version - inputs.token_versions).to(inputs.target.dtype)
+    return inputs.behavior + lag / (lag + 1.0) * (inputs.target - inputs.behavior)

@@ -1,0 +1,191 @@
+"""Which algorithms go together: everything in one section that cannot work, and why. Pure and light: no torch.
+
+What also depends on other sections (streaming, expiry, token budget) is in platform/config/checks_algorithm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from penstock.trainer.algorithms.catalog import Algorithm, find
+from penstock.trainer.config import AlgorithmConfig
+
+
+class Violation(NamedTuple):
+    """One sentence, and the keys below `algorithm` that it is about."""
+
+    message: str
+    keys: tuple[str, ...]
+
+
+SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
+_COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
+"""Masks of p − b, which is 0 everywhere at proximal=behavior."""
+
+
+def algorithm_violations(config: AlgorithmConfig) -> list[Violation]:
+    """All of them at once; empty if the algorithm is sound."""
+    return [violation for rule in _RULES for violation in rule(config)]
+
+
+def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
+    """Those of the correction chain that weigh."""
+    return [entry for entry in map(_correction, config.correction) if entry.is_weight]
+
+
+def _missing(config: AlgorithmConfig) -> Iterator[Violation]:
+    """What is defined and tested, but has nothing to work on yet."""
+    chosen = (find("advantage", config.advantage), find("loss", config.loss), find("proximal", config.proximal))
+    for entry in chosen:
+        if entry.missing:
+            yield Violation(
+                f"algorithm.{entry.kind}={entry.name} needs {entry.missing}. Choose another one.", (entry.kind,)
+            )
+
+
+def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
+    """At most one weight; no name twice."""
+    chain = "[" + ", ".join(config.correction) + "]"
+    weights = [entry.name for entry in weights_in(config)]
+    if len(weights) > 1:
+        yield Violation(
+            f"algorithm.correction={chain} has {len(weights)} weights, {' and '.join(weights)}: their product would "
+            "correct the same step twice. Keep one; the others may be masks (mis_seq_geo, opsm, veto).",
+            ("correction",),
+        )
+    if len(set(config.correction)) < len(config.correction) or ("none" in config.correction and chain != "[none]"):
+        yield Violation(
+            f"algorithm.correction={chain} names a correction twice, or none beside others. Name each once.",
+            ("correction",),
+        )
+
+
+def _double_correction(config: AlgorithmConfig) -> Iterator[Violation]:
+    """At proximal=behavior the ratio carries all of w, and w is 1."""
+    if config.proximal != "behavior":
+        return
+    for entry in weights_in(config):
+        yield Violation(
+            f"algorithm.correction={entry.name} with algorithm.proximal=behavior counts the step from the behavior "
+            "policy twice: ρ = exp(c − b) carries it already. Use correction=none, or proximal=target.",
+            ("correction", "proximal"),
+        )
+    for name in _COMPARE_PROXIMAL:
+        if name in config.correction:
+            yield Violation(
+                f"algorithm.correction={name} with algorithm.proximal=behavior never acts: it compares p with b, and "
+                "they are the same. Use proximal=target, or opsm, which compares with the policy itself.",
+                ("correction", "proximal"),
+            )
+
+
+def _weight_and_loss(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Losses that look at b themselves, or have no token to weigh."""
+    loss = find("loss", config.loss)
+    if loss.level == "pair":
+        if config.correction != ("none",):
+            yield Violation(
+                f"algorithm.correction=[{', '.join(config.correction)}] with algorithm.loss={loss.name}: a correction "
+                "judges one token or sequence, and would weigh the two halves of a pair apart. Use correction=none.",
+                ("correction", "loss"),
+            )
+        return
+    for entry in weights_in(config):
+        if not loss.takes_weight:
+            why = "it has no ratio to correct" if loss.name == "sft" else "it looks at the behavior policy itself"
+            yield Violation(
+                f"algorithm.correction={entry.name} weighs algorithm.loss={loss.name}, but {why}: the step would be "
+                "corrected twice or for nothing. Use correction=none, or masks only.",
+                ("correction", "loss"),
+            )
+        elif loss.name == "gspo" and entry.level == "token":
+            yield Violation(
+                f"algorithm.correction={entry.name} gives a weight per token, algorithm.loss=gspo has one term per "
+                "sequence: it would get the mean weight, which corrects nothing. Use tis_seq or mis_seq_geo, or "
+                "loss=gspo_token.",
+                ("correction", "loss"),
+            )
+
+
+def _aggregation(config: AlgorithmConfig) -> Iterator[Violation]:
+    """What is a number of a sequence counts once per sequence."""
+    if config.loss == "gspo" and config.aggregation != "seq_mean_token_mean":
+        yield Violation(
+            f"algorithm.aggregation={config.aggregation} with algorithm.loss=gspo: its one term per sequence stands at "
+            "every token, so a sequence would count by its length. Use aggregation=seq_mean_token_mean.",
+            ("aggregation", "loss"),
+        )
+    for kind, name in (("loss", config.loss), *(("correction", name) for name in config.correction)):
+        is_of_sequence = name in ("gspo_token", "topr", "tis_seq")
+        if is_of_sequence and config.aggregation not in SEQUENCE_MEANS:
+            yield Violation(
+                f"algorithm.aggregation={config.aggregation} with algorithm.{kind}={name}: its ratio is of whole "
+                f"sequences, so they are what is averaged. Use one of {', '.join(SEQUENCE_MEANS)}.",
+                ("aggregation", kind),
+            )
+
+
+def _kl(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Each estimator where its gradient is that of a divergence."""
+    keys = ("kl_estimator", "kl_in", "kl_coefficient")
+    if config.kl_in_loss and config.kl_estimator == "k1":
+        yield Violation(
+            "algorithm.kl_estimator=k1 with algorithm.kl_in=loss: the gradient of c − r has zero mean, so it only adds "
+            "noise. Use k2 (reverse KL) in the loss, or kl_in=reward.",
+            keys,
+        )
+    if config.kl_in_reward and config.kl_estimator != "k1":
+        yield Violation(
+            f"algorithm.kl_estimator={config.kl_estimator} with algorithm.kl_in=reward: as a reward only k1 gives the "
+            "gradient of the divergence. Use kl_estimator=k1, or kl_in=loss.",
+            keys,
+        )
+    if config.compares_pairs and config.kl_coefficient and config.kl_in != "off":
+        yield Violation(
+            f"algorithm.kl_coefficient={config.kl_coefficient:g} with algorithm.loss={config.loss}: the pair's own β "
+            "(pair_beta) holds the policy to the reference. Use kl_coefficient=0.",
+            ("kl_coefficient", "loss"),
+        )
+
+
+def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Parts of the reward can be normalised apart only by an estimator of groups, and only if nothing else is added."""
+    if not config.reward_weights:
+        return
+    others = {
+        "advantage": find("advantage", config.advantage).level != "group",
+        "overlong": config.overlong == "penalty",
+        "kl_in": config.kl_in_reward > 0,
+        "loss": config.compares_pairs,
+    }
+    for key, is_in_the_way in others.items():
+        if is_in_the_way:
+            value = config.model_dump(include={key})[key]
+            yield Violation(
+                f"algorithm.reward_weights with algorithm.{key}={value}: each part is normalised in its group and then "
+                "summed, and that works on the reward as a whole. Use one of the two.",
+                ("reward_weights", key),
+            )
+
+
+def _token_factors(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Factors of tokens need terms of tokens."""
+    loss = find("loss", config.loss)
+    factors = {"lag_decay": config.lag_decay, "entropy_top_share": config.entropy_top_share}
+    for key, value in factors.items():
+        if value < 1 and (loss.level == "pair" or loss.name == "gspo"):
+            yield Violation(
+                f"algorithm.{key}={value:g} with algorithm.loss={loss.name}: it chooses among tokens of a sequence, "
+                f"and their terms are all the same one. Use {key}=1.",
+                (key, "loss"),
+            )
+
+
+def _correction(name: str) -> Algorithm:
+    return find("correction", name)
+
+
+_RULES: tuple[Callable[[AlgorithmConfig], Iterator[Violation]], ...] = (
+    _missing, _chain, _double_correction, _weight_and_loss, _aggregation, _kl, _reward_weights, _token_factors,
+)  # fmt: skip

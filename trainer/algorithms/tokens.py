@@ -1,0 +1,88 @@
+"""What every policy loss and every correction sees of one micro-batch, and what it answers.
+
+Shape legend: T loss tokens, flat over the S sequences of the micro-batch (a sequence is never split), P pairs, K
+entries of a truncated vocabulary. Natural logs; float32 in training, float64 in tests: nothing here fixes a precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±20 before exp: e^20 is 5e8, far beyond any trust region and safe in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """The tokens of one micro-batch. Gradient flows through `target` (or `values`) alone.
+
+    Attributes:
+        target: `[T]` c, log-probability under the trained policy.
+        proximal: `[T]` p, centre of the trust region.
+        behavior: `[T]` b, as recorded when the token was sampled.
+        reference: `[T]` r, of the frozen reference; anything if there is none.
+        advantages: `[T]` A.
+        segments: `[T] int64`, which of the S sequences each token belongs to.
+        num_segments: S; a sequence may have no token here.
+        pairs: `[P, 2] int64`, segments (preferred, other).
+        teacher: `[T]` log-probability under a teacher.
+        top_k: `[T, K]` each: log-probabilities of the student's K likeliest tokens, under student and teacher.
+        values: `[T]` V of a critic, with gradient.
+        old_values: `[T]` V when the tokens were sampled.
+        returns: `[T]` what V should be.
+    """
+
+    target: Tensor
+    proximal: Tensor
+    behavior: Tensor
+    reference: Tensor
+    advantages: Tensor
+    segments: Tensor
+    num_segments: int
+    pairs: Tensor
+    teacher: Tensor | None = None
+    top_k: tuple[Tensor, Tensor] | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    def segment_sum(self, per_token: Tensor) -> Tensor:
+        """`[T] -> [S]`: Σ over the tokens of each sequence; 0 where there is none."""
+        return per_token.new_zeros(self.num_segments).index_add(0, self.segments, per_token)
+
+    def segment_mean(self, per_token: Tensor) -> Tensor:
+        """`[T] -> [S]`: mean over the tokens of each sequence; 0 where there is none."""
+        return self.segment_sum(per_token) / self.segment_sum(torch.ones_like(per_token)).clamp(min=1.0)
+
+    def spread(self, per_segment: Tensor) -> Tensor:
+        """`[S] -> [T]`: every token gets what its sequence has."""
+        return per_segment.index_select(0, self.segments)
+
+
+class PolicyLoss(NamedTuple):
+    """Per-token loss terms, before correction and aggregation. A term of a sequence stands at each of its tokens.
+
+    Attributes:
+        terms: `[T]`, to be minimised; carries the gradient.
+        is_clipped_low: `[T] bool`, a bound below 1 took the gradient away (or, in cispo, changed its weight).
+        is_clipped_high: `[T] bool`, likewise above 1.
+    """
+
+    terms: Tensor
+    is_clipped_low: Tensor
+    is_clipped_high: Tensor
+
+
+def unclipped(terms: Tensor) -> PolicyLoss:
+    """A loss without bounds."""
+    nowhere = torch.zeros_like(terms, dtype=torch.bool)
+    return PolicyLoss(terms, nowhere, nowhere)
+
+
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """`exp` of a log-ratio clamped to ±20."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

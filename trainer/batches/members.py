@@ -1,0 +1,179 @@
+"""The trajectories of a batch as they will be trained: which tokens carry loss, what they earned, in which pairs.
+
+All of it is over the whole batch, before any split into ranks or micro-batches (I9).
+
+Shape legend: N trajectories, n_i sampled tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.dataflow.errors import ShapeError, TrainingError
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.versions import versions_per_token
+from penstock.trainer.algorithms.batch_advantages import RewardBatch
+from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.pair_losses import preference_pairs
+from penstock.trainer.algorithms.shaping import overlong_penalty
+from penstock.trainer.config import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One trajectory of the batch.
+
+    Attributes:
+        group: Position of its group in the batch.
+        reward: As scored.
+        carries_loss: `[n_i] bool`, of its sampled tokens.
+        reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
+    """
+
+    trajectory: Trajectory
+    group: int
+    reward: float
+    carries_loss: NDArray[np.bool_]
+    reference: NDArray[np.float32] | None
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """Positions of the loss tokens."""
+        return np.flatnonzero(self.trajectory.loss_mask)[self.carries_loss]
+
+    @property
+    def behavior(self) -> NDArray[np.float32]:
+        """`[n_i]` behavior logprobs of the sampled tokens."""
+        return self.trajectory.behavior_logprobs[self.trajectory.loss_mask]
+
+
+def batch_members(
+    payloads: Sequence[GroupPayload],
+    algorithm: AlgorithmConfig,
+    min_versions: Sequence[int] | None,
+    references: Sequence[NDArray[np.float32]],
+) -> list[Member]:
+    """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
+
+    Raises:
+        TrainingError: If there is no group, or a trajectory has no finite reward.
+        ShapeError: If the reference did not score every sampled token.
+    """
+    if not payloads:
+        raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
+    floors = [0] * len(payloads) if min_versions is None else min_versions
+    scores = _of_trajectories(payloads, references)
+    members = []
+    for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
+        for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
+            reference = next(scores)
+            is_cut = trajectory.finish_reason == "length"
+            if is_cut and algorithm.overlong == "drop":
+                continue
+            carries_loss = is_new_enough(trajectory, floor) & (not (is_cut and algorithm.overlong == "mask"))
+            members.append(Member(trajectory, group, float(reward), carries_loss, reference))
+    return members
+
+
+def is_new_enough(trajectory: Trajectory, min_version: int) -> NDArray[np.bool_]:
+    """`[n_i] bool`: the sampled tokens that are not older than `min_version`."""
+    if trajectory.oldest_version >= min_version:
+        return np.ones(trajectory.num_sampled_tokens, dtype=bool)
+    return versions_per_token(trajectory.spans) >= min_version
+
+
+def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_tokens: int) -> RewardBatch:
+    """What the advantages are made of.
+
+    Raises:
+        TrainingError: If a part named by `reward_weights` is missing.
+    """
+    return RewardBatch(
+        rewards=np.array([_shaped_reward(one, algorithm, max_new_tokens) for one in members], dtype=np.float64),
+        groups=np.array([one.group for one in members], dtype=np.int64),
+        penalties=[_penalties(one, algorithm) for one in members],
+        carries_loss=[one.carries_loss for one in members],
+        parts={
+            name: np.array([_part(one.trajectory, name) for one in members], np.float64)
+            for name in algorithm.reward_weights
+        },
+    )
+
+
+def batch_pairs(rewards: RewardBatch, algorithm: AlgorithmConfig) -> dict[int, tuple[int, ...]]:
+    """Index of a member -> indices of those that it is preferred to; empty unless the loss compares pairs."""
+    preferred: dict[int, tuple[int, ...]] = {}
+    for members in rewards.members if algorithm.compares_pairs else ():
+        eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
+        for better, worse in preference_pairs(rewards.rewards, eligible, algorithm):
+            preferred[better] = (*preferred.get(better, ()), worse)
+    return preferred
+
+
+def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
+    """`[G] float64` rewards of a group.
+
+    Raises:
+        TrainingError: If a member was not scored or its reward is not finite: it must never count as 0.
+    """
+    rewards = np.array([_reward(payload, trajectory) for trajectory in payload.trajectories], dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        raise TrainingError(f"trainer: group {payload.group_id} has non-finite rewards {rewards.tolist()}.")
+    return rewards
+
+
+def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:
+    if trajectory.reward is None:
+        raise TrainingError(
+            f"trainer: trajectory {trajectory.trajectory_id} of group {payload.group_id} has no reward. "
+            "Only scored groups may be trained."
+        )
+    return trajectory.reward
+
+
+def _shaped_reward(member: Member, algorithm: AlgorithmConfig, max_new_tokens: int) -> float:
+    if algorithm.overlong != "penalty":
+        return member.reward
+    num_tokens = member.trajectory.num_sampled_tokens
+    return member.reward + overlong_penalty(num_tokens, max_new_tokens, algorithm.overlong_cache_tokens)
+
+
+def _penalties(member: Member, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
+    """`[n_i]` β k(b, r): the reward is about what was sampled, so the policy in it is the one that sampled."""
+    behavior = member.behavior.astype(np.float64)
+    if not algorithm.kl_in_reward:
+        return np.zeros_like(behavior)
+    assert member.reference is not None, "the trainer refuses batches without reference logprobs"
+    estimate = find("kl", algorithm.kl_estimator).load()
+    divergence = estimate(torch.from_numpy(behavior), torch.from_numpy(member.reference.astype(np.float64)))
+    return algorithm.kl_in_reward * np.asarray(divergence.numpy())
+
+
+def _part(trajectory: Trajectory, name: str) -> float:
+    if name not in trajectory.reward_parts:
+        raise TrainingError(
+            f"algorithm.reward_weights.{name}: trajectory {trajectory.trajectory_id} has no such part of its reward. "
+            f"It has: {', '.join(trajectory.reward_parts) or 'none'}. Let reward.fn return a dict with it."
+        )
+    return trajectory.reward_parts[name]
+
+
+def _of_trajectories(
+    payloads: Sequence[GroupPayload], references: Sequence[NDArray[np.float32]]
+) -> Iterator[NDArray[np.float32] | None]:
+    """Each trajectory's part of the reference logprobs, in order."""
+    counts = [trajectory.num_sampled_tokens for payload in payloads for trajectory in payload.trajectories]
+    if not references:
+        return iter([None] * len(counts))
+    scores = np.concatenate(references)
+    if len(scores) != sum(counts):
+        raise ShapeError(
+            f"trainer: {len(scores)} reference logprobs for {sum(counts)} sampled tokens of {len(payloads)} groups. "
+            "The reference scores every sampled token of every group, in order."
+        )
+    return iter(np.split(scores, np.cumsum(counts)[:-1]))
