@@ -106,7 +106,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
         total = torch.zeros_like(whole)
         for rank in range(world_size):
             trainer = trainer_of(policy, 60, **settings)
-            trainer.backend.rank, trainer.backend.world_size = rank, world_size
+            trainer.backend.data_parallel_rank, trainer.backend.data_parallel_size = rank, world_size
             total += gradient(trainer, [(aged, references)])
         splits[f"{world_size} ranks"] = total
     if "reinforce_pp" not in settings.get("advantage", ""):
