@@ -7,10 +7,10 @@ On a GPU forward is one Triton kernel and backward cuBLAS products around anothe
 
 Logits are accumulated and kept in float32 whatever the operands, as `Float32Head` gives them to a sampler.
 
-A head that is an `nn.Linear` without bias is called once, with the computation above in place of its product: hooks around the
-module, with which ZeRO-3 gathers and releases its weight, run once forward and once backward, and not per chunk. Any
-other module (with a bias, an adapter, a tensor-parallel product) is called for one chunk of tokens at a time, and again
-in backward.
+A head that is an `nn.Linear` without bias is called once, with the computation above in place of its product: hooks
+around the module, with which ZeRO-3 gathers and releases its weight, run once forward and once backward, and not per
+chunk. Any other module (with a bias, an adapter, a tensor-parallel product) is called for one chunk of tokens at a
+time, and again in backward.
 
 Shape legend: T tokens, V vocabulary, H hidden, K best tokens.
 """
