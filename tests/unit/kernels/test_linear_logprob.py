@@ -214,6 +214,14 @@ def test_autocast_rounds_neither_logits_nor_gradients(problem) -> None:
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_autocast_does_not_round_products_of_bfloat16(problem) -> None:
+    hidden, weight = problem.hidden.bfloat16(), problem.weight.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = linear_logprob(hidden, weight, problem.targets)
+    for mine, theirs in zip(rounded, linear_logprob(hidden, weight, problem.targets), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_head_whose_forward_was_replaced_is_called(problem) -> None:
     head = module(problem.weight)
     head.forward = lambda rows: nn.functional.linear(rows, head.weight) * 2.0

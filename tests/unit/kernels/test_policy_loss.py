@@ -96,9 +96,10 @@ def test_loss_gradient_and_metrics_equal_a_loop_in_float64(correction, kl) -> No
     kl=st.sampled_from(["none", "k2", "k3"]),
     clip_low=st.floats(0.05, 0.5),
     clip_high=st.floats(0.05, 0.5),
+    cap=st.floats(0.5, 3.0),
 )
-def test_any_number_of_tokens_and_any_settings(num_tokens, seed, correction, kl, clip_low, clip_high) -> None:
-    check(make_tokens(num_tokens, seed), ClippedLoss(clip_low, clip_high, correction, 2.0, kl, 0.05))
+def test_any_number_of_tokens_and_any_settings(num_tokens, seed, correction, kl, clip_low, clip_high, cap) -> None:
+    check(make_tokens(num_tokens, seed), ClippedLoss(clip_low, clip_high, correction, cap, kl, 0.05))
 
 
 def test_log_ratios_beyond_twenty_are_clamped_and_carry_no_gradient() -> None:

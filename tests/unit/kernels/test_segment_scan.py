@@ -51,7 +51,8 @@ def advantages_by_loop(
 LENGTHS = {
     "ragged": [5, 1, 17, 2],
     "empty ones": [0, 3, 0, 0, 9, 0],
-    "longer than a block": [700, 1, 300],
+    "longer than a short block": [600, 1, 2, 3],
+    "longer than a long block": [1100, 1500],
     "one token": [1],
     "a block exactly": [256, 256],
 }
