@@ -62,7 +62,7 @@ class Resources:
 
 
 @asynccontextmanager
-async def ray_session(address: str) -> AsyncIterator[None]:
+async def ray_session(address: str, publish_in: str | None = None) -> AsyncIterator[None]:
     """Ray for the length of a run: started here for `local`, joined otherwise. Worker output stays in Ray's logs."""
     os.environ.update({key: value for key, value in RAY_ENVIRONMENT.items() if key not in os.environ})
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -80,7 +80,7 @@ async def ray_session(address: str) -> AsyncIterator[None]:
         started = ray_processes()  # taken now: once the raylet is gone, its workers are nobody's children
         ray.shutdown()
         end_processes(started)
-        remove_directories_of(process.pid for process in started)
+        remove_directories_of([process.pid for process in started], publish_in)
 
 
 class ObjectStore:
@@ -113,10 +113,8 @@ async def start_trainer(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> TrainerClient:
     """Start the trainer ranks and let them meet."""
-    ranks = [
-        ray.remote(TrainerRank).options(**need.options(environment)).remote(spec, rank)
-        for rank, need in enumerate(resources)
-    ]
+    rank_type = ray.remote(concurrency_groups={"courier": 1})(TrainerRank)
+    ranks = [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
     client = TrainerClient(ranks, spec.trainer.step_timeout_s, spec.tokens_per_part)
     await client.start(spec.trainer.start_timeout_s)
     return client

@@ -15,13 +15,13 @@ import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.engine import Answer
+from penstock.actors.locations import at_node
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 
 POLL_S = 20.0
-SILENCE_S = 60.0
-"""A poll that takes longer than this beyond its own wait means that the actor hangs."""
+SILENCE_S = 60.0  # a poll that takes longer than this beyond its own wait means that the actor hangs
 
 
 class RemoteEngine:
@@ -84,7 +84,7 @@ class RemoteEngine:
             EngineLostError: The engine died.
         """
         try:
-            ack: WeightAck = await self._actor.update_weights.remote(manifest, payload)
+            ack: WeightAck = await self._actor.update_weights.remote(*at_node(manifest, payload, self.node_id))
         except ray.exceptions.RayActorError as error:
             raise self._lose(f"died during publish v{manifest.version}") from error
         except ray.exceptions.RayTaskError as error:

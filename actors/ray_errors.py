@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
-from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.errors import PenstockError, WeightSyncError
 
 
 @contextmanager
@@ -22,3 +24,20 @@ def ray_boundary(error: type[PenstockError], what: str) -> Iterator[None]:
         raise error(f"{what} failed: {type(failed.cause).__name__}: {failed.cause}") from failed
     except ray.exceptions.RayError as lost:
         raise error(f"{what}: a process died: {str(lost).strip().splitlines()[0]}") from lost
+
+
+async def together(what: str, timeout_s: float, *calls: Awaitable[Any]) -> list[Any]:
+    """All answers of calls that need each other; the first failure counts, once everyone has come back.
+
+    Raises:
+        WeightSyncError: If one fails, or does not answer in time.
+    """
+    pending = [asyncio.ensure_future(call) for call in calls]
+    done, late = await asyncio.wait(pending, timeout=timeout_s)
+    failures = [failure for call in done if (failure := call.exception()) is not None]
+    with ray_boundary(WeightSyncError, what):
+        if failures:
+            raise failures[0]
+    if late:
+        raise WeightSyncError(f"{what}: {len(late)} of {len(pending)} did not answer within {timeout_s:.0f} s")
+    return [call.result() for call in pending]

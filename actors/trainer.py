@@ -18,13 +18,15 @@ from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
 from penstock.trainer.spec import TrainerSpec, free_port
+from penstock.weights.checksum import PartialSum
 from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.shards import PartialSum, ShardTransfer, ShardWriter
+from penstock.weights.transport.crossing import Crossing, Sender
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
 class TrainerRank:
-    """One data-parallel rank in its own process."""
+    """One rank in its own process."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
@@ -32,6 +34,7 @@ class TrainerRank:
         self._trainer: PolicyTrainer | None = None
         self._outbound: Path | None = None
         self._writer: ShardWriter | None = None
+        self._sender = Sender(rank)
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's node: where the ranks meet (rank 0 only)."""
@@ -56,7 +59,7 @@ class TrainerRank:
             max_new_tokens=spec.max_new_tokens,
         )
         if self._rank == 0:
-            self._outbound = private_directory()
+            self._outbound = private_directory(spec.publish_in)
         return ray.get_runtime_context().get_node_id()
 
     def step(
@@ -109,6 +112,20 @@ class TrainerRank:
         tensors = self._running().local_weights()
         self._writer.write(version, tensors)
         return self._writer.sums(tensors)
+
+    def hold_weights(self, copies: bool) -> None:  # noqa: FBT001 - Ray passes arguments by position
+        """Take the weights as they are now for `send_weights`; with `copies` they may change meanwhile."""
+        self._sender.hold(self._running().local_weights(), copies=copies)
+
+    @ray.method(concurrency_group="courier")
+    def join_crossing(self, crossing: Crossing) -> None:
+        """Meet the landings of the engines' nodes; the crossing before is left."""
+        self._sender.join(crossing)
+
+    @ray.method(concurrency_group="courier")
+    def send_weights(self, version: int) -> tuple[list[PartialSum], int]:
+        """Send what is held to the landings, beside training; returns its checksums, and bytes."""
+        return self._sender.send(version)
 
     def read_back(self, manifest: WeightManifest) -> np.ndarray:
         """The version's file as bytes, for engines on other nodes (through the object store)."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import ray_boundary
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example
@@ -28,8 +28,7 @@ class TrainerClient:
     """All ranks as one trainer group.
 
     Attributes:
-        node_id: Node of rank 0, where published versions are written.
-        is_on_one_node: Whether all ranks are there.
+        nodes: Node of each rank.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float, tokens_per_part: float = math.inf) -> None:
@@ -43,14 +42,18 @@ class TrainerClient:
         self._ranks = ranks
         self._step_timeout_s = step_timeout_s
         self._tokens_per_part = tokens_per_part
-        self.node_id, self.is_on_one_node = "", True
+        self.nodes: list[str] = []
         self.version = 0
         self.busy_s = 0.0
 
     async def start(self, timeout_s: float) -> None:
         host, port = await self._ranks[0].rendezvous.remote()
-        nodes = await self._all("start", host, port, timeout_s=timeout_s)
-        self.node_id, self.is_on_one_node = nodes[0], len(set(nodes)) == 1
+        self.nodes = await self._all("start", host, port, timeout_s=timeout_s)
+
+    @property
+    def node_id(self) -> str:
+        """Node of rank 0, where gathered versions are written."""
+        return self.nodes[0]
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         """Train one batch; the version moves on unless the step was skipped."""
@@ -88,21 +91,25 @@ class TrainerClient:
         assert manifest is not None, "rank 0 exports"
         return manifest
 
-    async def share_weights(self, engine: EngineSide, dtype: DType) -> ShardTransfer:
-        """Plan how the ranks publish into the layout of the engines, and tell them.
+    async def plan_transfer(self, engine: EngineSide, dtype: DType, first_node: str | None = None) -> ShardTransfer:
+        """Plan how the ranks publish into the layout of the engines, those of `first_node` if there are several nodes.
 
         Raises:
             WeightSyncError: If a layout is not known.
         """
         ((training, folder),) = await self._answers("training_side", [self._ranks[0].training_side.remote()])
-        transfer = await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder)
-        await self._all("share_weights", ray.put(transfer))
-        return transfer
+        return await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder, self.nodes, first_node)
 
-    async def write_shards(self, version: int, transfer: ShardTransfer) -> WeightManifest:
-        """Let every rank write its part of a version into shared memory."""
-        parts = await self._all("write_shards", version)
-        return transfer.manifest(version, [part for some in parts for part in some])
+    async def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+        """Call a method of every rank that has to do with the weights' way to the engines.
+
+        Raises:
+            WeightSyncError: If a rank fails, dies or takes longer than the time limit.
+        """
+        try:
+            return await self._all(method, *arguments, timeout_s=timeout_s)
+        except TrainingError as error:
+            raise WeightSyncError(str(error)) from error
 
     def read_back(self, manifest: WeightManifest) -> ray.ObjectRef:
         """Handle of the version's bytes in the object store."""

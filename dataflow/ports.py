@@ -200,6 +200,7 @@ class PublishReport:
         acks: Those there were at its end; with `multi_version` the first one only.
         drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
         probe_nat: Largest difference between a logprob of an engine and of the trainer, if this version was probed.
+        sent_bytes: By the training ranks to other nodes.
     """
 
     version: int
@@ -209,6 +210,7 @@ class PublishReport:
     acks: Sequence[WeightAck]
     drain_timeouts: int = 0
     probe_nat: float | None = None
+    sent_bytes: int = 0
 
     @property
     def max_stall_s(self) -> float:

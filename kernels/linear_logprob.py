@@ -155,6 +155,11 @@ def linear_top_tokens(
     return TopTokens(*_with_weight(head, hidden, compute))
 
 
+def linear_argmax(hidden: Tensor, head: nn.Module | Tensor, *, max_logits: int = MAX_LOGITS) -> Tensor:
+    """Most likely token of each position, `[T] int64`; ties go to the smaller id. Not differentiable."""
+    return linear_top_tokens(hidden, head, 1, max_logits=max_logits).ids[:, 0]
+
+
 def _with_weight(
     head: nn.Module | Tensor, hidden: Tensor, compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:

@@ -62,15 +62,19 @@ def plan_report(config: RunConfig) -> PlanReport:
         WeightSyncError: If the layout of a tensor is not known.
     """
     started = time.perf_counter()
-    tensors = tuple(decoder_tensors(config.model.shape))
     engine = config.rollout.engine
-    source = TrainingSide(tensors, config.trainer.num_ranks, config.trainer.zero_stage == 3).layout()
-    destination = EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size).layout(tensors)
+    trainer, shape = config.trainer, config.model.shape
+    tensors = tuple(decoder_tensors(shape))
+    num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
+    source = TrainingSide(
+        tensors, num_replicas, trainer.zero_stage == 3, trainer.tensor_parallel_size, shape.num_kv_heads
+    ).layout()
+    destination = EngineSide(engine.type, shape, engine.tensor_parallel_size).layout(tensors)
     item_bytes = DTYPE_BYTES[config.model.dtype]
     plan = make_plan(source, destination, item_bytes)
     hops = relay_tree(["this node"] * config.rollout.num_engines)
     planning_s = time.perf_counter() - started
-    model_bytes = config.model.shape.num_parameters * item_bytes
+    model_bytes = shape.num_parameters * item_bytes
     return PlanReport(
         model_bytes=model_bytes,
         wire_bytes=plan.wire_bytes,
@@ -97,8 +101,9 @@ def _relayed(destination: Layout, hops: tuple[Hop, ...], item_bytes: int) -> int
 
 def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
     trainer, engine = config.trainer, config.rollout.engine
+    split = f", tensor parallel {trainer.tensor_parallel_size}" if trainer.tensor_parallel_size > 1 else ""
     console.print(
-        f"one publish: {trainer.num_ranks} training ranks ({trainer.backend}, ZeRO-{trainer.zero_stage}) → "
+        f"one publish: {trainer.num_ranks} training ranks ({trainer.backend}, ZeRO-{trainer.zero_stage}{split}) → "
         f"{config.rollout.num_engines} {engine.type} engines over {engine.tensor_parallel_size} devices each, "
         f"{config.model.dtype}"
     )

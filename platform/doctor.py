@@ -129,10 +129,10 @@ def look_at_room() -> Iterator[Diagnosis]:
     yield _room("disk", disk, f"free at {Path.cwd()}", MIN_DISK_GIB, "Free some, or set run_dir to another disk.")
     if hardware.SHARED_MEMORY.is_dir():
         shared = hardware.free_disk_bytes(hardware.SHARED_MEMORY) / GIB
-        advice = "Enlarge it (containers: --shm-size=2g), or use weights=object_store."
+        advice = "Enlarge it (containers: --shm-size=2g), or set weights.directory."
         yield _room("shared memory", shared, f"free in {hardware.SHARED_MEMORY}", MIN_SHM_GIB, advice)
     else:
-        advice = "Use weights=object_store."
+        advice = "Published weights go to the temporary folder, or to weights.directory."
         yield Diagnosis("shared memory", "warn", f"no {hardware.SHARED_MEMORY}", advice)
 
 

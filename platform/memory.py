@@ -1,7 +1,8 @@
 """How much memory each process needs: estimates from the shapes in the YAML, nothing is loaded.
 
 P parameters, b bytes of `model.dtype`, R trainer ranks, Z ZeRO stage, T tokens of a micro-batch, L layers, H hidden,
-Q and K query and key/value width, I intermediate, V vocabulary.
+Q and K query and key/value width, I intermediate, V vocabulary. Under tensor parallelism of size t: P is what a rank
+has, all but embeddings over t, R is over t, as are Q, K, I and the V of an untied head.
 
     trainer weights      P·b          / R if Z = 3
     gradients            P·b          / R if Z ≥ 2
@@ -64,8 +65,10 @@ class Memory:
 
 def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one trainer rank."""
-    parameters, width = config.model.shape.num_parameters, DTYPE_BYTES[config.model.dtype]
-    stage, ranks = config.trainer.zero_stage, config.trainer.num_ranks
+    tp, shape, width = config.trainer.tensor_parallel_size, config.model.shape, DTYPE_BYTES[config.model.dtype]
+    embeddings = shape.vocab_size * shape.hidden_size  # whole on every rank
+    parameters = embeddings + (shape.num_parameters - embeddings) / tp
+    stage, ranks = config.trainer.zero_stage, max(1, config.trainer.num_ranks // tp)
     has_masters = config.model.dtype != "float32" or stage > 0
     gathered = min(parameters, LIVE_PARAMETERS) * width if stage == 3 and ranks > 1 else 0
     optimizer = (8 + 4 * has_masters) * parameters / (ranks if stage >= 1 else 1) / GIB
@@ -97,8 +100,8 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
 
 def reference_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one process with the reference policy: float32, and nothing is kept for a backward."""
-    shape, tokens = config.model.shape, config.trainer.max_tokens_per_micro_batch
-    passing = 4 * tokens * (_layer_width(config) + shape.hidden_size) + _logits_bytes(config)
+    shape, tokens = config.model.shape, config.trainer.max_group_tokens
+    passing = 4 * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
     parts: dict[Part, float] = {"weights": 4 * shape.num_parameters / GIB, "activations": passing / GIB}
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts})
@@ -134,20 +137,22 @@ def sequence_kv_gib(config: RunConfig) -> float:
 
 
 def _activation_bytes(config: RunConfig) -> float:
-    shape, tokens, layer = config.model.shape, config.trainer.max_tokens_per_micro_batch, _layer_width(config)
+    shape, trainer, tp = config.model.shape, config.trainer, config.trainer.tensor_parallel_size
+    tokens, layer = trainer.max_tokens_per_micro_batch, _layer_width(config, tp)
     layers = shape.num_layers * layer
     if config.trainer.gradient_checkpointing:
         layers = shape.num_layers * shape.hidden_size + layer
-    return tokens * layers * DTYPE_BYTES[config.model.dtype] + _logits_bytes(config)
+    return tokens * layers * DTYPE_BYTES[config.model.dtype] + _logits_bytes(config, tp)
 
 
-def _layer_width(config: RunConfig) -> int:
-    """Numbers that one layer keeps per token."""
+def _layer_width(config: RunConfig, tp: int) -> float:
+    """Numbers that one of `tp` ranks keeps of a layer per token."""
     shape = config.model.shape
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return 6 * shape.hidden_size + 2 * query + 2 * key + 4 * shape.intermediate_size
+    return 6 * shape.hidden_size + (2 * query + 2 * key + 4 * shape.intermediate_size) / tp
 
 
-def _logits_bytes(config: RunConfig) -> float:
+def _logits_bytes(config: RunConfig, tp: int) -> float:
     tokens = config.trainer.max_tokens_per_micro_batch
-    return 3 * 4 * config.model.shape.vocab_size * min(tokens, LOGITS_CHUNK_TOKENS)
+    vocabulary = config.model.shape.vocab_size / (1 if config.model.shape.tie_word_embeddings else tp)
+    return 3 * 4 * vocabulary * min(tokens, LOGITS_CHUNK_TOKENS)

@@ -16,8 +16,10 @@ from penstock.actors.cluster import (
     start_rewards,
     start_trainer,
 )
+from penstock.actors.crossing import GroupExport
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.publisher import ActorWeightPublisher, DirectExport, Export
+from penstock.actors.exports import Export, GatherExport, SharedMemoryExport, is_one_node
+from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
@@ -45,19 +47,26 @@ class RunActors:
     reference: ReferenceClient | None
 
     def publisher(self, pool: EnginePool, config: RunConfig) -> ActorWeightPublisher:
-        export: Export = self.trainer.export
-        if config.weights.mode == "direct":
-            export = DirectExport(self.trainer, self.engines, engine_side(config), config.model.dtype)
-        return ActorWeightPublisher(self.trainer, pool, config.weights, export)
+        return ActorWeightPublisher(pool, config.weights, self._export(pool, config))
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)
+
+    def _export(self, pool: EnginePool, config: RunConfig) -> Export:
+        """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
+        weights, layout, dtype = config.weights, engine_side(config), config.model.dtype
+        if weights.mode == "gather":
+            return GatherExport(self.trainer, pool, weights)
+        is_shared = weights.transport == "auto" and is_one_node(self.trainer, self.engines)
+        if is_shared or weights.transport == "shared_memory":
+            return SharedMemoryExport(self.trainer, self.engines, layout, dtype)
+        return GroupExport(self.trainer, pool, layout, dtype, weights)
 
 
 @asynccontextmanager
 async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
     """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
-    async with ray_session(config.cluster.address):
+    async with ray_session(config.cluster.address, config.weights.directory):
         rewards = start_rewards(config.reward)
         async with asyncio.TaskGroup() as starting:
             trainer_start = starting.create_task(start_trainer_group(config))
@@ -84,6 +93,7 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
         seed=config.seed,
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
+        publish_in=config.weights.directory,
         streams=config.dataflow.stream_micro_batches,
     )
     return await start_trainer(spec, resources(config, "trainer", "train"), torch_environment(config, spec.device))
@@ -96,7 +106,7 @@ async def start_reference_group(config: RunConfig) -> ReferenceClient:
         model=config.model,
         device=pool_device(config, config.reference_pool),
         threads=config.cluster.threads_per_process,
-        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        max_tokens=config.trainer.max_group_tokens,
         temperature=config.rollout.sampling.temperature,
     )
     environment = torch_environment(config, spec.device)

@@ -201,6 +201,7 @@ class Run:
             return {}
         return {
             "weights/bytes": self._last_publish.num_bytes,
+            "weights/sent_bytes": self._last_publish.sent_bytes,
             "weights/acks": len(self._last_publish.acks),
             "weights/publish_s": self._last_publish.total_s,
             "weights/export_s": self._last_publish.export_s,

@@ -35,10 +35,19 @@ class Backend(Protocol):
 
     A step is: `forward` and `backward` once per micro-batch, then `optimizer_step`. The gradient is that of the *sum*
     of all losses over micro-batches and ranks: normalisers are global and inside the loss, so no backend divides.
+
+    Attributes:
+        rank: This process among all ranks.
+        data_parallel_rank: Whose sequences this rank computes on, 0 ≤ rank < data_parallel_size. Tensor- and
+            sequence-parallel ranks share theirs.
+        sequence_parallel_rank: Which stretch of each of them, 0 ≤ rank < sequence_parallel_size.
     """
 
     rank: int
-    world_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    sequence_parallel_rank: int
+    sequence_parallel_size: int
     device: torch.device
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
@@ -81,7 +90,7 @@ class Backend(Protocol):
         ...
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
-        """Reduce float64 values over ranks. Collective."""
+        """Reduce float64 values over the ranks that computed on different tokens. Collective."""
         ...
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ def build_trainer(
         }
         backend = build_deepspeed_backend(model_path, model, trainer, device=device, timeout_s=trainer.step_timeout_s)
     settings = StepSettings(
-        max_tokens_per_micro_batch=trainer.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch=trainer.max_group_tokens,
         attention_share=attention_share(model.shape),
         attention=model.attention,
         temperature=temperature,

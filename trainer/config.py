@@ -25,8 +25,10 @@ class TrainerConfig(BaseModel):
 
     Attributes:
         backend: `deepspeed` (any number of ranks) or `torch` (one rank, for tests and tiny runs).
-        num_ranks: Data-parallel ranks, one process each.
-        zero_stage: DeepSpeed ZeRO stage 0..3.
+        num_ranks: Processes: data-parallel size x tensor_parallel_size x sequence_parallel_size.
+        zero_stage: DeepSpeed ZeRO stage 0..3, over the ranks that hold the same part of every weight.
+        tensor_parallel_size: Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences.
+        sequence_parallel_size: Ranks that split every sequence (DeepSpeed Ulysses).
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
         step_timeout_s: Longest wait for one training step, seconds.
@@ -37,6 +39,8 @@ class TrainerConfig(BaseModel):
     backend: Literal["deepspeed", "torch"] = "deepspeed"
     num_ranks: int = Field(default=1, ge=1)
     zero_stage: Literal[0, 1, 2, 3] = 0
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    sequence_parallel_size: int = Field(default=1, ge=1)
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     max_tokens_per_micro_batch: int = Field(gt=0)
@@ -44,6 +48,16 @@ class TrainerConfig(BaseModel):
     max_bad_steps: int = Field(default=3, ge=1)
     start_timeout_s: float = Field(default=300.0, gt=0)
     step_timeout_s: float = Field(default=1800.0, gt=0)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Groups of ranks that train different sequences."""
+        return self.num_ranks // (self.tensor_parallel_size * self.sequence_parallel_size)
+
+    @property
+    def max_group_tokens(self) -> int:
+        """Token budget of one forward-backward of the ranks that share sequences."""
+        return self.max_tokens_per_micro_batch * self.sequence_parallel_size
 
 
 class AlgorithmConfig(BaseModel):

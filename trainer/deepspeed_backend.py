@@ -1,18 +1,22 @@
-"""DeepSpeed ZeRO 0..3 behind the `Backend` port: the only file that imports deepspeed.
+"""DeepSpeed ZeRO 0..3 behind the `Backend` port: with `deepspeed_parallel.py` the only file that imports deepspeed.
 
 What is done here and why:
 - Accumulation is 1 and boundaries are set by hand, so that any number of micro-batches makes a step.
 - DeepSpeed averages gradients over ranks; our loss carries the global normaliser, so it is multiplied by their number.
+  Under Ulysses, ZeRO-0 to 2 average over data-parallel ranks only, ZeRO-3 (reduce_scatter) over all.
 - Torch AdamW as client optimizer: DeepSpeed's own are compiled at first use. Nothing is compiled here.
 - Gradient clipping is always written: DeepSpeed clips at 1.0 when it is not. At stage 0 in float32 it reports no norm,
   so norm and clip are computed here and DeepSpeed's clip is off (0.0).
 - Non-finite gradients: ZeRO skips the step itself and reports an infinite norm; stage 0 does it here.
+- Tensor parallelism is AutoTP with a plan of ours (`tensor_parallel.py`), sequence parallelism is Ulysses. Ranks count
+  as (data, tensor) or (data, sequence), the last fastest.
+- ZeRO-3 under AutoTP: the model is loaded whole. Loading in partitions would partition what AutoTP leaves whole over
+  all ranks and what it splits over the data-parallel ones.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +31,11 @@ from torch import Tensor
 from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.policy_model import (
-    hf_name,
-    load_policy,
-    restore_rotary_buffers,
-)
+from penstock.trainer.deepspeed_parallel import full_shape, register_ulysses, take_split
+from penstock.trainer.policy_model import hf_name, load_policy, restore_rotary_buffers
+from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable
 from penstock.trainer.torch_backend import build_adamw, divide_gradients
-from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.algebra import Shape, TensorSpec
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
 
@@ -42,16 +44,42 @@ _BUCKET_ELEMENTS = 50_000_000
 
 
 class DeepSpeedBackend:
-    """One data-parallel rank. Implements `Backend`."""
+    """One rank. Implements `Backend`."""
 
-    def __init__(self, engine: Any, hf_config: Any, zero_stage: int, clip_norm: float, *, clips_here: bool) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        hf_config: Any,
+        trainer: TrainerConfig,
+        shapes: dict[str, Shape],
+        split: TensorSplit | None,
+        *,
+        clips_here: bool,
+    ) -> None:
+        """Take over an engine.
+
+        Args:
+            engine: DeepSpeed's.
+            hf_config: Kept alive: transformers has only a weak reference; without ours, ZeRO-3 loading is off.
+            trainer: The settings it was made with.
+            shapes: HF name -> full shape of every tensor, tied ones once.
+            split: Which part of each this rank has; None: all of it.
+            clips_here: DeepSpeed does not clip.
+        """
         self.rank = torch.distributed.get_rank()
-        self.world_size = torch.distributed.get_world_size()
+        self.data_parallel_size = trainer.data_parallel_size
+        self.sequence_parallel_size = trainer.sequence_parallel_size
+        self.data_parallel_rank = self.rank // (trainer.tensor_parallel_size * trainer.sequence_parallel_size)
+        self.sequence_parallel_rank = self.rank % trainer.sequence_parallel_size
         self.device = torch.device(engine.device)
+        self._num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
         self._engine = engine
-        self._hf_config = hf_config  # transformers keeps only a weak reference; without ours, ZeRO-3 loading is off
-        self._zero_stage = zero_stage
-        self._clip_norm = clip_norm
+        self._hf_config = hf_config
+        self._is_partitioned = trainer.zero_stage == 3
+        self._num_averaged = self._num_replicas if self._is_partitioned else trainer.data_parallel_size
+        self._clip_norm = trainer.optimizer.gradient_clip_norm
+        self._shapes = shapes
+        self._split = split
         self._clips_here = clips_here
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
@@ -60,13 +88,11 @@ class DeepSpeedBackend:
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-        self._engine.backward(poison_if_not_finite(loss) * self.world_size, scale_wrt_gas=False)
+        self._engine.backward(poison_if_not_finite(loss) * self._num_averaged, scale_wrt_gas=False)
 
     def optimizer_step(self, normaliser: float = 1.0) -> OptimizerResult:
         if self._clips_here:
-            parameters = [parameter for parameter in self._engine.module.parameters() if parameter.grad is not None]
-            divide_gradients(parameters, normaliser)
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm))
+            norm = self._clip(normaliser)
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return OptimizerResult(math.inf, is_skipped=True)
@@ -77,6 +103,18 @@ class DeepSpeedBackend:
         norm = float(self._engine.get_global_grad_norm())
         is_skipped = not math.isfinite(norm)
         return OptimizerResult(math.inf if is_skipped else norm, is_skipped)
+
+    def _clip(self, normaliser: float) -> float:
+        """Divide the gradient and clip it; returns its norm before clipping."""
+        named = {hf_name(name): one for name, one in self._engine.module.named_parameters() if one.grad is not None}
+        divide_gradients(named.values(), normaliser)
+        gradients = {name: parameter.grad for name, parameter in named.items()}
+        if self._split is None:
+            norm = torch.nn.utils.get_total_norm(gradients.values())
+        else:
+            norm = self._split.norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(named.values(), self._clip_norm, norm)
+        return float(norm)
 
     @contextmanager
     def _gradients_divided_by(self, normaliser: float) -> Iterator[None]:
@@ -104,35 +142,31 @@ class DeepSpeedBackend:
             self._engine.train()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = [(hf_name(name), parameter) for name, parameter in self._engine.module.named_parameters()]
-        if self._zero_stage < 3:
+        for name, tensor in self._replica():
+            whole = tensor if self._split is None else self._split.gather(name, tensor)
             if self.rank == 0:
-                for name, parameter in parameters:
-                    yield name, parameter.detach()
-            return
-        for bucket in _buckets(parameters):
-            yield from self._gather(bucket)
+                yield name, whole
 
-    def _gather(self, bucket: list[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-        """Full tensors of one bucket, on rank 0. Copied inside the context: leaving it re-partitions the storage."""
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-            if self.rank != 0:
-                return []
-            return [(name, parameter.detach().clone()) for name, parameter in bucket]
+    def _replica(self) -> Iterator[tuple[str, Tensor]]:
+        """On the ranks of the first replica, all of them together one policy: name and this rank's part."""
+        parameters = [(hf_name(name), parameter) for name, parameter in self._engine.module.named_parameters()]
+        is_first = self.rank < (1 if self._split is None else self._split.size)
+        if self._is_partitioned:
+            for bucket in _buckets(parameters):
+                yield from _gather(bucket, is_wanted=is_first)
+        elif is_first:
+            yield from ((name, parameter.detach()) for name, parameter in parameters)
 
     def training_side(self) -> TrainingSide:
-        is_partitioned = self._zero_stage == 3
-        tensors = tuple(
-            TensorSpec(hf_name(name), tuple(parameter.ds_shape if is_partitioned else parameter.shape))
-            for name, parameter in self._engine.module.named_parameters()
-        )
-        return TrainingSide(tensors, self.world_size, is_partitioned)
+        tensors = tuple(TensorSpec(name, shape) for name, shape in self._shapes.items())
+        if self._split is None:
+            return TrainingSide(tensors, self._num_replicas, self._is_partitioned)
+        size, num_kv_heads = self._split.size, self._split.num_kv_heads
+        return TrainingSide(tensors, self._num_replicas, self._is_partitioned, size, num_kv_heads)
 
     def local_weights(self) -> dict[str, Tensor]:
         return {
-            hf_name(name): (parameter.ds_tensor if self._zero_stage == 3 else parameter).detach().view(-1)
+            hf_name(name): (parameter.ds_tensor if self._is_partitioned else parameter).detach().view(-1)
             for name, parameter in self._engine.module.named_parameters()
         }
 
@@ -143,11 +177,12 @@ class DeepSpeedBackend:
         torch.distributed.barrier()
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
-        if self.world_size == 1:
+        if self._num_replicas == 1:
             return values
         reduced = torch.as_tensor(values, dtype=torch.float64).clone().to(self.device)
         operations = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}
-        torch.distributed.all_reduce(reduced, op=operations[operation])
+        group = self._engine.seq_data_parallel_group  # tensor-parallel ranks saw the same tokens
+        torch.distributed.all_reduce(reduced, op=operations[operation], group=group)
         return np.asarray(reduced.cpu().numpy())
 
     def close(self) -> None:
@@ -167,23 +202,28 @@ def build_deepspeed_backend(
     deepspeed = _import_deepspeed()
     backend = "gloo" if device == "cpu" else "nccl"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
-    settings = deepspeed_settings(model, trainer, num_ranks=int(os.environ["WORLD_SIZE"]))
-    hf_config = _announce_zero3(settings) if trainer.zero_stage == 3 else None
-    policy = load_policy(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=build_adamw(policy, trainer.optimizer), config=settings)
+    settings = deepspeed_settings(model, trainer)
+    hf_config = None
+    if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:
+        hf_config = _announce_zero3(settings)
+    is_split = trainer.tensor_parallel_size > 1
+    loaded = model.model_copy(update={"head_dtype": "model"}) if is_split else model  # AutoTP splits plain Linears only
+    policy = load_policy(model_path, loaded, gradient_checkpointing=trainer.gradient_checkpointing)
+    shapes = {hf_name(name): full_shape(parameter) for name, parameter in policy.named_parameters()}
+    if is_split:
+        check_splittable(shapes, trainer.tensor_parallel_size, model.shape.num_kv_heads)
+    mpu = register_ulysses(policy, model, trainer) if trainer.sequence_parallel_size > 1 else None
+    engine, *_ = deepspeed.initialize(
+        model=policy, optimizer=build_adamw(policy, trainer.optimizer), config=settings, mpu=mpu
+    )
+    split = take_split(policy, model, shapes) if is_split else None
     restore_rotary_buffers(policy)
     engine.train()
-    return DeepSpeedBackend(
-        engine,
-        hf_config,
-        trainer.zero_stage,
-        trainer.optimizer.gradient_clip_norm,
-        clips_here=_clips_here(model, trainer),
-    )
+    return DeepSpeedBackend(engine, hf_config, trainer, shapes, split, clips_here=_clips_here(model, trainer))
 
 
-def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig, *, num_ranks: int) -> dict[str, Any]:
-    """The DeepSpeed configuration. Batch sizes are nominal: micro-batches are counted in tokens, by us."""
+def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig) -> dict[str, Any]:
+    """The DeepSpeed configuration. The batch size is nominal: micro-batches are counted in tokens, by us."""
     bucket = min(_BUCKET_ELEMENTS, model.shape.num_parameters)
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
@@ -193,7 +233,6 @@ def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig, *, num_ranks:
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     settings: dict[str, Any] = {
-        "train_batch_size": num_ranks,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0 if _clips_here(model, trainer) else trainer.optimizer.gradient_clip_norm,
@@ -202,6 +241,10 @@ def deepspeed_settings(model: ModelConfig, trainer: TrainerConfig, *, num_ranks:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    if trainer.tensor_parallel_size > 1:
+        settings["tensor_parallel"] = autotp_settings(
+            trainer.tensor_parallel_size, is_tied=model.shape.tie_word_embeddings
+        )
     if model.dtype == "bfloat16":
         settings["bf16"] = {"enabled": True}
         if trainer.zero_stage > 0:
@@ -229,6 +272,14 @@ def _announce_zero3(settings: dict[str, Any]) -> Any:
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(settings)
+
+
+def _gather(bucket: list[tuple[str, Any]], *, is_wanted: bool) -> list[tuple[str, Tensor]]:
+    """One bucket out of ZeRO-3's partitions. Copied inside the context: leaving it re-partitions the storage."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+        return [(name, parameter.detach().clone()) for name, parameter in bucket] if is_wanted else []
 
 
 def _buckets(parameters: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:

@@ -62,5 +62,5 @@ class FrozenPolicy:
             batch = collate(micro_batch, sequences, device=self.device, needs_mask=is_packed)
             logprobs, _ = batch.inputs.call(self.model, self.temperature)
             values = logprobs[: batch.num_tokens].float().cpu().numpy()
-            place_by_sequence(values, batch.sequence_index, starts, found)
+            place_by_sequence(values, batch, starts, found)
         return found

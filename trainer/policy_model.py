@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels.float32_head import use_float32_head
 from penstock.kernels.linear_logprob import linear_scores
+from penstock.kernels.vocabulary_parallel import (
+    VocabularyPart,
+    vocabulary_parallel_argmax,
+    vocabulary_parallel_logprob,
+)
 from penstock.weights.model_config import ModelConfig
 
 _PREFIX = "causal_lm."
@@ -27,11 +32,13 @@ class PolicyModel(nn.Module):
 
     Attributes:
         causal_lm: The Hugging Face model; its parameter names are the published names.
+        vocabulary: Which rows of the head this rank has; None: all of them.
     """
 
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.vocabulary: VocabularyPart | None = None
 
     def forward(
         self,
@@ -61,9 +68,14 @@ class PolicyModel(nn.Module):
             input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
         )
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
-        head = self.causal_lm.get_output_embeddings()
-        scored = linear_scores(hidden, head, target_ids, temperature=temperature)
-        return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
+        head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
+        if part is None:
+            scored = linear_scores(hidden, head, target_ids, temperature=temperature)
+            return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
+        logprobs, entropies = vocabulary_parallel_logprob(hidden, head, target_ids, part, temperature=temperature)
+        if self.training:
+            return logprobs, entropies
+        return logprobs, vocabulary_parallel_argmax(hidden, head, part) == target_ids
 
 
 def hf_name(parameter_name: str) -> str:

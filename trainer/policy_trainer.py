@@ -29,7 +29,8 @@ from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.policy_loss import policy_loss
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
-from penstock.trainer.batches.packing import BatchPlan, plan_batch
+from penstock.trainer.batches.packing import BatchPlan, RowLayout, plan_batch
+from penstock.trainer.batches.sequence_share import sequence_share
 from penstock.trainer.batches.sequences import Example, batch_metrics, policy_sequences, supervised_sequences
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.weights.layout.engine import TrainingSide
@@ -40,7 +41,7 @@ class StepSettings:
     """What a step needs besides the algorithm.
 
     Attributes:
-        max_tokens_per_micro_batch: Padded tokens of one forward-backward on one rank.
+        max_tokens_per_micro_batch: Padded tokens of one forward-backward of the ranks that share sequences.
         attention_share: a of the packing cost model, per token.
         attention: `sdpa` packs rows under a mask; `flash_attention_2` packs one row.
         temperature: Of sampling; the trainer's logprobs use the same.
@@ -176,18 +177,15 @@ class PolicyTrainer:
     def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""
         sequences = supervised_sequences(examples)
-        num_wrong = 0
-        gold_logprobs = np.full(len(sequences), -np.inf)  # sequences of other ranks count 0
+        num_wrong, gold_logprobs = np.zeros((2, len(sequences)))  # tokens of other ranks count 0
         with self.backend.evaluation():
             for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
                 logprobs, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
                 index = micro_batch.sequence_index
-                num_wrong += len(np.unique(index[~is_argmax[: micro_batch.num_tokens].cpu().numpy()]))
-                gold_logprobs[np.unique(index)] = 0.0
+                np.add.at(num_wrong, index, ~is_argmax[: micro_batch.num_tokens].cpu().numpy())
                 np.add.at(gold_logprobs, index, logprobs[: micro_batch.num_tokens].double().cpu().numpy())
-        mine = np.array([num_wrong, np.exp(gold_logprobs).sum()], np.float64)
-        wrong, gold = self.backend.all_reduce(mine, "sum")
-        return TeacherForced(1.0 - float(wrong) / len(examples), float(gold) / len(examples))
+        num_wrong, gold_logprobs = self.backend.all_reduce(np.stack([num_wrong, gold_logprobs]), "sum")
+        return TeacherForced(float(np.mean(num_wrong == 0)), float(np.exp(gold_logprobs).mean()))
 
     def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
         """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
@@ -198,7 +196,7 @@ class PolicyTrainer:
             for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
                 logprobs, _ = self.backend.forward(micro_batch.inputs, self._settings.temperature)
                 values = logprobs[: micro_batch.num_tokens].double().cpu().numpy()
-                place_by_sequence(values, micro_batch.sequence_index, starts, found)
+                place_by_sequence(values, micro_batch, starts, found)
         return self.backend.all_reduce(found, "sum")
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -246,7 +244,7 @@ class PolicyTrainer:
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch."""
         plan = self._plan(sequences)
-        count = len(plan.ranks[self.backend.rank])
+        count = len(plan.ranks[self.backend.data_parallel_rank])
         for position, micro_batch in enumerate(self._micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
             terms, is_masked, is_clipped = loss_function(target, micro_batch)
@@ -293,18 +291,23 @@ class PolicyTrainer:
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
     def _plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
+        masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
         return plan_batch(
             [sequence.num_inputs for sequence in sequences],
-            self.backend.world_size,
+            self.backend.data_parallel_size,
             self._settings.max_tokens_per_micro_batch,
             attention_share=self._settings.attention_share,
-            layout="rows" if self._settings.attention == "sdpa" else "single_row",
+            layout=masked_layout if self._settings.attention == "sdpa" else "single_row",
         )
 
     def _micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:
-        needs_mask = self._settings.attention == "sdpa"
-        for micro_batch in plan.ranks[self.backend.rank]:
-            yield collate(micro_batch, sequences, device=self.backend.device, needs_mask=needs_mask)
+        backend, needs_mask = self.backend, self._settings.attention == "sdpa"
+        for planned in plan.ranks[backend.data_parallel_rank]:
+            micro_batch = collate(planned, sequences, device=backend.device, needs_mask=needs_mask)
+            if backend.sequence_parallel_size == 1:
+                yield micro_batch
+            else:
+                yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
 
     def _rl_terms(self, target: Tensor, micro_batch: MicroBatch) -> _LossTerms:
         """Policy loss and divergence from the reference, times behavior correction, with proximal = sg(target)."""

@@ -20,6 +20,7 @@ class TrainerSpec:
         temperature: The sampling temperature; the trainer's logprobs use the same.
         max_new_tokens: The sampling limit, for `constant_length` aggregation and the truncated share.
         threads: CPU threads of each rank.
+        publish_in: Parent of the folder for published versions; None: shared memory.
         streams: Parts of a batch are trained while the rest of it is still being generated.
     """
 
@@ -32,12 +33,13 @@ class TrainerSpec:
     seed: int
     temperature: float
     max_new_tokens: int
+    publish_in: str | None = None
     streams: bool = False
 
     @property
     def tokens_per_part(self) -> float:
-        """Most tokens of one part of a batch: a micro-batch for every rank; without streaming, no limit."""
-        return self.trainer.num_ranks * self.trainer.max_tokens_per_micro_batch if self.streams else math.inf
+        """Most tokens of one part of a batch: a micro-batch for all ranks; without streaming, no limit."""
+        return self.trainer.data_parallel_size * self.trainer.max_group_tokens if self.streams else math.inf
 
 
 @dataclass(frozen=True, slots=True)

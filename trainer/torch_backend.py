@@ -24,8 +24,8 @@ from penstock.weights.model_config import ModelConfig
 class TorchBackend:
     """One rank, whole parameters, AdamW. Implements `Backend`."""
 
-    rank = 0
-    world_size = 1
+    rank = data_parallel_rank = sequence_parallel_rank = 0
+    data_parallel_size = sequence_parallel_size = 1
 
     def __init__(self, model: PolicyModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         self.device = next(model.parameters()).device

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from penstock.trainer.config import TrainerConfig
 from penstock.weights.model_config import ModelConfig
+
+
+class Violation(NamedTuple):
+    """A combination that cannot run: one sentence that begins with its key path, and the keys it comes from."""
+
+    message: str
+    keys: tuple[str, ...]
 
 
 def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
     """One sentence per combination that cannot run, each beginning with its key path; empty if all is well."""
     violations = []
-    if trainer.max_tokens_per_micro_batch < model.max_context_tokens:
+    if trainer.max_group_tokens < model.max_context_tokens:
         violations.append(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below "
-            f"model.max_context_tokens={model.max_context_tokens}: a sequence is never split, so the longest would not "
-            f"fit. Use at least {model.max_context_tokens}."
+            f"model.max_context_tokens={model.max_context_tokens} over {trainer.sequence_parallel_size} rank(s): a "
+            "sequence is never split over micro-batches, so the longest would not fit. "
+            f"Use at least {-(-model.max_context_tokens // trainer.sequence_parallel_size)}."
         )
     if trainer.offload_optimizer and trainer.zero_stage == 0:
         violations.append(
@@ -21,7 +32,53 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
         )
     if trainer.backend == "torch":
         violations += _torch_violations(model, trainer)
-    return violations
+    return violations + [message for message, _ in parallel_violations(model, trainer)]
+
+
+def parallel_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:
+    """What tensor and sequence parallelism cannot do."""
+    shape = model.shape
+    tp, sp = trainer.tensor_parallel_size, trainer.sequence_parallel_size
+    tp_key, sp_key = "trainer.tensor_parallel_size", "trainer.sequence_parallel_size"
+    if tp > 1 and sp > 1:
+        yield Violation(
+            f"{tp_key}={tp} with sequence_parallel_size={sp}: DeepSpeed knows either the groups of AutoTP or those of "
+            "Ulysses in a process, not both, and gradients would be summed over the wrong ranks. Set one of them to 1.",
+            (tp_key, sp_key),
+        )
+    elif trainer.num_ranks % (tp * sp):
+        key, size = (tp_key, tp) if tp > 1 else (sp_key, sp)
+        below = trainer.num_ranks - trainer.num_ranks % size
+        first = below or size
+        yield Violation(
+            f"{key}={size} does not divide trainer.num_ranks={trainer.num_ranks}: ranks work in groups of {size}, and "
+            f"{trainer.num_ranks - below} would be left over. Use num_ranks={first} or {first + size}.",
+            (key, "trainer.num_ranks"),
+        )
+    if shape.num_kv_heads % tp:
+        yield Violation(
+            f"{tp_key}={tp} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: a key/value head is never "
+            "split, so ranks would get unequal attention, some none. Use a divisor of it.",
+            (tp_key, "model.shape.num_kv_heads"),
+        )
+    if shape.num_kv_heads % sp:
+        yield Violation(
+            f"{sp_key}={sp} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: Ulysses exchanges stretches "
+            "of a sequence for whole heads. Use a divisor of it.",
+            (sp_key, "model.shape.num_kv_heads"),
+        )
+    if model.dtype == "bfloat16" and tp > 1 and trainer.zero_stage == 0:
+        yield Violation(
+            f"{tp_key}={tp} with trainer.zero_stage=0 in bfloat16: DeepSpeed's optimizer of that kind takes the norm "
+            "of one rank's parts for the gradient's, and would clip too little. Use trainer.zero_stage=1, 2 or 3.",
+            (tp_key, "trainer.zero_stage", "model.dtype"),
+        )
+    if model.dtype == "bfloat16" and sp > 1 and trainer.zero_stage == 1:
+        yield Violation(
+            f"{sp_key}={sp} with trainer.zero_stage=1 in bfloat16: DeepSpeed's optimizer of that kind takes sequence "
+            "ranks for tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3.",
+            (sp_key, "trainer.zero_stage", "model.dtype"),
+        )
 
 
 def _torch_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:

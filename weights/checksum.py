@@ -13,6 +13,7 @@ row sums W_r, the column sums W_c and the total W: two passes of additions over 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,14 @@ _PRIME = 0x100000001B3
 _COLUMNS = 512
 _BLOCK_WORDS = {"cpu": 1 << 16}
 _DEVICE_BLOCK_WORDS = 1 << 25
+
+
+class PartialSum(NamedTuple):
+    """What one sender adds to the checksum of a buffer of an engine rank."""
+
+    engine_rank: int
+    buffer: str
+    checksum: int
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:

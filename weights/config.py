@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 NUM_SLOTS = 2
 """Versions kept in shared memory by `direct`: one is written while another may still be read."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
+CodecName = Literal["full", "delta", "int8_delta"]
 
 
 class WeightsConfig(BaseModel):
@@ -16,9 +17,15 @@ class WeightsConfig(BaseModel):
 
     Attributes:
         mode: `direct` sends each engine rank exactly what it holds, from whichever trainer rank has it; `gather` sends
-            whole tensors through rank 0 and the engine's own loader: for models whose layout is not known, and across
-            nodes.
-        transport: `shared_memory` needs trainer rank 0 and the engine on one node; `object_store` works across nodes.
+            whole tensors through rank 0 and the engine's own loader: for models whose layout is not known.
+        transport: `auto` is shared memory where trainer and engines are on one node; across nodes it is a process group
+            of its own for `direct` and Ray's object store for `gather`. The others force one of them.
+        codec: What crosses nodes by a process group: everything, what has changed (bit-exact), or the difference in 8
+            bits (not exact; engines of one device only, since replicated parameters would differ between devices).
+        overlap: Training goes on once a version has left the training ranks, while engines take it. Until the first of
+            them has, no request starts.
+        directory: Parent of the folders that versions are published in; None: shared memory where there is some, else
+            the temporary folder.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
@@ -31,7 +38,10 @@ class WeightsConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["direct", "gather"] = "direct"
-    transport: Literal["shared_memory", "object_store"] = "shared_memory"
+    transport: Literal["auto", "shared_memory", "group", "object_store"] = "auto"
+    codec: CodecName = "full"
+    overlap: bool = False
+    directory: str | None = None
     update_mode: UpdateMode = "keep_kv"
     probe_every: int = Field(default=20, ge=0)
     timeout_s: float = Field(default=120.0, gt=0)

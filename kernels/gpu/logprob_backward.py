@@ -26,7 +26,8 @@ def logits_gradient_kernel(
     columns,
     upstream_logprob,
     upstream_entropy,
-    log_sum_exp,
+    maxima,
+    log_totals,
     entropies,
     num_words,
     scale,
@@ -40,7 +41,7 @@ def logits_gradient_kernel(
     target = tl.load(columns + row)
     upstream = tl.load(upstream_logprob + row)
     log_probability = tl.load(logits + row * num_words + column, mask=is_inside, other=0.0) * scale
-    log_probability -= tl.load(log_sum_exp + row)
+    log_probability = (log_probability - tl.load(maxima + row)) - tl.load(log_totals + row)
     probability = tl.exp(log_probability)
     slope = upstream
     if HAS_ENTROPY:
@@ -77,7 +78,8 @@ def logits_gradient(
         columns.contiguous(),
         upstream.logprob,
         entropy,
-        upstream.log_sum_exp,
+        upstream.maximum,
+        upstream.log_total,
         upstream.entropies,
         num_words,
         scale,

@@ -65,7 +65,7 @@ class _Scores(torch.autograd.Function):
         entropies = statistics.entropy()
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, targets, statistics.log_sum_exp(), entropies)
+        ctx.save_for_backward(hidden, weight, targets, statistics.maximum, statistics.total.log(), entropies)
         is_most_likely = statistics.target >= statistics.maximum  # both are of the same product, bit for bit
         ctx.mark_non_differentiable(is_most_likely)
         return statistics.logprob(), entropies, is_most_likely
@@ -75,14 +75,15 @@ class _Scores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sum_exp, entropies = ctx.saved_tensors
+        hidden, weight, targets, maximum, log_total, entropies = ctx.saved_tensors
         settings: Settings = ctx.settings
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None
         gradient = LogprobGradient(
-            torch.zeros_like(log_sum_exp) if grad_logprob is None else grad_logprob.contiguous(),
+            torch.zeros_like(entropies) if grad_logprob is None else grad_logprob.contiguous(),
             None if grad_entropy is None else grad_entropy.contiguous(),
-            log_sum_exp,
+            maximum,
+            log_total,
             entropies,
         )
         wanted = Wanted(hidden=ctx.needs_input_grad[0], weight=ctx.needs_input_grad[1])

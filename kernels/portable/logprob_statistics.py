@@ -37,11 +37,8 @@ class Statistics(NamedTuple):
     weighted: Tensor
     target: Tensor
 
-    def log_sum_exp(self) -> Tensor:
-        return self.maximum + self.total.log()
-
     def logprob(self) -> Tensor:
-        return self.target - self.log_sum_exp()
+        return (self.target - self.maximum) - self.total.log()  # m + ln s would round away what logits near m differ by
 
     def entropy(self) -> Tensor:
         return self.total.log() - self.weighted / self.total
@@ -54,18 +51,21 @@ class LogprobGradient:
     Attributes:
         logprob: g, float32.
         entropy: e, float32; None if the entropies carry no gradient.
-        log_sum_exp: Of the whole vocabulary, float32.
+        maximum: m of the whole vocabulary, float32.
+        log_total: ln s of the whole vocabulary, float32.
         entropies: η, float32.
     """
 
     logprob: Tensor
     entropy: Tensor | None
-    log_sum_exp: Tensor
+    maximum: Tensor
+    log_total: Tensor
     entropies: Tensor
 
     def of(self, block: slice) -> LogprobGradient:
         entropy = None if self.entropy is None else self.entropy[block]
-        return LogprobGradient(self.logprob[block], entropy, self.log_sum_exp[block], self.entropies[block])
+        rows = (each[block] for each in (self.maximum, self.log_total, self.entropies))
+        return LogprobGradient(self.logprob[block], entropy, *rows)
 
 
 def empty_statistics(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Statistics:

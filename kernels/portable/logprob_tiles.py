@@ -140,13 +140,15 @@ def gradient_of_tile(logits: Tensor, columns: Tensor, upstream: LogprobGradient)
         columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 where it is in another.
         upstream: Of these tokens.
     """
-    log_probabilities = logits.sub_(upstream.log_sum_exp[:, None])
+    distance = logits.sub_(upstream.maximum[:, None])
+    share = upstream.log_total.neg().exp()  # 1 / s, multiplied into `[t]` factors and not into the tile
     if upstream.entropy is None:
-        gradient = log_probabilities.exp_().mul_(-upstream.logprob[:, None])
+        gradient = distance.exp_().mul_((-upstream.logprob * share)[:, None])
     else:
-        probabilities = log_probabilities.exp()
-        offset = upstream.logprob + upstream.entropy * upstream.entropies
-        gradient = log_probabilities.mul_(-upstream.entropy[:, None]).sub_(offset[:, None]).mul_(probabilities)
+        exponentials = distance.exp()
+        offset = upstream.logprob + upstream.entropy * (upstream.entropies - upstream.log_total)
+        slope = -upstream.entropy * share
+        gradient = distance.mul_(slope[:, None]).sub_((offset * share)[:, None]).mul_(exponentials)
     place = columns.clamp(0, logits.shape[1] - 1)[:, None]
     is_here = columns[:, None] == place
     return gradient.scatter_add_(1, place, upstream.logprob[:, None] * is_here)

@@ -23,6 +23,7 @@ from penstock.platform.config.checks_flow import (
     check_streams,
     check_surplus,
 )
+from penstock.platform.config.checks_parallel import check_parallel, unequal_work
 from penstock.platform.config.findings import Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 
@@ -83,13 +84,13 @@ def check_sft_section(config: RunConfig) -> Iterator[Finding]:
         return
     if not config.model.from_scratch and config.model.path is None:
         yield error("model.path is not set. Give a model directory, or model.from_scratch=true.", "model.path")
-    yield from _unequal_work("sft.batch_size", config.sft.batch_size, config.trainer.num_ranks)
+    yield from unequal_work("sft.batch_size", config.sft.batch_size, config.trainer)
 
 
 def check_batch(config: RunConfig) -> Iterator[Finding]:
     """Ranks get equal work; a group can lose members and still be trained."""
     flow = config.dataflow
-    yield from _unequal_work("dataflow.batch_groups", flow.batch_groups, config.trainer.num_ranks)
+    yield from unequal_work("dataflow.batch_groups", flow.batch_groups, config.trainer)
     if flow.min_group_size > flow.group_size:
         yield error(
             f"dataflow.min_group_size={flow.min_group_size} is above group_size={flow.group_size}: no group could "
@@ -118,12 +119,15 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
             "trainer.zero_stage",
             "trainer.backend",
         )
-    if trainer.max_tokens_per_micro_batch < context:
+    if trainer.max_group_tokens < context:
+        sharing = trainer.sequence_parallel_size
+        over = f" over sequence_parallel_size={sharing} ranks" if sharing > 1 else ""
         yield error(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below "
-            f"model.max_context_tokens={context}: a trajectory of full length could never be trained. "
-            f"Use at least {context}.",
+            f"model.max_context_tokens={context}{over}: a trajectory of full length could never be trained. "
+            f"Use at least {-(-context // sharing)}.",
             "trainer.max_tokens_per_micro_batch",
+            "trainer.sequence_parallel_size",
             "model.max_context_tokens",
         )
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
@@ -185,23 +189,11 @@ def check_flow(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _unequal_work(key: str, value: int, num_ranks: int) -> Iterator[Finding]:
-    if value % num_ranks:
-        below = value - value % num_ranks
-        choices = f"{below} or {below + num_ranks}" if below else str(num_ranks)
-        yield error(
-            f"{key}={value} is not a multiple of trainer.num_ranks={num_ranks}: ranks would get unequal work. "
-            f"Use {choices}.",
-            key,
-            "trainer.num_ranks",
-        )
-
-
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
-        check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
+        check_model, check_has_policy, check_batch, check_trainer, check_parallel, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
     ),
-    "sft": (check_model, check_sft_section, check_trainer),
+    "sft": (check_model, check_sft_section, check_trainer, check_parallel),
     "eval": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

@@ -31,6 +31,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_colocated(config)
         yield from check_update_mode(config)
         yield from check_transport(config)
+        yield from check_overlap(config)
 
 
 def check_pools(config: RunConfig) -> Iterator[Finding]:
@@ -186,19 +187,53 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
 def check_transport(config: RunConfig) -> Iterator[Finding]:
     """How weights travel fits to where they go."""
     weights = config.weights
-    if weights.mode == "direct" and weights.transport != "shared_memory":
+    wrong = {"direct": "object_store", "gather": "group"}[weights.mode]
+    if weights.transport == wrong or (weights.mode == "gather" and weights.transport == "shared_memory"):
+        fitting = {"direct": "shared_memory or group", "gather": "object_store"}[weights.mode]
         yield error(
-            f"weights.mode=direct with weights.transport={weights.transport}: training ranks write straight into "
-            "the shared memory of the engines' node. Use weights.mode=gather (weights=object_store sets it).",
+            f"weights.mode={weights.mode} with weights.transport={weights.transport}: only {fitting} can be forced "
+            "there. Use weights.transport=auto.",
             "weights.mode",
             "weights.transport",
         )
-    if config.weights.transport == "shared_memory" and config.cluster.address != "local":
+    tp_size = config.rollout.engine.tensor_parallel_size
+    if weights.codec == "int8_delta" and tp_size > 1:
+        yield error(
+            f"weights.codec=int8_delta with rollout.engine.tensor_parallel_size={tp_size}: it rounds for each "
+            "device on its own, so parameters that all devices hold would differ between them. Use delta.",
+            "weights.codec",
+            "rollout.engine",
+        )
+    is_one_node = weights.transport == "auto" and config.cluster.address == "local"
+    if weights.codec != "full" and (weights.mode == "gather" or weights.transport == "shared_memory" or is_one_node):
         yield warning(
-            f"weights.transport=shared_memory on the cluster {config.cluster.address}: it needs trainer rank 0 and "
-            "every engine on one node. Use weights=object_store if they may be on several.",
+            f"weights.codec={weights.codec} has no effect with weights.mode={weights.mode}, weights.transport="
+            f"{weights.transport} and cluster.address={config.cluster.address}: only a process group "
+            "across nodes uses it.",
+            "weights.codec",
+            "weights.mode",
             "weights.transport",
-            "cluster.address",
+        )
+
+
+def check_overlap(config: RunConfig) -> Iterator[Finding]:
+    """Overlapped publishes are for engines that take a version at once, beside the trainer."""
+    if not config.weights.overlap:
+        return
+    if config.weights.update_mode in ("drain", "multi_version"):
+        yield error(
+            f"weights.overlap=true with weights.update_mode={config.weights.update_mode}: requests that start wait for "
+            "the first engine to have the version, which would be until its requests have ended, and its slots would "
+            "stand empty. Use keep_kv or recompute_kv.",
+            "weights.overlap",
+            "weights.update_mode",
+        )
+    if config.cluster.colocated:
+        yield error(
+            "weights.overlap=true with cluster.colocated=true: the engines sleep while the trainer computes. Use "
+            "weights.overlap=false.",
+            "weights.overlap",
+            "cluster.colocated",
         )
 
 

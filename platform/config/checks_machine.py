@@ -160,16 +160,18 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
-    """Two published versions, the new and the one still being read, fit in shared memory."""
-    folder = hardware.SHARED_MEMORY
-    if config.weights.transport != "shared_memory" or not folder.is_dir():
+    """Two published versions, the new and the one still being read, fit where they are published."""
+    folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
+    if not folder.is_dir():
+        if config.weights.directory:
+            yield error(f"weights.directory={folder} is no folder. Make it, on every node.", "weights.directory")
         return
     needed, free = 2 * published_gib(config), hardware.free_disk_bytes(folder) / GIB
     if needed > free:
         yield absent(
-            f"weights.transport=shared_memory: two versions of the policy need {needed:.2f} GiB in {folder}, "
-            f"{free:.2f} GiB are free. Enlarge it (containers: --shm-size), or use weights=object_store.",
-            "weights.transport",
+            f"weights.directory: two versions of the policy need {needed:.2f} GiB in {folder}, {free:.2f} GiB are "
+            "free. Enlarge it (containers: --shm-size), or set weights.directory to a folder on a disk.",
+            "weights.directory",
             "model",
         )
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
@@ -260,10 +261,13 @@ class Simulation:
 
     def _make_publisher(self, pool: EnginePool) -> ActorWeightPublisher:
         weights = WeightsConfig(
-            update_mode=self.config.update_mode, timeout_s=PUBLISH_TIMEOUT_S, drain_timeout_s=DRAIN_TIMEOUT_S
+            update_mode=self.config.update_mode,
+            overlap=self.config.overlap,
+            timeout_s=PUBLISH_TIMEOUT_S,
+            drain_timeout_s=DRAIN_TIMEOUT_S,
         )
-        trainer = cast("TrainerClient", self.trainer)
-        return self.seams.publisher(trainer, pool, weights, trainer.export)
+        export = GatherExport(cast("TrainerClient", self.trainer), pool, weights)
+        return self.seams.publisher(pool, weights, export)
 
 
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:

@@ -34,14 +34,20 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     assert (run_dir / "report.html").stat().st_size > 10_000
 
 
-def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_workers(
-    workspace: Path, train_overrides: list[str]
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("zero3_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3"]),
+        ("autotp_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.tensor_parallel_size=2"]),
+    ],
+)
+def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
+    name: str, sides: list[str], workspace: Path, train_overrides: list[str]
 ) -> None:
-    sides = ["rollout.engine.tensor_parallel_size=2", "trainer.num_ranks=2", "trainer.zero_stage=3"]
-    overrides = [*train_overrides, *SMALL, *sides, "dataflow.max_staleness=0"]
-    done = run_cli("train", *overrides, "name=on_policy", cwd=workspace)
+    overrides = [*train_overrides, *SMALL, "trainer.num_ranks=2", *sides, "dataflow.max_staleness=0"]
+    done = run_cli("train", *overrides, f"name={name}", cwd=workspace)
     assert done.returncode == 0, done.stderr
-    run_dir = workspace / "runs" / "on_policy"
+    run_dir = workspace / "runs" / name
     assert read_summary(run_dir)["max_staleness_seen"] == 0
     assert read_summary(run_dir)["share_tokens_stale"] == 0
     # Ratio 1 within 1e-4 at the first micro-batch and every other: behavior (vLLM) against proximal (trainer).
@@ -51,14 +57,25 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("two_vllm_engines_through_gathered_tensors", ["rollout.num_engines=2", "weights.mode=gather"]),
         (
-            "torch_engine_zero3_two_ranks_all_trackers_held_to_a_reference",
+            "autotp_into_two_vllm_engines_through_gathered_tensors",
+            [
+                "rollout.num_engines=2",
+                "weights.mode=gather",
+                "trainer.num_ranks=2",
+                "trainer.tensor_parallel_size=2",
+            ],
+        ),
+        (
+            "torch_engine_zero3_two_ranks_overlapped_through_a_group_all_trackers_held_to_a_reference",
             [
                 "rollout/engine=torch",
                 "algorithm.kl_coefficient=0.05",
                 "trainer.num_ranks=2",
                 "trainer.zero_stage=3",
+                "weights.transport=group",
+                "weights.codec=delta",
+                "weights.overlap=true",
                 "tracker=[jsonl,wandb,tensorboard]",
             ],
         ),
@@ -69,12 +86,22 @@ def test_max_staleness_zero_is_on_policy_from_zero3_into_an_engine_over_two_work
                 "trainer.max_tokens_per_micro_batch=256",
                 "rollout/engine=torch",
                 "rollout.num_engines=2",
-                "weights=object_store",
+                "weights=gather",
+                "weights.transport=object_store",
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
             ],
         ),
-        ("taking_turns", ["rollout/engine=torch", "cluster.colocated=true", "dataflow.max_staleness=0"]),
+        (
+            "ulysses_taking_turns",
+            [
+                "rollout/engine=torch",
+                "cluster.colocated=true",
+                "dataflow.max_staleness=0",
+                "trainer.num_ranks=2",
+                "trainer.sequence_parallel_size=2",
+            ],
+        ),
     ],
 )
 def test_variants_train(name: str, overrides: list[str], workspace: Path, train_overrides: list[str]) -> None:
@@ -92,6 +119,9 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     assert summary["eval_before"] > 0.2, "the engines have other weights than the trainer"
     is_streamed = "dataflow.stream_micro_batches=true" in overrides
     assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
+    sent_bytes = read_metric(run_dir, "weights/sent_bytes")
+    if "weights.transport=group" in overrides:
+        assert 0 < sent_bytes[-1] < 1.1 * read_metric(run_dir, "weights/bytes")[-1], "more than one policy was sent"
     if "tracker" in "".join(overrides):
         assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
         assert list((run_dir / "tensorboard").rglob("events.out.tfevents.*"))

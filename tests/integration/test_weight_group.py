@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,32 @@ def test_no_process_makes_more_memory_than_a_bucket(exact: list[Story], relayed:
     chapters += [relayed[rank]["three"] for rank in (1, 2, 4)]
     assert all(0 < chapter["extra_bytes"] <= BUCKET_BYTES for chapter in chapters)
     assert all(chapter["allocated_bytes"] == chapter["extra_bytes"] for chapter in chapters)
+
+
+@pytest.mark.parametrize("codec", ["full", "delta", "int8_delta"])
+def test_what_arrives_through_a_codec_is_what_the_sums_of_the_senders_say(relayed: list[Story], codec: str) -> None:
+    for version in range(4):
+        chapters = [process[codec][version] for process in relayed if codec in process]
+        sums: Counter[str] = Counter()
+        for chapter in chapters[:2]:
+            for rank, buffer, checksum in chapter["sums"]:
+                assert rank == 0
+                sums[buffer] += checksum
+        engines = chapters[2:]
+        assert len(engines) == 2, "the one between them dies before it writes"
+        assert all(chapter["checksums"] == {name: total % 2**64 for name, total in sums.items()} for chapter in engines)
+        largest_step = 0.0 if codec != "int8_delta" else 0.5
+        assert all(chapter["off"] <= largest_step for chapter in engines)
+
+
+def test_a_delta_sends_what_has_changed_and_relays_it_as_it_is(relayed: list[Story]) -> None:
+    whole, first, second = relayed[0]["full"][1], *relayed[0]["delta"][:2]
+    assert sum(first["sent"].values()) > sum(whole["sent"].values()) * 0.99, "nothing is known of the receivers"
+    assert sum(second["sent"].values()) < 0.12 * sum(whole["sent"].values())
+    changed, elements = second["changed"]
+    assert changed == pytest.approx(elements / 50, rel=0.05)
+    sent_by_trainers = sum(sum(relayed[rank]["delta"][1]["sent"].values()) for rank in (0, 1))
+    assert sum(relayed[2]["delta"][1]["sent"].values()) == pytest.approx(sent_by_trainers, rel=0.01)
 
 
 def test_the_way_back_is_the_identity(exact: list[Story]) -> None:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.checksum import tensor_checksum
+from penstock.weights.codec.choice import CODECS
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.training import training_layout
 from penstock.weights.layout.vllm import vllm_layout
@@ -152,6 +153,40 @@ def publish(group: TransferGroup, version: int, tp: int, dtype: torch.dtype = to
     }
 
 
+def some_changed(version: int) -> dict[str, np.ndarray]:
+    """Even numbers; a fiftieth of them per version moves by one."""
+    return {name: 2 * values + (values % 50 <= version) for name, values in FULL.items()}
+
+
+def publish_coded(group: TransferGroup, codec: str, versions: range) -> list[Story]:
+    """The same from version to version through a codec, into two slots by turns as engines have them."""
+    members, layout = group.members, engine(1)
+    transfer = Transfer(group, plan_to(1), members.to_engines(hops_of(members)), torch.float32, CODECS[codec])
+    slots = [staging_buffers(layout.buffers[0], torch.float32) for _ in range(2)] if group.rank >= 2 else [{}, {}]
+    seen = []
+    for version in versions:
+        full = some_changed(version)
+        source = buffers_of(ZERO3, full)[group.rank] if group.rank < 2 else {}
+        source = {name: torch.from_numpy(values).float() for name, values in source.items()}
+        destination, before = slots[version % 2], slots[(version - 1) % 2]
+        traffic = transfer.run(version, source, destination, held=before, wants_sums=True)
+        expected = {
+            name: torch.from_numpy(np.where(values == PADDING, 0, values).ravel()).float()
+            for name, values in (vllm_rank(full, MODEL, 1, 0) if group.rank >= 2 else {}).items()
+        }
+        seen.append(
+            {
+                "off": max((float((destination[name] - expected[name]).abs().max()) for name in expected), default=0.0),
+                "sent": dict(traffic.sent_bytes),
+                "received": dict(traffic.received_bytes),
+                "sums": [list(one) for one in traffic.sums or ()],
+                "checksums": {name: tensor_checksum(values) for name, values in destination.items()},
+                "changed": [traffic.num_changed, traffic.num_elements],
+            }
+        )
+    return seen
+
+
 def interrupted_publish(group: TransferGroup, version: int, victim: int, event: Callable[[], None]) -> None:
     """Something happens to one engine in about the middle."""
     plan = plan_to(1)
@@ -198,6 +233,8 @@ def tell_relayed(rank: int, store_at: tuple[str, int], done: Story, write_down: 
         group.close()
     group = join(store_at, Members(2, NAMES), rank, 1)
     done["three"] = publish(group, 2, 1)
+    for codec in ("full", "delta", "int8_delta"):
+        done[codec] = publish_coded(group, codec, range(10, 14))
     group.close()
     done["absent"] = error_of(lambda: join(store_at, Members(2, (*NAMES, "engine-3")), rank, 2, 2.0))
     group = join(store_at, Members(2, NAMES), rank, 3, 8.0)

@@ -43,6 +43,12 @@ def test_no_invariant_breaks_when_micro_batches_are_streamed(policy: str) -> Non
     clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(40))
 
 
+@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_no_invariant_breaks_when_publishes_overlap_training(eta: int, mode: str) -> None:
+    clean([*SMALL, "faults=heavy", "overlap=true", f"eta={eta}", f"update_mode={mode}"], range(30))
+
+
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 @pytest.mark.parametrize("eta", [0, 1, 2, 4, 8])
 def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:

@@ -190,6 +190,13 @@ class TrainedAgain(DurableState):
         return replace(resumed, ledger=super().resume(entries, version).ledger)
 
 
+class OldVersionsStart(EnginePool):
+    """While a version is on its way, requests go on starting at the one before."""
+
+    def raise_floor(self, version: int) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Case:
     seams: Seams
@@ -215,6 +222,9 @@ CASES = {
     "a token nobody sampled carries loss weight": Case(Seams(trainer=PromptWeighted), "I7", ()),
     "what was under way when the driver died is forgotten": Case(Seams(disk=InterruptedForgotten), "I3"),
     "a resumed driver trains again what the weights know": Case(Seams(disk=TrainedAgain), "I2|I5"),
+    "requests start below a version that is on its way": Case(
+        Seams(pool=OldVersionsStart), "I8", ("overlap=true", "publish_bytes_per_s=1e9")
+    ),
     "the normaliser is computed per micro-batch": Case(Seams(trainer=NormalisedPerMicroBatch), "I9", ()),
 }
 

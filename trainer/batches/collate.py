@@ -90,6 +90,7 @@ class MicroBatch:
         reference_logprobs: 0 where the loss does not need them.
         num_tokens: Loss tokens that count: K, or 0 if empty.
         sequence_index: `[K] int64`, which sequence of the batch each loss token belongs to.
+        token_index: `[K] int64`, which of its loss tokens it is.
     """
 
     inputs: ModelInputs
@@ -98,6 +99,7 @@ class MicroBatch:
     token_weights: Tensor
     reference_logprobs: Tensor
     sequence_index: NDArray[np.int64]
+    token_index: NDArray[np.int64]
     num_tokens: int
 
 
@@ -160,19 +162,16 @@ def collate(
             ).astype(np.float32)
         ),
         sequence_index=np.repeat(np.array(order, np.int64), counts),
+        token_index=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
         num_tokens=sum(counts),
     )
 
 
 def place_by_sequence(
-    values: NDArray[np.floating],
-    sequence_index: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    into: NDArray[np.floating],
+    values: NDArray[np.floating], micro_batch: MicroBatch, starts: NDArray[np.int64], into: NDArray[np.floating]
 ) -> None:
-    """Put what a micro-batch found, one value per target token, where each sequence's targets begin in `into`."""
-    for sequence in np.unique(sequence_index):
-        into[starts[sequence] : starts[sequence + 1]] = values[sequence_index == sequence]
+    """Put what a micro-batch found, one value per target token, where each sequence's targets are in `into`."""
+    into[starts[micro_batch.sequence_index] + micro_batch.token_index] = values
 
 
 def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
@@ -190,4 +189,5 @@ def _empty(device: torch.device) -> MicroBatch:
     index = torch.zeros(1, dtype=torch.int64, device=device)
     zeros = torch.zeros(1, dtype=torch.float32, device=device)
     grid = index[None]
-    return MicroBatch(ModelInputs(grid, grid, None, index, index), zeros, zeros, zeros, zeros, np.zeros(0, np.int64), 0)
+    none = np.zeros(0, np.int64)
+    return MicroBatch(ModelInputs(grid, grid, None, index, index), zeros, zeros, zeros, zeros, none, none, 0)

@@ -31,14 +31,24 @@ class TrainingSide:
 
     Attributes:
         tensors: Names and full shapes, tied ones once.
-        num_ranks: Data-parallel ranks.
-        is_partitioned: Each tensor is partitioned over them (ZeRO-3); otherwise every rank has all of it.
+        num_replicas: Ranks that hold the same part of each tensor, or partition it among themselves.
+        is_partitioned: Each part is partitioned over them (ZeRO-3); otherwise every one has all of it.
+        tp_size: Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank.
+        num_kv_heads: Of the model; needed with `tp_size` > 1.
     """
 
     tensors: tuple[TensorSpec, ...]
-    num_ranks: int = 1
+    num_replicas: int = 1
     is_partitioned: bool = False
+    tp_size: int = 1
+    num_kv_heads: int | None = None
 
     def layout(self) -> Layout:
         """Where the ranks hold the model."""
-        return training_layout(self.tensors, num_replicas=self.num_ranks, is_partitioned=self.is_partitioned)
+        return training_layout(
+            self.tensors,
+            num_replicas=self.num_replicas,
+            tp_size=self.tp_size,
+            is_partitioned=self.is_partitioned,
+            num_kv_heads=self.num_kv_heads,
+        )

@@ -52,7 +52,7 @@ def training_layout(
     for tensor in tensors:
         held: list[Shard] = []
         for tp in range(tp_size):
-            box = _tensor_parallel_box(tensor, tp, tp_size, num_kv_heads)
+            box = tensor_parallel_box(tensor, tp, tp_size, num_kv_heads)
             num_elements = volume(box)
             part = -(-num_elements // num_replicas) if is_partitioned else num_elements
             for dp in range(num_replicas):
@@ -92,8 +92,12 @@ def _flat_shards(rank: int, name: str, box: Box, start: int, stop: int) -> Itera
         yield Shard(rank, moved, View(name, first - start, strides))
 
 
-def _tensor_parallel_box(tensor: TensorSpec, rank: int, size: int, num_kv_heads: int | None) -> Box:
-    """AutoTP's part of a tensor: attention in whole key/value heads, everything else in equal rows or columns."""
+def tensor_parallel_box(tensor: TensorSpec, rank: int, size: int, num_kv_heads: int | None) -> Box:
+    """AutoTP's part of a tensor: attention in whole key/value heads, everything else in equal rows or columns.
+
+    Raises:
+        WeightSyncError: If it is not known how the tensor is split.
+    """
     box = whole(tensor.shape)
     role = role_of(tensor.name)
     if size == 1 or role is Role.REPLICATED or tensor.name.endswith("embed_tokens.weight"):

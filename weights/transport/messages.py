@@ -1,19 +1,22 @@
 """What each process sends and receives in each bucket of a plan: pure, the same on every process.
 
-Within a bucket, all copies from one process to another are one message: the boxes one after the other, in the plan's
-order. What a destination rank receives in a bucket lies in one buffer, message after message by source rank, and that
-buffer as it is goes on to the same rank of the next replicas. So a process needs the bytes of one bucket for sending
-and of one for receiving, and training ranks only send and engine ranks only receive or pass on what they received.
+Within a bucket, all copies from one source to one destination rank are one message: the boxes one after the other, in
+the plan's order. What a destination rank receives in a bucket lies in one buffer, message after message by source rank,
+and that buffer as it is goes on to the same rank of the next replicas. So a process needs the bytes of one bucket for
+sending and of one for receiving, and training ranks only send and engine ranks only receive or pass on what they
+received.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
+from penstock.weights.checksum import PartialSum, strided_sum
 from penstock.weights.planner.plan import Copy, Plan
 from penstock.weights.strided import strided_box
 from penstock.weights.transport.members import Route
@@ -87,8 +90,7 @@ def _step(plan: Plan, route: Route, me: int, place: tuple[int, int] | None, buck
     children = tuple(route.replicas[hop.child][rank] for hop in route.hops if hop.parent == replica)
     if replica:
         parents = [hop.parent for hop in route.hops if hop.child == replica]
-        whole = [copy for copies in mine.values() for copy in copies]
-        inherited = [(route.replicas[parent][rank], whole) for parent in parents if whole]
+        inherited = [(route.replicas[parent][rank], copies) for parent in parents for copies in mine.values()]
         return Step(sends, tuple(_in_a_row(inherited)), children if inherited else (), ())
     direct = () if children else tuple(mine.pop(me, ()))
     return Step(sends, tuple(_in_a_row(mine.items())), children if mine else (), direct)
@@ -112,6 +114,26 @@ def unpack(message: Message, buffer: torch.Tensor, destination: Mapping[str, tor
     """Put every box of a message where the destination's layout has it."""
     for copy, part in _parts(message, buffer):
         strided_box(destination[copy.destination.buffer], copy.shape, copy.destination).copy_(part)
+
+
+def repack(message: Message, destination: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    """Inverse of `unpack`."""
+    for copy, part in _parts(message, buffer):
+        part.copy_(strided_box(destination[copy.destination.buffer], copy.shape, copy.destination))
+
+
+def sums_of(message: Message, buffer: torch.Tensor) -> Iterator[PartialSum]:
+    """What the boxes of a message add to the checksums of the destination's buffers."""
+    for copy, part in _parts(message, buffer):
+        checksum = strided_sum(part, copy.destination.offset, copy.destination.strides)
+        yield PartialSum(copy.dst_rank, copy.destination.buffer, checksum)
+
+
+def by_peer(messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
+    """Peer, start and stop of what goes to or comes from one process: its messages lie one behind the other."""
+    for peer, some in groupby(messages, key=lambda message: message.peer):
+        part = list(some)
+        yield peer, part[0].start, part[-1].stop
 
 
 def copy_directly(copy: Copy, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]) -> None:

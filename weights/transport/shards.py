@@ -13,32 +13,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.weights.checksum import combine_checksums, entry_key, strided_sum
+from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, strided_sum
 from penstock.weights.config import NUM_SLOTS
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.planner.plan import Copy, Plan, make_plan
+from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.strided import strided_box
 
 ALIGNMENT_BYTES = 64
-
-
-class PartialSum(NamedTuple):
-    """What one training rank adds to the checksum of an engine rank's buffer."""
-
-    engine_rank: int
-    buffer: str
-    checksum: int
 
 
 @dataclass(frozen=True)
@@ -58,14 +49,36 @@ class ShardTransfer:
     directory: str
 
     @classmethod
-    def between(cls, training: TrainingSide, engine: EngineSide, dtype: DType, directory: str) -> ShardTransfer:
+    def between(
+        cls,
+        training: TrainingSide,
+        engine: EngineSide,
+        dtype: DType,
+        directory: str,
+        training_nodes: Sequence[str] = (),
+        engine_node: str | None = None,
+    ) -> ShardTransfer:
         """Plan the transfer.
+
+        Args:
+            training: How the trainer holds the model.
+            engine: How an engine does.
+            dtype: Of the wire.
+            directory: Where the files are to be.
+            training_nodes: Node of each training rank: those on `engine_node` send what others have too.
+            engine_node: Where it goes first.
 
         Raises:
             WeightSyncError: If the layout of a tensor is not known on one of the sides.
         """
         destination = engine.layout(training.tensors)
-        plan = make_plan(training.layout(), destination, DTYPE_BYTES[dtype])
+        plan = make_plan(
+            training.layout(),
+            destination,
+            DTYPE_BYTES[dtype],
+            source_nodes=dict(enumerate(training_nodes)),
+            destination_nodes=dict.fromkeys(range(destination.num_ranks), engine_node) if engine_node else {},
+        )
         return cls(plan, destination.buffers, dtype, directory)
 
     def folder(self, version: int) -> Path:
@@ -92,6 +105,32 @@ class ShardTransfer:
         )
 
 
+class ShardFiles:
+    """The files of a transfer on one node, mapped as they are needed."""
+
+    def __init__(self, transfer: ShardTransfer) -> None:
+        """Make the files, if no other process has.
+
+        Raises:
+            WeightSyncError: If shared memory is too small for them.
+        """
+        self._transfer = transfer
+        self._dtype = TORCH_DTYPES[transfer.dtype]
+        self._mapped: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
+        for slot in range(NUM_SLOTS):
+            for engine_rank, sizes in enumerate(transfer.buffers):
+                _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
+
+    def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
+        """Name -> flat tensor: what an engine rank needs of a version; it replaces the version before the last one."""
+        folder = self._transfer.folder(version)
+        buffers = self._mapped.get((folder, engine_rank))
+        if buffers is None:
+            sizes = self._transfer.buffers[engine_rank]
+            buffers = self._mapped[folder, engine_rank] = _map(folder, engine_rank, sizes, self._dtype)
+        return buffers
+
+
 class ShardWriter:
     """One training rank's part of every publish."""
 
@@ -101,13 +140,9 @@ class ShardWriter:
         Raises:
             WeightSyncError: If shared memory is too small for them.
         """
-        self._transfer = transfer
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._copies = [copy for copy in transfer.plan.copies if copy.src_rank == rank]
-        self._files: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
-        for slot in range(NUM_SLOTS):
-            for engine_rank, sizes in enumerate(transfer.buffers):
-                _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
+        self._files = ShardFiles(transfer)
 
     @torch.no_grad()
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -117,9 +152,10 @@ class ShardWriter:
             version: Replaces the version before the last one.
             tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
         """
-        folder = self._transfer.folder(version)
         for copy in self._copies:
-            self._target(folder, copy).copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
+            buffer = self._files.buffers(version, copy.dst_rank)[copy.destination.buffer]
+            target = strided_box(buffer, copy.shape, copy.destination)
+            target.copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
@@ -130,13 +166,6 @@ class ShardWriter:
             checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
             parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
         return parts
-
-    def _target(self, folder: Path, copy: Copy) -> torch.Tensor:
-        buffers = self._files.get((folder, copy.dst_rank))
-        if buffers is None:
-            sizes = self._transfer.buffers[copy.dst_rank]
-            buffers = self._files[folder, copy.dst_rank] = _map(folder, copy.dst_rank, sizes, self._dtype)
-        return strided_box(buffers[copy.destination.buffer], copy.shape, copy.destination)
 
 
 def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,7 +179,7 @@ def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch
     if not _file(folder, rank).exists():
         raise WeightSyncError(
             f"publish v{manifest.version}: {_file(folder, rank)} is not there. The engine is on another node than the "
-            "trainer. Set weights=object_store for engines on other nodes."
+            "trainer. Set weights.transport=auto."
         )
     sizes = {entry.name: entry.shape[0] for entry in entries}
     yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()

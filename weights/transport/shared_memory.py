@@ -30,16 +30,20 @@ def default_directory() -> Path:
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def private_directory() -> Path:
-    """A new folder in shared memory for this process; `remove_directories_of` finds it by the pid in its name."""
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=default_directory()))
+def private_directory(parent: str | None = None) -> Path:
+    """A new folder for this process, in shared memory if no parent is given.
+
+    `remove_directories_of` finds it by the pid in its name.
+    """
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent or default_directory()))
 
 
-def remove_directories_of(pids: Iterable[int]) -> None:
-    """Remove what processes that were killed have left in shared memory."""
+def remove_directories_of(pids: Iterable[int], parent: str | None = None) -> None:
+    """Remove what processes that were killed have left in shared memory, or in `parent`."""
     for pid in pids:
-        for folder in default_directory().glob(f"{_PREFIX}{pid}-*"):
-            shutil.rmtree(folder, ignore_errors=True)
+        for directory in {default_directory(), Path(parent or default_directory())}:
+            for folder in directory.glob(f"{_PREFIX}{pid}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_version(
@@ -83,7 +87,7 @@ def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -
     if not path.exists():
         raise WeightSyncError(
             f"publish v{manifest.version}: {path} is not there. The engine is on another node than trainer rank 0, "
-            "or the version was already replaced. Set weights.transport=object_store for engines on other nodes."
+            "or the version was already replaced. Set weights.transport=auto."
         )
     with safe_open(path, framework="pt", device=str(device)) as file:
         missing = [entry.name for entry in manifest.entries if entry.name not in set(file.keys())]

@@ -18,35 +18,20 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError, boundary
+from penstock.weights.codec.codec import Codec
 from penstock.weights.planner.plan import Plan
+from penstock.weights.transport.coded import CodedBuckets
 from penstock.weights.transport.group import TransferGroup
 from penstock.weights.transport.links import Exchange, Links, LostPeerError, Pending
 from penstock.weights.transport.members import Route
-from penstock.weights.transport.messages import Step, copy_directly, pack, steps_of, unpack
+from penstock.weights.transport.messages import Step, by_peer, copy_directly, pack, steps_of, sums_of, unpack
+from penstock.weights.transport.traffic import Cargo, Tensors, Traffic
 
-Tensors = Mapping[str, torch.Tensor]
-"""Buffer name -> flat tensor."""
 _WHAT_TO_DO = "What arrived is not used. Join a group of the next generation without it, and send the version again."
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What one process has sent and received of one version.
-
-    Attributes:
-        sent_bytes: By the group rank that it went to.
-        received_bytes: By the group rank that it came from.
-        seconds: From when everyone was there.
-    """
-
-    sent_bytes: Counter[int] = field(default_factory=Counter)
-    received_bytes: Counter[int] = field(default_factory=Counter)
-    seconds: float = 0.0
 
 
 class Transfer:
@@ -57,7 +42,9 @@ class Transfer:
             sides.
     """
 
-    def __init__(self, group: TransferGroup, plan: Plan, route: Route, dtype: torch.dtype) -> None:
+    def __init__(
+        self, group: TransferGroup, plan: Plan, route: Route, dtype: torch.dtype, codec: Codec | None = None
+    ) -> None:
         """Take memory for messages.
 
         Args:
@@ -65,11 +52,13 @@ class Transfer:
             plan: The same on all members, as are the next two; this is compared before each version.
             route: Where the plan's ranks are.
             dtype: Of the wire.
+            codec: What messages go through; None: as they are. Not for a process that is on both sides.
         """
         assert dtype.itemsize == plan.item_bytes, f"{dtype} on the wire, {plan.item_bytes} bytes in the plan"
         self._group = group
         self._steps = steps_of(plan, route, group.rank)
-        self._fingerprint = f"plan {zlib.crc32(f'{plan.to_json()} {route} {dtype}'.encode()):08x}"
+        self._fingerprint = f"plan {zlib.crc32(f'{plan.to_json()} {route} {dtype} {codec}'.encode()):08x}"
+        self._coded = None if codec is None else CodedBuckets(codec, dtype, self._finish)
         self._outgoing = _buffer(max((step.num_sent for step in self._steps), default=0), dtype, group.device)
         self._incoming = _buffer(max((step.num_received for step in self._steps), default=0), dtype, group.device)
         self.extra_bytes = self._outgoing.nbytes + self._incoming.nbytes
@@ -81,7 +70,15 @@ class Transfer:
                 self._expected[peer] += num_elements * plan.item_bytes
 
     @torch.no_grad()
-    def run(self, version: int, source: Tensors, destination: Tensors) -> Traffic:
+    def run(
+        self,
+        version: int,
+        source: Tensors,
+        destination: Tensors,
+        *,
+        held: Tensors | None = None,
+        wants_sums: bool = False,
+    ) -> Traffic:
         """Carry out this process's part of one version.
 
         Args:
@@ -89,26 +86,31 @@ class Transfer:
             source: What this process holds on the plan's source side; empty if it is not on it.
             destination: What this process fills on the plan's destination side, of any dtype; empty if it is not on
                 it. Padding is left as it is. On a GPU it is complete in the order of the current stream.
+            held: With a codec: the version before, as it was received; may be `destination`, which is the default.
+            wants_sums: Add up what this process sends for the checksums of the destination's buffers.
 
         Returns:
-            Bytes by peer.
+            Bytes by peer, and those sums.
 
         Raises:
             WeightSyncError: If a peer does not come, is lost or is too late. Then the group is closed, and what
                 arrived must not be used.
         """
-        what = f"weights v{version}"
+        what, cargo = f"weights v{version}", Cargo(version, source, destination, destination if held is None else held)
         name = self._group.members.name(self._group.rank)
         try:
             with boundary(WeightSyncError, f"{what}: {name}"):
                 links = self._group.links
                 self._group.meet(what, self._fingerprint)
                 started = time.monotonic()
-                traffic = Traffic()
+                traffic = Traffic(sums=[] if wants_sums else None)
                 for number, step in enumerate(self._steps):
                     begun = time.monotonic()
                     try:
-                        self._bucket(links, step, source, destination, traffic)
+                        if self._coded is None:
+                            self._bucket(links, step, cargo, traffic)
+                        else:
+                            self._coded.carry(links, number, step, cargo, (self._outgoing, self._incoming), traffic)
                     except LostPeerError as lost:
                         where = f"{what}: {name}, bucket {number + 1} of {len(self._steps)}"
                         raise WeightSyncError(self._what_is_lost(where, lost, begun, traffic)) from lost
@@ -120,19 +122,25 @@ class Transfer:
             _forget_frames(error)
             raise
 
-    def _bucket(self, links: Links, step: Step, source: Tensors, destination: Tensors, traffic: Traffic) -> None:
-        me = self._group.rank
+    def close(self) -> None:
+        """Leave the group; may be called twice."""
+        self._group.close()
+
+    def _bucket(self, links: Links, step: Step, cargo: Cargo, traffic: Traffic) -> None:
+        me, source, destination = self._group.rank, cargo.source, cargo.destination
         for message in step.sends:
             pack(message, source, self._outgoing)
-        remote = [message for message in step.receives if message.peer != me]
-        sends = [(message.peer, self._outgoing[message.start : message.stop]) for message in step.sends]
-        receives = [(message.peer, self._incoming[message.start : message.stop]) for message in remote]
+        sends = [(peer, self._outgoing[start:stop]) for peer, start, stop in by_peer(step.sends)]
+        receives = [(peer, self._incoming[start:stop]) for peer, start, stop in by_peer(step.receives) if peer != me]
         exchange = links.exchange(sends, receives)
         for message in step.receives:
             if message.peer == me:
                 pack(message, source, self._incoming)
         for copy in step.direct:
             copy_directly(copy, source, destination)
+        if traffic.sums is not None:
+            for message in step.sends:
+                traffic.sums.extend(sums_of(message, self._outgoing))
         self._finish(exchange.receiving)
         for peer, tensor in receives:
             traffic.received_bytes[peer] += tensor.nbytes

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
@@ -53,7 +54,8 @@ def publisher(
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     trainer = FakeTrainer()
     config = WeightsConfig(transport=transport, timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
-    return ActorWeightPublisher(trainer, pool, config, trainer.export), pool, trainer  # type: ignore[arg-type]
+    export = GatherExport(trainer, pool, config)  # type: ignore[arg-type]
+    return ActorWeightPublisher(pool, config, export), pool, trainer
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain"])
@@ -119,3 +121,68 @@ async def test_other_nodes_get_the_bytes_through_the_object_store(remote: bool) 
     publish, _, _ = publisher(engine, transport="shared_memory" if remote else "object_store")
     await publish.publish(5)
     assert engine.received == [(5, "bytes of v5")]
+
+
+@dataclass
+class Slow(Receiver):
+    """Takes a version when it is told to."""
+
+    may_take: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
+        await self.may_take.wait()
+        return await super().update_weights(manifest, payload)
+
+
+async def overlapped(engine: Receiver) -> tuple[ActorWeightPublisher, EnginePool]:
+    pool = EnginePool([engine], 4)  # type: ignore[list-item]
+    config = WeightsConfig(timeout_s=0.2, overlap=True)
+    return ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool, config)), pool  # type: ignore[arg-type]
+
+
+async def test_overlapped_the_trainer_goes_on_while_the_engine_takes_the_version() -> None:
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
+    publish, _ = await overlapped(engine)
+    assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
+    engine.may_take.clear()
+    report = await publish.publish(1)
+    assert report.version == 0, "the newest that is over"
+    assert engine.version == 0
+    engine.may_take.set()
+    assert (await publish.publish(2)).version == 1, "one at a time: the delivery before was waited for"
+    await publish.delivered()
+    assert (engine.version, publish.last.version) == (2, 2)  # type: ignore[union-attr]
+    await publish.close()
+
+
+async def test_overlapped_no_request_starts_below_the_version_that_has_left() -> None:
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
+    publish, pool = await overlapped(engine)
+    await publish.publish(0)
+    engine.may_take.clear()
+    await publish.publish(1)
+    lease = pool.lease()
+    started = asyncio.ensure_future(lease.acquire())
+    await asyncio.sleep(0.01)
+    assert not started.done()
+    engine.may_take.set()
+    await publish.delivered()
+    await asyncio.wait_for(started, 1.0)
+    assert lease.view is not None
+    assert lease.view.version == 1
+    lease.release()
+    await publish.close()
+
+
+async def test_overlapped_a_version_that_nobody_takes_stops_the_run_at_the_next() -> None:
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
+    publish, _ = await overlapped(engine)
+    await publish.publish(0)
+    engine.may_take.clear()
+    await publish.publish(1)
+    with pytest.raises(WeightSyncError, match="publish v1: no engine acknowledged it"):
+        await publish.publish(2)
+    await publish.close()

@@ -51,7 +51,7 @@ def forward_variants() -> Iterator[Variant]:
 
 
 def backward_variants() -> Iterator[Variant]:
-    floats = ("logits", "upstream_logprob", "upstream_entropy", "log_sum_exp", "entropies")
+    floats = ("logits", "upstream_logprob", "upstream_entropy", "maxima", "log_totals", "entropies")
     types = {**dict.fromkeys(floats, "*fp32"), "columns": "*i64", "scale": "fp32"}
     first = logprob_backward.CONFIGS[0]
     launched = [("bf16", config, True) for config in logprob_backward.CONFIGS]

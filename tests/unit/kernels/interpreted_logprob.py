@@ -71,8 +71,8 @@ def test_the_gradient_of_a_tile_is_that_of_the_portable_version(num_words, has_e
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, num_words, generator=generator)
     columns = torch.tensor([0, num_words - 1, num_words, -1, 3, 1, -5])  # three lie in other tiles
-    g, e, log_sum_exp, entropies = torch.randn(4, 7, generator=generator).unbind()
-    gradient = LogprobGradient(g, e if has_entropy else None, log_sum_exp, entropies)
+    g, e, maximum, log_total, entropies = torch.randn(5, 7, generator=generator).unbind()
+    gradient = LogprobGradient(g, e if has_entropy else None, maximum, log_total, entropies)
     mine = logits_gradient(logits.clone(), columns, gradient, 0.5, torch.float32)
     torch.testing.assert_close(mine, gradient_of_tile(logits * 0.5, columns, gradient), rtol=1e-5, atol=1e-6)
     assert logits_gradient(logits, columns, gradient, 0.5, torch.bfloat16).dtype == torch.bfloat16

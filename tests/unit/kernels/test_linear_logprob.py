@@ -57,6 +57,18 @@ def test_large_logits_with_a_common_offset_keep_their_entropy() -> None:
     torch.testing.assert_close(entropies.double(), -(logits.exp() * logits).sum().expand(3), rtol=1e-6, atol=0)
 
 
+def test_large_logits_with_a_common_offset_keep_their_logprobs_and_gradients() -> None:
+    hidden = torch.ones(1, 1).requires_grad_()
+    weight = torch.tensor([[4096.0], [4097.0], [4099.0]]).requires_grad_()
+    logprobs, entropies = linear_logprob(hidden, weight, torch.tensor([1]), max_logits=2)
+    (logprobs + entropies).sum().backward()
+    exact = weight.detach().double().requires_grad_()
+    full = exact[:, 0].log_softmax(0)
+    (full[1] - (full.exp() * full).sum()).backward()
+    torch.testing.assert_close(logprobs[0].double(), full[1].detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-6, atol=1e-7)
+
+
 def test_no_tokens_give_no_results_and_zero_gradients(problem) -> None:
     hidden, weight = problem.leaves()
     logprobs, entropies = linear_logprob(hidden[:0], weight, problem.targets[:0])

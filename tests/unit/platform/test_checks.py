@@ -50,6 +50,37 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["env.curriculum=penstock.dataflow.nothing:x"], ["env.curriculum", "attribute 'nothing'"]),
         (["dataflow.filters.user=penstock.dataflow.core:BATCH"], ["dataflow.filters.user", "no attribute 'BATCH'"]),
         (["+env.streams.a={quota: 0.4}", "+env.streams.b={quota: 0.5}"], ["quotas sum to 0.9, below 1"]),
+        (
+            ["trainer.tensor_parallel_size=2", "trainer.zero_stage=1"],
+            ["tensor_parallel_size=2", "num_ranks=1", "Use num_ranks=2 or 4"],
+        ),
+        (["trainer.sequence_parallel_size=2", "trainer.num_ranks=3"], ["num_ranks=3", "1 would be left over"]),
+        (["trainer.tensor_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "never split", "a divisor"]),
+        (["trainer.sequence_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "whole heads"]),
+        (
+            ["trainer.tensor_parallel_size=2", "trainer.sequence_parallel_size=2", "trainer.num_ranks=4"],
+            ["tensor_parallel_size=2", "sequence_parallel_size=2", "not both", "Set one of them to 1"],
+        ),
+        (
+            ["trainer.tensor_parallel_size=2", "trainer.num_ranks=2", "model.dtype=bfloat16"],
+            ["tensor_parallel_size=2", "zero_stage=0", "clip too little", "Use trainer.zero_stage=1"],
+        ),
+        (
+            ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.zero_stage=1", "model.dtype=bfloat16"],
+            ["sequence_parallel_size=2", "zero_stage=1", "first step", "Use trainer.zero_stage=2"],
+        ),
+        (
+            ["trainer.tensor_parallel_size=2", "trainer.num_ranks=4", "dataflow.batch_groups=33"],
+            ["batch_groups=33", "the data-parallel size 2 of trainer.num_ranks=4", "Use 32 or 34"],
+        ),
+        (
+            [
+                "trainer.sequence_parallel_size=2",
+                "trainer.num_ranks=2",
+                "trainer.max_tokens_per_micro_batch=60",
+            ],
+            ["60", "max_context_tokens=128 over sequence_parallel_size=2 ranks", "Use at least 64"],
+        ),
     ],
 )
 def test_the_demo_with_a_contradiction_is_refused(overrides, words):
@@ -71,7 +102,16 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
             ["rollout.engine.tensor_parallel_size=3", "rollout.num_engines=1"],
             ["down_proj", "18944 heads", "over 3"],
         ),
-        (["weights.transport=object_store"], ["weights.mode=direct", "weights=object_store"]),
+        (["weights.transport=object_store"], ["weights.mode=direct", "shared_memory or group"]),
+        (
+            ["weights.mode=gather", "weights.transport=group"],
+            ["weights.mode=gather", "only object_store can be forced"],
+        ),
+        (
+            ["weights.codec=int8_delta", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
+            ["weights.codec=int8_delta", "tensor_parallel_size=2", "Use delta"],
+        ),
+        (["weights.overlap=true", "weights.update_mode=drain"], ["weights.overlap=true", "update_mode=drain"]),
         (
             ["weights.mode=gather", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
             ["weights.mode=gather", "tensor_parallel_size=2"],
@@ -119,11 +159,13 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         ("rollout.engine.max_num_seqs=8", "the engines decode 8 at once"),
         ("algorithm.correction=none", "biases the gradient"),
         ("dataflow.batch_timeout_s=10", "lost engine"),
-        ("cluster.address=ray://head:10001", "one node"),
+        ("weights.codec=delta", "has no effect"),
+        (["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"], "every micro-batch is one sequence"),
     ],
 )
 def test_what_works_but_hurts_is_a_warning(override, words):
-    config = compose_config(["experiment=arithmetic", override])
+    overrides = [override] if isinstance(override, str) else override
+    config = compose_config(["experiment=arithmetic", *overrides])
     (finding,) = check_config(config, "train")
     assert finding.severity == "warning"
     assert words in finding.message

@@ -180,7 +180,13 @@ def test_too_little_disk_is_refused_with_both_numbers(overrides, monkeypatch):
 
 def test_too_little_shared_memory_is_refused(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "free_disk_bytes", lambda path: 0 if "shm" in str(path) else 1 << 40)
-    assert "weights=object_store" in absent(overrides)
+    found = absent(overrides)
+    assert "weights.directory: two versions of the policy need" in found
+    assert "--shm-size" in found
+
+
+def test_a_folder_for_published_versions_that_is_none_is_refused(overrides):
+    assert "weights.directory=/no/such is no folder" in problem([*overrides, "weights.directory=/no/such"])
 
 
 @pytest.mark.parametrize(

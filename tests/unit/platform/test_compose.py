@@ -57,7 +57,7 @@ def test_the_demo_is_what_the_readme_says():
         ["dataflow=synchronous"],
         ["algorithm=dr_grpo"],
         ["algorithm=rloo"],
-        ["weights=object_store"],
+        ["weights=gather"],
         ["+experiment=arithmetic"],
         ["+seed=1", "++total_steps=2"],
     ],

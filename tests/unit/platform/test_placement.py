@@ -66,6 +66,17 @@ def test_the_states_of_a_7b_trainer_are_16_bytes_a_parameter_over_its_ranks():
     assert states == pytest.approx((16 * 7.616e9 / 4 + 2e9) / GIB, rel=1e-3)
 
 
+def test_tensor_parallel_ranks_share_all_but_the_embedding():
+    # By hand: 16 bytes a parameter, ZeRO over the 2 replicas; the embedding is whole on every rank, the head is split.
+    overrides = ["trainer.tensor_parallel_size=2", "trainer.zero_stage=1", "dataflow.stream_micro_batches=false"]
+    config = compose_config(["experiment=math_qwen_8gpu", *overrides, "cluster.pools.train.memory_gib=200"])
+    parts = trainer_memory(config, config.cluster.pools["train"]).device
+    embedding = 152064 * 3584
+    held = embedding + (config.model.shape.num_parameters - embedding) / 2
+    assert parts["weights"] == parts["gradients"] == pytest.approx(2 * held / GIB)
+    assert parts["optimizer"] == pytest.approx(12 * held / 2 / GIB)
+
+
 def test_a_float32_trainer_without_sharding_keeps_no_master_copy():
     config = compose_config(["experiment=arithmetic"])
     parts = trainer_memory(config, config.cluster.pools["cpu"]).host

@@ -9,6 +9,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.build import attention_share
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.tensor_parallel import TensorSplit, check_splittable
 from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
 from tests.tiny_policy import SPECIAL_TOKENS
@@ -38,6 +39,26 @@ def test_settings_that_cannot_run_together_are_all_named() -> None:
     assert [violation.split()[0] for violation in trainer_violations(MODEL, offloaded)] == [
         "trainer.offload_optimizer=true"
     ]
+
+
+def test_sharing_layers_and_sequences_at_once_is_refused() -> None:
+    settings = {"num_ranks": 4, "tensor_parallel_size": 2, "sequence_parallel_size": 2}
+    trainer = TrainerConfig(max_tokens_per_micro_batch=64, optimizer=OptimizerConfig(lr=1.0), **settings)
+    (violation,) = trainer_violations(MODEL, trainer)
+    assert violation.startswith("trainer.tensor_parallel_size=2 with sequence_parallel_size=2:")
+
+
+def test_a_model_of_unknown_layers_is_not_split_over_ranks() -> None:
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (8, 4), "model.layers.0.mlp.experts.down_proj": (2, 4, 8)}
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: model\.layers\.0\.mlp\.experts.*zero_stage=3"):
+        check_splittable(shapes, 2, 2)
+
+
+def test_a_tensor_that_deepspeed_splits_otherwise_than_we_publish_stops_the_start() -> None:
+    split = TensorSplit(1, 2, None, 2, {"model.layers.0.mlp.up_proj.weight": (7, 4)})
+    split.check([("model.layers.0.mlp.up_proj.weight", (3, 4))])  # rows 4..6
+    with pytest.raises(ConfigError, match=r"rank 1 a part \(4, 4\) of model.*\(7, 4\), not \(3, 4\)"):
+        split.check([("model.layers.0.mlp.up_proj.weight", (4, 4))])
 
 
 def test_the_same_seed_gives_the_same_tiny_policy(policy, tmp_path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from penstock.weights.codec.choice import CODECS
 from penstock.weights.codec.codec import Encoded, ReceiverState, SenderState, words
+from penstock.weights.codec.wire import from_wire, payload_bytes, to_wire
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUMPY_WORDS = {torch.float32: np.int32, torch.bfloat16: np.int16}
@@ -19,6 +20,14 @@ def from_bits(bits: list[int] | np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(words(left), words(right))
+
+
+def travelled(encoded: Encoded, dtype: torch.dtype) -> Encoded:
+    """As it arrives: through bytes, at an odd address."""
+    header, payload = to_wire(encoded)
+    assert payload_bytes(header) == payload.numel() == encoded.num_bytes
+    arrived = torch.cat([torch.zeros(1, dtype=torch.uint8), payload])[1:]
+    return from_wire(header, arrived, encoded.buffer, dtype, encoded.num_elements)
 
 
 class Pair:
@@ -34,7 +43,8 @@ class Pair:
     def publish(self, current: torch.Tensor) -> Encoded:
         self.version += 1
         encoded = self.codec.encode(current, self.sender, self.version)
-        assert self.codec.decode(encoded, self.receiver, self.live, out=self.live) is self.live
+        arrived = travelled(encoded, current.dtype)
+        assert self.codec.decode(arrived, self.receiver, self.live, out=self.live) is self.live
         assert self.sender.version == self.receiver.version == encoded.version == self.version
         if self.sender.values is not None:
             assert same_bits(self.sender.values, self.live), "the sender does not know what the receiver has"

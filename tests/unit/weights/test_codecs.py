@@ -17,6 +17,7 @@ from penstock.weights.codec.choice import CODECS
 from penstock.weights.codec.codec import ReceiverState, SenderState, catch_up, words
 from penstock.weights.codec.delta import DeltaCodec
 from penstock.weights.codec.positions import pack_positions, unpack_positions
+from penstock.weights.codec.wire import from_wire, to_wire
 from tests.unit.weights.codec_pair import DTYPES, Pair, from_bits, same_bits, walk
 
 EXACT = ["full", "delta"]
@@ -283,3 +284,10 @@ def test_what_is_encoded_is_not_changed(codec: str) -> None:
 
 def test_delta_counts_no_base_as_not_measured() -> None:
     assert DeltaCodec().encode(torch.zeros(3), SenderState("w"), 1).num_changed is None
+
+
+def test_a_header_that_no_sender_makes_is_refused() -> None:
+    header, payload = to_wire(CODECS["full"].encode(torch.ones(4), SenderState("w"), 1))
+    header[0] = 99
+    with pytest.raises(WeightSyncError, match="w arrived in form 99"):
+        from_wire(header, payload, "w", torch.float32, 4)

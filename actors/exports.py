@@ -1,0 +1,115 @@
+"""How a version leaves the trainer: gathered, through the shared memory of a node, or across nodes (crossing.py).
+
+Consumes: a new version of the trainer. Waits for: the training ranks. Unblocked by: their answers. A departure is what
+the trainer has let go of: from then on it may change its weights, while the version may still be on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import ray
+
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.errors import PlacementError
+from penstock.dataflow.ports import WeightManifest
+from penstock.rollout.pool import EnginePool
+from penstock.weights.config import WeightsConfig
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.model_config import DType
+from penstock.weights.transport.shards import ShardTransfer
+
+
+class Parcel(NamedTuple):
+    """A version that engines can fetch.
+
+    Attributes:
+        payload: What else they need: `Locations`, or a handle of the bytes for engines without access to the file.
+        sent_bytes: By the training ranks, to other processes.
+    """
+
+    manifest: WeightManifest
+    payload: Any = None
+    sent_bytes: int = 0
+
+
+Departure = Awaitable[Parcel]
+
+
+class Export(Protocol):
+    """Puts versions where engines find them."""
+
+    async def begin(self, version: int) -> Departure:
+        """Returns once the trainer may go on; what it returns, once engines can fetch the version."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+def arrived(manifest: WeightManifest, payload: Any = None) -> Departure:
+    """A departure that is over."""
+    future: asyncio.Future[Parcel] = asyncio.get_running_loop().create_future()
+    future.set_result(Parcel(manifest, payload))
+    return future
+
+
+class GatherExport:
+    """Rank 0 gathers whole tensors into a file in shared memory; engines elsewhere get its bytes."""
+
+    def __init__(self, trainer: TrainerClient, pool: EnginePool, config: WeightsConfig) -> None:
+        self._trainer = trainer
+        self._pool = pool
+        self._config = config
+
+    async def begin(self, version: int) -> Departure:
+        manifest = await self._trainer.export(version)
+        engines = cast("list[RemoteEngine]", self._pool.engines())
+        is_elsewhere = any(engine.node_id != self._trainer.node_id for engine in engines)
+        if is_elsewhere or self._config.transport == "object_store":
+            return arrived(manifest, self._trainer.read_back(manifest))
+        return arrived(manifest)
+
+    async def close(self) -> None:
+        pass
+
+
+class SharedMemoryExport:
+    """Training ranks write each version into shared memory in the engines' own layout, by a plan made at the first."""
+
+    def __init__(
+        self, trainer: TrainerClient, engines: Sequence[RemoteEngine], layout: EngineSide, dtype: DType
+    ) -> None:
+        """Connect both sides.
+
+        Raises:
+            PlacementError: If they are not on one node.
+        """
+        if not is_one_node(trainer, engines):
+            raise PlacementError(
+                "weights: weights.transport=shared_memory goes through the shared memory of one node, but the trainer "
+                "and the engines are on several. Set weights.transport=auto."
+            )
+        self._trainer = trainer
+        self._layout = layout
+        self._dtype: DType = dtype
+        self._transfer: ShardTransfer | None = None
+
+    async def begin(self, version: int) -> Departure:
+        if self._transfer is None:
+            self._transfer = await self._trainer.plan_transfer(self._layout, self._dtype)
+            await self._trainer.ask("share_weights", ray.put(self._transfer))
+        parts = await self._trainer.ask("write_shards", version)
+        return arrived(self._transfer.manifest(version, [part for some in parts for part in some]))
+
+    async def close(self) -> None:
+        pass
+
+
+def is_one_node(trainer: TrainerClient, engines: Sequence[RemoteEngine]) -> bool:
+    """Whether shared memory reaches from every training rank to every engine."""
+    return len({*trainer.nodes, *(engine.node_id for engine in engines)}) == 1

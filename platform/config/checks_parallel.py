@@ -1,0 +1,43 @@
+"""Checks of tensor and sequence parallelism in the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.platform.config.findings import Finding, error, warning
+from penstock.platform.config.schema import RunConfig
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.validation import parallel_violations
+
+
+def check_parallel(config: RunConfig) -> Iterator[Finding]:
+    """Heads and ranks divide evenly; what makes Ulysses slow."""
+    trainer = config.trainer
+    yield from (error(message, *keys) for message, keys in parallel_violations(config.model, trainer))
+    if trainer.sequence_parallel_size > 1 and config.model.attention == "sdpa":
+        yield warning(
+            f"trainer.sequence_parallel_size={trainer.sequence_parallel_size} with model.attention=sdpa: Ulysses drops "
+            "attention masks, so sequences cannot be packed and every micro-batch is one sequence, however short. "
+            "Use model.attention=flash_attention_2 on GPUs.",
+            "trainer.sequence_parallel_size",
+            "model.attention",
+        )
+
+
+def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Finding]:
+    """`value` groups or examples must share out evenly over the ranks that train different ones."""
+    size = trainer.data_parallel_size
+    if size == 0 or value % size == 0:
+        return
+    below = value - value % size
+    choices = f"{below} or {below + size}" if below else str(size)
+    ranks = f"trainer.num_ranks={trainer.num_ranks}"
+    if size != trainer.num_ranks:
+        ranks = f"the data-parallel size {size} of {ranks}"
+    yield error(
+        f"{key}={value} is not a multiple of {ranks}: ranks would get unequal work. Use {choices}.",
+        key,
+        "trainer.num_ranks",
+        "trainer.tensor_parallel_size",
+        "trainer.sequence_parallel_size",
+    )

@@ -1,0 +1,268 @@
+"""Trainer configurations that must give the same numbers, and the program of one rank that computes them.
+
+    python -m tests.contract.trainer_backend_cases RANK PORT FOLDER WORLD TENSOR_PARALLEL SEQUENCE_PARALLEL
+
+Each rank runs all cases of its kind of world, since starting one costs more than training in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.ports import StepReport
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.trainer.build import build_trainer, save_policy
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.model_config import ModelConfig, ModelShape
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter, read_shard
+from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
+
+VOCAB = 24
+TIED = tiny_shape(VOCAB)
+UNTIED = TIED.model_copy(update={"tie_word_embeddings": False, "attention_bias": True, "vocab_size": VOCAB + 1})
+"""Qwen2 in place of Qwen3. An odd vocabulary: tensor-parallel ranks get unequal parts of the head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One trainer configuration; frozen, so that it is a dictionary key."""
+
+    backend: str = "deepspeed"
+    world_size: int = 1
+    zero_stage: int = 0
+    max_tokens: int = 64
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    # ε of AdamW far above the gradient makes an update proportional to it, so weights compare gradients.
+    adam_epsilon: float = 1e-8
+    streamed: bool = False
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
+    is_tied: bool = True
+    offload_optimizer: bool = False
+
+    @property
+    def shape(self) -> ModelShape:
+        return TIED if self.is_tied else UNTIED
+
+    @property
+    def policy(self) -> str:
+        return "policy" if self.is_tied else "untied"
+
+    @property
+    def ranks(self) -> tuple[int, int, int]:
+        """What processes are started for: DeepSpeed's groups stay as they are for the life of a process."""
+        return self.world_size, self.tensor_parallel, self.sequence_parallel
+
+
+REFERENCE = Case(backend="torch")
+CASES = [
+    Case(zero_stage=0),
+    Case(zero_stage=2),
+    Case(world_size=2, zero_stage=0),
+    Case(world_size=2, zero_stage=1, max_tokens=200),
+    Case(world_size=2, zero_stage=1, dtype="bfloat16"),
+    Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0),
+    Case(streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=0, streamed=True),
+    Case(world_size=2, zero_stage=1, streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=2, streamed=True),
+    # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
+    Case(world_size=2, zero_stage=3),
+    Case(world_size=2, zero_stage=3, dtype="bfloat16"),
+    Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
+    Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
+    *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
+    Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
+    Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
+    Case(tensor_parallel=2, world_size=4, zero_stage=2, streamed=True, is_tied=False, offload_optimizer=True),
+    Case(tensor_parallel=2, world_size=4, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
+    Case(tensor_parallel=2, world_size=4, zero_stage=1, dtype="bfloat16", is_tied=False),
+    Case(tensor_parallel=2, world_size=4, zero_stage=3, dtype="bfloat16"),
+    *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
+    Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
+    Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
+    Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
+    Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
+]
+ENGINES = (("torch", 1), ("vllm", 1), ("vllm", 2))
+
+
+def make_batch(seed: int, *, poisoned: bool = False) -> list[GroupPayload]:
+    """Four groups of three, ragged, one of zero variance, some single-token answers."""
+    rng = np.random.default_rng(seed)
+    payloads = []
+    for group in range(4):
+        prompt = rng.integers(2, VOCAB, int(rng.integers(2, 8)))
+        members = []
+        for member in range(3):
+            length = 1 if (group, member) == (1, 2) else int(rng.integers(2, 24))
+            token_ids = np.concatenate([prompt, rng.integers(2, VOCAB, length)]).astype(np.int32)
+            mask = np.arange(len(token_ids)) >= len(prompt)
+            behavior = np.where(mask, rng.normal(-3.2, 0.3, len(token_ids)), 0.0).astype(np.float32)
+            if poisoned and group == member == 0:
+                behavior[-1] = np.nan
+            members.append(
+                Trajectory(
+                    trajectory_id=TrajectoryId(f"{group}/{member}"),
+                    task_id=TaskId("t"),
+                    token_ids=token_ids,
+                    loss_mask=mask,
+                    behavior_logprobs=behavior,
+                    spans=(Span(0, length),),
+                    prompt="",
+                    response="",
+                    finish_reason="stop",
+                    reward=1.0 if group == 2 else float(member % 2),
+                )
+            )
+        payloads.append(GroupPayload(GroupId(group), tuple(members)))
+    return payloads
+
+
+def create_policies(folder: Path) -> None:
+    """Write the policy of either kind, with random biases: transformers would begin with zeros."""
+    for case in (Case(), Case(is_tied=False)):
+        path = folder / case.policy
+        if case.is_tied:
+            create_policy(ModelConfig(max_context_tokens=32, shape=case.shape), SPECIAL_TOKENS, str(path), seed=3)
+        else:
+            torch.manual_seed(3)
+            config = Qwen2Config(
+                vocab_size=UNTIED.vocab_size,
+                hidden_size=UNTIED.hidden_size,
+                intermediate_size=UNTIED.intermediate_size,
+                num_hidden_layers=UNTIED.num_layers,
+                num_attention_heads=UNTIED.num_heads,
+                num_key_value_heads=UNTIED.num_kv_heads,
+                max_position_embeddings=32,
+                tie_word_embeddings=False,
+                dtype="float32",
+            )
+            policy = Qwen2ForCausalLM(config)
+            for name, parameter in policy.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.1)
+            policy.float().save_pretrained(path)
+        (path / "tokenizer.json").write_text("{}")
+
+
+def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTrainer:
+    trainer = TrainerConfig(
+        backend=case.backend,
+        num_ranks=case.world_size,
+        zero_stage=case.zero_stage,
+        tensor_parallel_size=case.tensor_parallel,
+        sequence_parallel_size=case.sequence_parallel,
+        gradient_checkpointing=case.gradient_checkpointing,
+        offload_optimizer=case.offload_optimizer,
+        max_tokens_per_micro_batch=case.max_tokens,
+        optimizer=OptimizerConfig(
+            lr=1.0 if case.adam_epsilon == 1.0 else 1e-3, eps=case.adam_epsilon, gradient_clip_norm=0.05, warmup_steps=2
+        ),
+    )
+    return build_trainer(
+        model_path,
+        ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
+        trainer,
+        AlgorithmConfig(),
+        rank=rank,
+        world_size=case.world_size,
+        master_port=port,
+        device="cpu",
+        threads=1,
+        seed=0,
+        temperature=0.7,
+        max_new_tokens=32,
+    )
+
+
+def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
+    """Two good steps with a poisoned one between, then one supervised step: all numbers that must agree."""
+    trainer = build(case, str(folder / case.policy), rank, port)
+    step = streamed_step if case.streamed else PolicyTrainer.step
+    reports = [step(trainer, make_batch(1), 0)]
+    before = weights_of(trainer)
+    reports.append(step(trainer, make_batch(2, poisoned=True), 1))
+    after = weights_of(trainer)
+    reports.append(step(trainer, make_batch(3), 1))
+    examples = [([2, 3], [4, 5, 1]), ([5], [1]), ([7, 8, 9], [3] * 20)]
+    supervised = [trainer.supervised_step(examples) for _ in range(2)]
+    saved = str(folder / "saved" / "-".join(map(str, dataclasses.astuple(case))))
+    save_policy(trainer, saved, str(folder / case.policy))
+    result = {
+        "reports": reports,
+        "sft_loss": [metrics["sft/loss"] for metrics in supervised],
+        "accuracy": trainer.teacher_forced(examples),
+        "logprobs": trainer.token_logprobs(examples),
+        "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
+        "weights": weights_of(trainer),
+        "saved": saved,
+        "shards": {
+            (kind, size): published(trainer, EngineSide(kind, case.shape, size), rank, folder) for kind, size in ENGINES
+        },
+    }
+    if rank == 0:
+        result["buffers"] = {str(b.dtype) for b in model_of(trainer).buffers() if b.is_floating_point()}
+    return result
+
+
+def published(trainer: PolicyTrainer, engine: EngineSide, rank: int, folder: Path) -> list[dict[str, np.ndarray]]:
+    """What the ranks of an engine find in the files of a version; every training rank writes its part."""
+    where = str(folder / "shards" / f"{engine.type}-{engine.tp_size}-{engine.model.vocab_size}")
+    transfer = ShardTransfer.between(trainer.training_side(), engine, "float32", where)
+    ShardWriter(transfer, rank).write(1, trainer.local_weights())
+    wait_for_all_ranks()  # have written
+    manifest = transfer.manifest(1, [])
+    shards = [dict(read_shard(manifest, tp_rank)) for tp_rank in range(engine.tp_size)]
+    found = [{name: tensor.numpy().copy() for name, tensor in shard.items()} for shard in shards]
+    wait_for_all_ranks()  # have read
+    return found
+
+
+def wait_for_all_ranks() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
+    """The same batch in three parts."""
+    trainer.accumulate(batch[:1], [0])
+    trainer.accumulate(batch[1:3], [0, 0])
+    return trainer.step(batch[3:], version, [0])
+
+
+def weights_of(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
+    return {name: tensor.float().numpy().copy() for name, tensor in trainer.export_weights()}
+
+
+def model_of(trainer: PolicyTrainer):
+    backend = trainer.backend
+    return backend._engine.module if hasattr(backend, "_engine") else backend._model
+
+
+def main() -> None:
+    rank, port, folder, *ranks = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:])
+    results = {case: run_case(case, folder, rank, port) for case in CASES if case.ranks == tuple(ranks)}
+    if rank == 0:
+        (folder / "-".join(map(str, ["ranks", *ranks]))).write_bytes(
+            pickle.dumps({dataclasses.astuple(case): result for case, result in results.items()})
+        )
+
+
+if __name__ == "__main__":
+    main()

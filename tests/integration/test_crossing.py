@@ -1,0 +1,141 @@
+"""Weights across nodes: two Ray nodes on one machine, trainer ranks and engines on both, and a landing that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+import pytest_asyncio
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.actors.crossing import GroupExport
+from penstock.actors.engine import EngineActor
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.exports import is_one_node
+from penstock.actors.processes import end_processes, ray_processes
+from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.trainer import TrainerRank
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.ids import EngineId
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.pool import EnginePool
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.spec import TrainerSpec
+from penstock.weights.config import WeightsConfig
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.model_config import ModelConfig
+from penstock.weights.transport.shared_memory import default_directory, remove_directories_of
+from tests.command_line import ENVIRONMENT
+
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+WAIT_S = 120.0
+EXAMPLES = [((1, 2, 3), (4, 5, 6, 7)), ((3, 2), (1, 0, 9))]
+
+
+class Nodes(NamedTuple):
+    trainer: TrainerClient
+    engines: list[RemoteEngine]
+    pool: EnginePool
+    model: ModelConfig
+
+
+def on(node: str) -> dict[str, object]:
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return {"num_cpus": 0, "scheduling_strategy": strategy, "max_concurrency": 8}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def nodes(tiny_model_config: ModelConfig) -> AsyncIterator[Nodes]:
+    memory = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "RAY_USAGE_STATS_ENABLED"):
+            patch.setenv(name, ENVIRONMENT.get(name, "1"))
+        cluster = Cluster(initialize_head=True, head_node_args=memory)
+        cluster.add_node(**memory)
+        ray.init(address=cluster.address, log_to_driver=False)
+        try:
+            yield await started(tiny_model_config)
+        finally:
+            processes = ray_processes()
+            ray.shutdown()
+            cluster.shutdown()
+            end_processes(processes)
+            remove_directories_of(process.pid for process in processes)
+
+
+async def started(model: ModelConfig) -> Nodes:
+    """A rank of a ZeRO-3 trainer and an engine on each node."""
+    names = [node["NodeID"] for node in ray.nodes()]
+    spec = TrainerSpec(
+        model_path=str(model.path),
+        model=model,
+        trainer=TrainerConfig(
+            backend="deepspeed",
+            num_ranks=2,
+            zero_stage=3,
+            max_tokens_per_micro_batch=512,
+            optimizer=OptimizerConfig(lr=1e-3),
+        ),
+        algorithm=AlgorithmConfig(),
+        device="cpu",
+        threads=1,
+        seed=0,
+        temperature=1.0,
+        max_new_tokens=8,
+    )
+    rank_type = ray.remote(concurrency_groups={"courier": 1})(TrainerRank)
+    ranks = [
+        rank_type.options(num_cpus=0, scheduling_strategy=on(node)["scheduling_strategy"]).remote(spec, rank)
+        for rank, node in enumerate(names)
+    ]
+    trainer = TrainerClient(ranks, WAIT_S)
+    specs = [
+        EngineSpec(
+            engine_id=EngineId(f"engine-{index}"),
+            model_path=str(model.path),
+            model=model,
+            engine=TorchEngineConfig(type="torch", max_num_seqs=4),
+            device="cpu",
+            update_mode="keep_kv",
+            seed=0,
+            threads=1,
+        )
+        for index in range(2)
+    ]
+    actors = [ray.remote(EngineActor).options(**on(node)).remote(spec) for spec, node in zip(specs, names, strict=True)]
+    places = await asyncio.gather(*(actor.start.remote() for actor in actors), trainer.start(WAIT_S))
+    engines = [
+        RemoteEngine(spec.engine_id, actor, place) for spec, actor, place in zip(specs, actors, places[:2], strict=True)
+    ]
+    return Nodes(trainer, engines, EnginePool(engines, 4), model)
+
+
+async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lost_landing_costs_its_engines_only(
+    nodes: Nodes,
+) -> None:
+    trainer, engines, pool, model = nodes
+    assert not is_one_node(trainer, engines)
+    config = WeightsConfig(codec="delta", timeout_s=20.0)
+    export = GroupExport(trainer, pool, EngineSide("torch", model.shape), "float32", config)
+    publisher = ActorWeightPublisher(pool, config, export)
+    for version in range(3):  # an engine acknowledges what it has read back from its live parameters only
+        report = await publisher.publish(version)
+        assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
+        assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the trainer sends one policy, however many engines"
+        await trainer.supervised_step(EXAMPLES)
+    pid = export._pids[engines[1].node_id]
+    assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
+    ray.kill(export._landings[engines[1].node_id])
+    report = await publisher.publish(3)
+    assert [ack.engine_id for ack in report.acks] == ["engine-0"]
+    assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
+    assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
+    assert (await publisher.publish(4)).acks[0].version == 4
+    await publisher.close()
+    await trainer.close()
+    await asyncio.gather(*(engine.close() for engine in engines))

@@ -1,0 +1,93 @@
+"""Encoded buffers as bytes: a header of fixed size, then the parts, one after the other.
+
+Whoever receives knows from the header how many bytes follow. Header, int64: form, version, base version, changed
+elements, bytes of each of up to two parts; -1 stands for none.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.weights.codec.codec import DTYPE_NAMES, Encoded, Form
+from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.model_config import DType
+
+HEADER_WORDS = 6
+_FORMS: tuple[Form, ...] = get_args(Form)
+_NONE = -1
+_POSITIONS = {"bitmap": torch.uint8, "int32": torch.int32, "gaps8": torch.uint8, "gaps16": torch.int16}
+
+
+def to_wire(encoded: Encoded) -> tuple[Tensor, Tensor]:
+    """Header `[HEADER_WORDS] int64`, on the CPU, and payload `[bytes] uint8`; a copy of the parts."""
+    parts = [_bytes(encoded.parts[name]) for name in _part_dtypes(encoded.form, encoded.dtype)]
+    sizes = [part.numel() for part in parts] + [_NONE] * (2 - len(parts))
+    header = [
+        _FORMS.index(encoded.form),
+        encoded.version,
+        _NONE if encoded.base_version is None else encoded.base_version,
+        _NONE if encoded.num_changed is None else encoded.num_changed,
+        *sizes,
+    ]
+    return torch.tensor(header, dtype=torch.int64), torch.cat(parts)
+
+
+def payload_bytes(header: Tensor) -> int:
+    """Bytes that follow a header."""
+    return sum(max(int(size), 0) for size in header[-2:])
+
+
+def from_wire(header: Tensor, payload: Tensor, buffer: str, dtype: torch.dtype, num_elements: int) -> Encoded:
+    """Inverse of `to_wire`; the parts alias `payload`.
+
+    Args:
+        header: `[HEADER_WORDS] int64`.
+        payload: `[payload_bytes(header)] uint8`.
+        buffer: What the receiver expects to get.
+        dtype: Of the wire.
+        num_elements: What the receiver expects to get.
+
+    Raises:
+        WeightSyncError: If no sender makes such a header.
+    """
+    form, version, base, changed, *sizes = header.tolist()
+    if not 0 <= form < len(_FORMS):
+        raise WeightSyncError(
+            f"publish: {buffer} arrived in form {form}, known are 0..{len(_FORMS) - 1}. It was damaged on the way, or "
+            "sender and receiver are not of the same version of Penstock."
+        )
+    name = DTYPE_NAMES[dtype]
+    parts, start = {}, 0
+    for (part, kind), size in zip(_part_dtypes(_FORMS[form], name).items(), sizes, strict=False):
+        piece = payload[start : start + size]
+        is_aligned = piece.storage_offset() % kind.itemsize == 0  # parts of single bytes may come before this one
+        parts[part] = (piece if is_aligned else piece.clone()).view(kind)
+        start += size
+    return Encoded(
+        buffer=buffer,
+        version=version,
+        base_version=None if base == _NONE else base,
+        dtype=name,
+        num_elements=num_elements,
+        form=_FORMS[form],
+        parts=parts,
+        num_changed=None if changed == _NONE else changed,
+    )
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8) if part.numel() else part.new_empty(0, dtype=torch.uint8)
+
+
+def _part_dtypes(form: Form, dtype: DType) -> dict[str, torch.dtype]:
+    """The parts of a form in the order of the wire."""
+    values = TORCH_DTYPES[dtype]
+    if form == "whole":
+        return {"values": values}
+    if form == "int8":
+        return {"scales": torch.float32, "steps": torch.int8}
+    return {"values": values, "positions": _POSITIONS[form]}

@@ -1,0 +1,182 @@
+"""Weights from the nodes of the trainer to those of the engines: who takes part, and the two ends.
+
+On every node with engines there is a landing, a process that receives shards into files in the node's shared memory,
+in the engines' own layout; engines find them there as if the trainer were on their node (transport/shards.py). The
+trainer sends each version once, to the first landing; the landings hand it on (planner/relay.py).
+
+States of a version: held by the training ranks (as it is, or as a copy so that training may go on) → crossing, bucket
+by bucket → landed, in one of two slots, while the version before may still be read.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from penstock.weights.checksum import PartialSum
+from penstock.weights.codec.choice import CODECS
+from penstock.weights.config import CodecName
+from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.planner.relay import relay_tree
+from penstock.weights.transport.group import TransferGroup
+from penstock.weights.transport.members import Members, Route
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer
+from penstock.weights.transport.traffic import Tensors
+from penstock.weights.transport.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What everyone who takes part has to agree on. Made by the driver, anew whenever nodes join or leave.
+
+    Attributes:
+        transfer: Plan and buffers; its directory is each landing's own.
+        num_training: Training ranks.
+        nodes: Of the landings, in relay order.
+        store_at: Host and port of the store that everyone meets at.
+        generation: A number that no earlier crossing at this store has.
+        timeout_s: Longest wait for everyone, and then for each message, seconds.
+        codec: What messages go through.
+    """
+
+    transfer: ShardTransfer
+    num_training: int
+    nodes: tuple[str, ...]
+    store_at: tuple[str, int]
+    generation: int
+    timeout_s: float
+    codec: CodecName
+
+    @property
+    def members(self) -> Members:
+        """A group rank for each training rank, and one for each tensor-parallel rank of each landing."""
+        names = tuple(f"landing on node {node[:8]}" for node in self.nodes)
+        return Members(self.num_training, names, len(self.transfer.buffers))
+
+    def join(self, group_rank: int) -> Transfer:
+        """Meet everyone, and be ready for any number of versions.
+
+        Raises:
+            WeightSyncError: If someone does not come, who is named.
+        """
+        members = self.members
+        group = TransferGroup.join(
+            self.store_at, members, group_rank, timeout_s=self.timeout_s, generation=self.generation
+        )
+        route: Route = members.to_engines(relay_tree(self.nodes))
+        codec = None if self.codec == "full" else CODECS[self.codec]
+        return Transfer(group, self.transfer.plan, route, TORCH_DTYPES[self.transfer.dtype], codec)
+
+
+class Sender:
+    """One training rank's end. What it holds survives a crossing, for the next one to send it again."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._held: dict[str, torch.Tensor] = {}
+        self._sent: set[str] = set()
+        self._dtype = torch.float32
+        self._transfer: Transfer | None = None
+
+    def join(self, crossing: Crossing) -> None:
+        """Join; the crossing before is left.
+
+        Raises:
+            WeightSyncError: If someone does not come.
+        """
+        self.close()
+        self._dtype = TORCH_DTYPES[crossing.transfer.dtype]
+        self._sent = {copy.tensor for copy in crossing.transfer.plan.copies if copy.src_rank == self._rank}
+        self._transfer = crossing.join(crossing.members.training(self._rank))
+
+    def hold(self, tensors: Tensors, *, copies: bool) -> None:
+        """Take a version.
+
+        Args:
+            tensors: Name -> what this rank holds of it, flat.
+            copies: Copy what this rank sends into main memory, in the wire dtype, so that training may go on at once;
+                otherwise the tensors must not change before `send` has returned.
+        """
+        mine = {name: tensors[name] for name in self._sent}
+        if not copies:
+            self._held = mine
+            return
+        for name, tensor in mine.items():
+            if name not in self._held:
+                self._held[name] = torch.empty(tensor.shape, dtype=self._dtype)
+            self._held[name].copy_(tensor.detach())
+
+    def send(self, version: int) -> tuple[list[PartialSum], int]:
+        """Send what is held; may run beside training. Returns the checksums of it, and bytes.
+
+        Raises:
+            WeightSyncError: If a peer is lost or too late. The crossing is over then.
+        """
+        assert self._transfer is not None, "join comes first"
+        traffic = self._transfer.run(version, self._held, {}, wants_sums=True)
+        assert traffic.sums is not None, "they were asked for"
+        return traffic.sums, traffic.sent_bytes.total()
+
+    def close(self) -> None:
+        """Leave."""
+        if self._transfer is not None:
+            self._transfer.close()
+        self._transfer = None
+
+
+class _Joined(NamedTuple):
+    """What a landing works with while a crossing lasts; `transfers` by tensor-parallel rank."""
+
+    transfer: ShardTransfer
+    files: ShardFiles
+    threads: ThreadPoolExecutor
+    transfers: list[Transfer]
+
+
+class Landing:
+    """One node's end: all tensor-parallel ranks of the engines there."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._joined: _Joined | None = None
+
+    def join(self, crossing: Crossing, node: str) -> None:
+        """Join as every rank of an engine at once; the crossing before is left.
+
+        Raises:
+            WeightSyncError: If someone does not come, or shared memory is too small for two versions.
+        """
+        self.close()
+        transfer = replace(crossing.transfer, directory=self._directory)
+        files, replica = ShardFiles(transfer), crossing.nodes.index(node)
+        ranks = [crossing.members.engine(replica, rank) for rank in range(len(transfer.buffers))]
+        threads = ThreadPoolExecutor(len(ranks), thread_name_prefix="landing")
+        self._joined = _Joined(transfer, files, threads, [])
+        self._joined.transfers.extend(threads.map(crossing.join, ranks))
+
+    def receive(self, version: int) -> str:
+        """Receive a version into its slot; returns the folder.
+
+        Raises:
+            WeightSyncError: If a peer is lost or too late. What has arrived must not be used.
+        """
+        joined = self._joined
+        assert joined is not None, "join comes first"
+
+        def receive(rank: int) -> None:
+            before = joined.files.buffers(version - 1, rank)
+            joined.transfers[rank].run(version, {}, joined.files.buffers(version, rank), held=before)
+
+        list(joined.threads.map(receive, range(len(joined.transfers))))
+        return str(joined.transfer.folder(version))
+
+    def close(self) -> None:
+        """Leave; the files stay."""
+        if self._joined is not None:
+            for transfer in self._joined.transfers:
+                transfer.close()
+            self._joined.threads.shutdown(cancel_futures=True)
+        self._joined = None
