@@ -2,75 +2,223 @@
 
     ℓ = log_softmax(head(h) / temperature);   logprob_t = ℓ[t, y_t];   entropy_t = −Σ_v exp(ℓ_tv) · ℓ_tv
 
-Shape legend: T tokens, V vocabulary, H hidden. This is the torch version, for CPU and as the reference of the
-Triton kernel, which will be dispatched from `linear_logprob` for tensors on an accelerator.
+On a GPU forward is one Triton kernel and backward cuBLAS products around another; on CPU both are cache-sized tiles
+(docs/concepts/kernels.md). Memory beyond the gradients themselves is a tile and a few `[T]` vectors, whatever T and V.
+
+Logits are accumulated and kept in float32 whatever the operands, as `Float32Head` gives them to a sampler.
+
+A head that is an `nn.Linear` without bias is called once, with the computation above in place of its product: hooks
+around the module, with which ZeRO-3 gathers and releases its weight, run once forward and once backward, and not per
+chunk. Any other module (with a bias, an adapter, a tensor-parallel product) is called for one chunk of tokens at a
+time, and again in backward.
+
+Shape legend: T tokens, V vocabulary, H hidden, K best tokens.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-MAX_LOGITS = 1 << 25
-"""Logits held at once (elements; 128 MiB in float32). Above it tokens are chunked, and recomputed in backward."""
+from penstock.dataflow.errors import ShapeError
+from penstock.kernels.float32_head import Float32Head
+from penstock.kernels.portable.logprob_autograd import Settings, scores
+from penstock.kernels.portable.logprob_top import TopTokens, top_of_logits, top_tokens
+
+MAX_LOGITS = 1 << 27
+"""Logits held at once (elements; 512 MiB in float32) at most. A CPU's tiles are far smaller, for its caches' sake."""
+MAX_OPAQUE_LOGITS = 1 << 25
+"""The same for heads that can only be called (128 MiB in float32, a few times over while a chunk is worked on)."""
+
+
+class LinearScores(NamedTuple):
+    """What one pass over the logits says about each target.
+
+    Attributes:
+        logprobs: `[T] float32`, natural log; carries gradient.
+        entropies: `[T] float32`, nats; carries gradient.
+        is_most_likely: `[T] bool`, no other token's logit is greater.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    is_most_likely: Tensor
 
 
 def linear_logprob(
-    hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, *, temperature: float = 1.0, max_logits: int = MAX_LOGITS
+    hidden: Tensor,
+    head: nn.Module | Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    max_logits: int = MAX_LOGITS,
 ) -> tuple[Tensor, Tensor]:
+    """The first two of `linear_scores`: `[T] float32` logprobs and `[T] float32` entropies."""
+    scored = linear_scores(hidden, head, targets, temperature=temperature, max_logits=max_logits)
+    return scored.logprobs, scored.entropies
+
+
+def linear_scores(
+    hidden: Tensor,
+    head: nn.Module | Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    max_logits: int = MAX_LOGITS,
+) -> LinearScores:
     """Compute the logprob of each target and the entropy of each distribution, in float32.
 
-    Differentiable in `hidden` and `head` through both results. If T·V ≤ `max_logits` one chunk is computed and kept
-    for backward; otherwise every chunk is recomputed in backward, so that peak extra memory is one chunk.
+    Differentiable in `hidden` and `head` through both results; every tile is recomputed in backward.
 
     Args:
-        hidden: `[T, H]`, last hidden states, float32 or bfloat16.
+        hidden: `[T, H]`, last hidden states, float32, bfloat16 or float16 (float64 is computed in float64).
         head: The output projection: a module (called, so that ZeRO-3 hooks gather its weight) or its weight `[V, H]`.
         targets: `[T] int64`, the token each hidden state is to predict.
         temperature: Divides the logits; > 0.
-        max_logits: Elements of `[chunk, V]` held at once.
+        max_logits: Most elements of a tile of logits.
+
+    Raises:
+        ShapeError: If shapes or dtypes do not fit each other.
+    """
+    if isinstance(head, nn.Module) and not _is_plain(head):
+        return _chunked_scores(hidden, head, targets, temperature, min(max_logits, MAX_OPAQUE_LOGITS))
+    settings = Settings(1.0 / temperature, max_logits)
+
+    def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        _check(rows, weight, targets)
+        return scores(rows, weight, targets, settings)
+
+    return LinearScores(*_with_weight(head, hidden, compute))
+
+
+def vocabulary_parallel_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: ProcessGroup,
+    *,
+    first_word: int,
+    temperature: float = 1.0,
+    max_logits: int = MAX_LOGITS,
+) -> LinearScores:
+    """Compute the same where each rank of `group` holds a slice of the head; all get all results.
+
+    Two collectives of `[T]` and `[3, T]` forward, one of `[T, H]` (float32) backward. The gradient of `hidden` is that
+    of the whole vocabulary on every rank: the loss is one, computed by each of them, and not a sum over ranks.
+
+    Args:
+        hidden: `[T, H]`, equal on all ranks.
+        weight: `[V', H]`, rows `first_word … first_word + V' − 1` of the head; V' may differ between ranks.
+        targets: `[T] int64`, tokens of the whole vocabulary, equal on all ranks.
+        group: The ranks.
+        first_word: The token of the slice's first row.
+        temperature: Divides the logits; > 0.
+        max_logits: Most elements of a tile of logits.
+
+    Raises:
+        ShapeError: If shapes or dtypes do not fit each other.
+    """
+    _check(hidden, weight, targets)
+    settings = Settings(1.0 / temperature, max_logits, group)
+    return LinearScores(*scores(hidden, weight, targets - first_word, settings))
+
+
+@torch.no_grad()
+def linear_top_tokens(
+    hidden: Tensor, head: nn.Module | Tensor, num_top: int, *, temperature: float = 1.0, max_logits: int = MAX_LOGITS
+) -> TopTokens:
+    """The most likely tokens of each position with their logprobs; not differentiable.
+
+    Args:
+        hidden: `[T, H]`.
+        head: As for `linear_scores`.
+        num_top: K; 1 … V. Of equal logits the smaller id comes first if K is 1, any of them if K is greater.
+        temperature: Divides the logits; > 0.
+        max_logits: Most elements of a tile of logits.
 
     Returns:
-        `[T] float32` logprobs and `[T] float32` entropies, natural log.
+        `[T, K]` logprobs, descending, and ids.
     """
-    chunk_tokens = _chunk_tokens(head, max_logits)
-    if hidden.shape[0] <= chunk_tokens:
-        return _scores(hidden, head, targets, temperature)
-    logprobs, entropies = [], []
-    for rows, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        if torch.is_grad_enabled():
-            logprob, entropy = checkpoint(_scores, rows, head, wanted, temperature, use_reentrant=False)
-        else:
-            logprob, entropy = _scores(rows, head, wanted, temperature)
-        logprobs.append(logprob)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
+    if isinstance(head, nn.Module) and not _is_plain(head):
+        chunks = hidden.split(_chunk_tokens(head, min(max_logits, MAX_OPAQUE_LOGITS)))
+        found = [top_of_logits(_called(head, rows, temperature), num_top) for rows in chunks]
+        return TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return top_tokens(rows, weight, num_top, 1.0 / temperature, max_logits)
+
+    return TopTokens(*_with_weight(head, hidden, compute))
 
 
 def linear_argmax(hidden: Tensor, head: nn.Module | Tensor, *, max_logits: int = MAX_LOGITS) -> Tensor:
     """Most likely token of each position, `[T] int64`; ties go to the smaller id. Not differentiable."""
-    with torch.no_grad():
-        chunks = hidden.split(_chunk_tokens(head, max_logits))
-        return torch.cat([_logits(rows, head).argmax(-1) for rows in chunks])
+    return linear_top_tokens(hidden, head, 1, max_logits=max_logits).ids[:, 0]
 
 
-def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits = _logits(hidden, head).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    log_probabilities = logits.log_softmax(-1)
+def _with_weight(
+    head: nn.Module | Tensor, hidden: Tensor, compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """`compute(hidden, weight)`; of a module as its forward, in between the hooks that make its weight whole."""
+    if isinstance(head, Tensor):
+        return compute(hidden, head)
+    vars(head)["forward"] = lambda rows: compute(rows, cast("Tensor", head.weight))  # shadows the class's for one call
+    try:
+        return cast("tuple[Tensor, ...]", head(hidden))
+    finally:
+        del vars(head)["forward"]
+
+
+def _is_plain(head: nn.Module) -> bool:
+    """True if calling `head` is `hidden weightᵀ` and nothing else, but for hooks and for where it is rounded."""
+    return (
+        isinstance(head, nn.Linear)
+        and type(head).forward in (nn.Linear.forward, Float32Head.forward)
+        and "forward" not in vars(head)
+        and head.bias is None
+    )
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if hidden.shape[:1] != targets.shape or hidden.shape[1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
+        raise ShapeError(
+            f"linear_logprob: hidden is {list(hidden.shape)} {hidden.dtype}, the head's weight {list(weight.shape)} "
+            f"{weight.dtype} and targets {list(targets.shape)}. They must be [T, H], [V, H] and [T], the first two of "
+            "one dtype: cast one of them, or select as many hidden states as there are targets."
+        )
+
+
+def _chunked_scores(
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, max_logits: int
+) -> LinearScores:
+    """For heads that can only be called: chunks of tokens, each recomputed in backward if there are several."""
+    size = _chunk_tokens(head, max_logits)
+    is_recomputed = hidden.shape[0] > size and torch.is_grad_enabled()
+    chunks = []
+    for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
+        if is_recomputed:
+            chunks.append(checkpoint(_scores_by_call, rows, head, wanted, temperature, use_reentrant=False))
+        else:
+            chunks.append(_scores_by_call(rows, head, wanted, temperature))
+    return LinearScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+
+def _scores_by_call(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    log_probabilities = _called(head, hidden, temperature).log_softmax(-1)
     logprobs = log_probabilities.gather(-1, targets[:, None])[:, 0]
-    return logprobs, -(log_probabilities.exp() * log_probabilities).sum(-1)
+    entropies = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    return logprobs, entropies, logprobs.detach() == log_probabilities.detach().amax(-1)
 
 
-def _logits(hidden: Tensor, head: nn.Module | Tensor) -> Tensor:
-    return F.linear(hidden, head) if isinstance(head, Tensor) else cast("Tensor", head(hidden))
+def _called(head: nn.Module, rows: Tensor, temperature: float) -> Tensor:
+    """`[t, V]` logits in float32, divided by the temperature."""
+    logits = cast("Tensor", head(rows)).float()
+    return logits if temperature == 1.0 else logits / temperature
 
 
-def _chunk_tokens(head: nn.Module | Tensor, max_logits: int) -> int:
-    vocab_size = head.shape[0] if isinstance(head, Tensor) else cast("int", head.out_features)
-    return max(1, max_logits // vocab_size)
+def _chunk_tokens(head: nn.Module, max_logits: int) -> int:
+    return max(1, max_logits // cast("int", head.out_features))

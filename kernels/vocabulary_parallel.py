@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.kernels.linear_logprob import MAX_LOGITS
+from penstock.kernels.linear_logprob import MAX_OPAQUE_LOGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def vocabulary_parallel_logprob(
     part: VocabularyPart,
     *,
     temperature: float = 1.0,
-    max_logits: int = MAX_LOGITS,
+    max_logits: int = MAX_OPAQUE_LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """`linear_logprob` of a head whose rows are split over ranks. Collective, forward and backward.
 
@@ -73,7 +73,7 @@ def vocabulary_parallel_logprob(
 
 @torch.no_grad()
 def vocabulary_parallel_argmax(
-    hidden: Tensor, head: nn.Module, part: VocabularyPart, *, max_logits: int = MAX_LOGITS
+    hidden: Tensor, head: nn.Module, part: VocabularyPart, *, max_logits: int = MAX_OPAQUE_LOGITS
 ) -> Tensor:
     """Most likely token of each position over the whole vocabulary, `[T] int64`; ties go to the smaller id."""
     chunks = hidden.split(_chunk_tokens(part, max_logits))

@@ -1,7 +1,7 @@
 """The policy as one module: Hugging Face backbone and head, from tokens to logprobs in a single forward.
 
 Backbone and head are both called inside the wrapped forward, so that ZeRO-3 hooks see them. Logits exist only inside
-`kernels.linear_logprob`, at the positions whose next token carries loss.
+`kernels.linear_logprob`, tile by tile, at the positions whose next token carries loss.
 
 Shape legend: R rows, L row length, K loss tokens, H hidden.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels.float32_head import use_float32_head
-from penstock.kernels.linear_logprob import linear_argmax, linear_logprob
+from penstock.kernels.linear_logprob import linear_scores
 from penstock.kernels.vocabulary_parallel import (
     VocabularyPart,
     vocabulary_parallel_argmax,
@@ -61,7 +61,7 @@ class PolicyModel(nn.Module):
 
         Returns:
             In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
-            at that temperature and `[K] bool`: the target is the argmax.
+            at that temperature and `[K] bool`: no token is likelier than the target.
         """
         backbone = self.causal_lm.base_model
         output = backbone(
@@ -70,13 +70,12 @@ class PolicyModel(nn.Module):
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
         head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
-            logprobs, entropies = linear_logprob(hidden, head, target_ids, temperature=temperature)
-        else:
-            logprobs, entropies = vocabulary_parallel_logprob(hidden, head, target_ids, part, temperature=temperature)
+            scored = linear_scores(hidden, head, target_ids, temperature=temperature)
+            return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
+        logprobs, entropies = vocabulary_parallel_logprob(hidden, head, target_ids, part, temperature=temperature)
         if self.training:
             return logprobs, entropies
-        best = linear_argmax(hidden, head) if part is None else vocabulary_parallel_argmax(hidden, head, part)
-        return logprobs, best == target_ids
+        return logprobs, vocabulary_parallel_argmax(hidden, head, part) == target_ids
 
 
 def hf_name(parameter_name: str) -> str:

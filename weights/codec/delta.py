@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.kernels.changed_elements import find_changes
 from penstock.weights.codec.checks import check_receivable, check_sendable
 from penstock.weights.codec.codec import (
     DTYPE_NAMES,
@@ -62,14 +63,13 @@ def _difference(current: Tensor, state: SenderState, version: int) -> Encoded:
     """Changed elements, or everything if nothing is known of the receiver or if that is smaller."""
     if state.values is None:
         return whole(current, state.buffer, version)
-    is_changed = words(current) != words(state.values)
-    num_elements, item_bytes = current.numel(), current.element_size()
-    num_changed = int(is_changed.count_nonzero())
+    changes = find_changes(words(current), words(state.values))
+    num_elements, num_changed, item_bytes = current.numel(), changes.num_changed, current.element_size()
     # Where a bitmap is not the smallest coding, seven elements of eight are unchanged: whole is out of the question.
     if (num_elements - num_changed) * item_bytes <= bitmap_bytes(num_elements):
         return whole(current, state.buffer, version, num_changed)
-    form, packed = pack_positions(is_changed)
-    parts = {"values": words(current)[is_changed].view(current.dtype), "positions": packed}
+    form, packed = pack_positions(changes)
+    parts = {"values": changes.values().view(current.dtype), "positions": packed}
     dtype = DTYPE_NAMES[current.dtype]
     return Encoded(state.buffer, version, state.version, dtype, num_elements, form, parts, num_changed)
 

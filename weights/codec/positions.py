@@ -16,7 +16,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from penstock.kernels.changed_elements import Changes
+from penstock.kernels.portable.changed_elements import bits_of
 
 PositionForm = Literal["bitmap", "int32", "gaps8", "gaps16"]
 _GAP_DTYPES: dict[PositionForm, tuple[int, torch.dtype]] = {
@@ -31,20 +33,17 @@ def bitmap_bytes(num_elements: int) -> int:
     return -(-num_elements // 8)
 
 
-def pack_positions(is_changed: Tensor) -> tuple[PositionForm, Tensor]:
+def pack_positions(changes: Changes) -> tuple[PositionForm, Tensor]:
     """The smallest coding, the first of equals in the order above.
-
-    Args:
-        is_changed: `[n] bool`.
 
     Returns:
         Its name and a flat tensor.
     """
-    num_elements = is_changed.numel()
+    num_elements = changes.num_elements
     sizes: dict[PositionForm, int] = {"bitmap": bitmap_bytes(num_elements)}
-    if int(is_changed.count_nonzero()) >= sizes["bitmap"]:
-        return "bitmap", _pack_bits(is_changed)  # every other coding has a byte per position, or more
-    positions = is_changed.nonzero().squeeze(1)
+    if changes.num_changed >= sizes["bitmap"]:
+        return "bitmap", changes.bitmap()  # every other coding has a byte per position, or more
+    positions = changes.positions()
     if num_elements <= _INT32_LIMIT:
         sizes["int32"] = 4 * positions.numel()
     gaps = torch.diff(positions, prepend=positions.new_tensor([-1])) - 1
@@ -52,7 +51,7 @@ def pack_positions(is_changed: Tensor) -> tuple[PositionForm, Tensor]:
         sizes[form] = dtype.itemsize * (gaps.numel() + int((gaps // escape).sum()))
     best = min(sizes, key=sizes.__getitem__)
     if best == "bitmap":
-        return best, _pack_bits(is_changed)
+        return best, changes.bitmap()
     if best == "int32":
         return best, positions.to(torch.int32)
     return best, _pack_gaps(gaps, *_GAP_DTYPES[best])
@@ -65,24 +64,13 @@ def unpack_positions(form: PositionForm, packed: Tensor, num_elements: int) -> T
         `[k] int64`, increasing.
     """
     if form == "bitmap":
-        shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-        bits = (packed.unsqueeze(1) >> shifts) & 1
-        return bits.flatten()[:num_elements].nonzero().squeeze(1)
+        return bits_of(packed, num_elements).nonzero().squeeze(1)
     if form == "int32":
         return packed.to(torch.int64)
     escape, _ = _GAP_DTYPES[form]
     gaps = packed.to(torch.int64) & escape
     is_position = gaps != escape
     return ((gaps + is_position).cumsum(0) - 1)[is_position]
-
-
-def _pack_bits(flags: Tensor) -> Tensor:
-    """`[n] bool` -> `[⌈n / 8⌉] uint8`."""
-    padded = functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 8)).view(-1, 8)
-    packed = padded[:, 0].clone()
-    for bit in range(1, 8):
-        packed |= padded[:, bit] << bit
-    return packed
 
 
 def _pack_gaps(gaps: Tensor, escape: int, dtype: torch.dtype) -> Tensor:

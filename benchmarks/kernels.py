@@ -1,0 +1,65 @@
+"""What the kernels cost and reach.
+
+    python benchmarks/kernels.py cpu     (10 min, 12 GiB of memory; writes benchmarks/results/kernels_cpu.md and .json)
+    python benchmarks/kernels.py gpu     (5 min, a GPU of 80 GB; writes benchmarks/results/kernels_gpu.md and .json)
+
+`cpu`: logprobs from hidden states beside log_softmax and gather. `gpu`: every kernel beside plain torch, torch.compile
+and liger-kernel (if it is installed), as a share of the matrix-product rate and the copy bandwidth measured in the same
+run. Without a GPU it says so and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from kernels_cpu import Work, cpu_table, run_cpu
+from kernels_gpu import gpu_table, run_gpu
+from rich.console import Console
+from rich.table import Table
+from vs_trl_report import RESULTS, cpu_name
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("section", choices=["cpu", "gpu"])
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of the CPU section")
+    parser.add_argument("--tokens", type=int, default=Work.num_tokens, help="T of the CPU section")
+    arguments = parser.parse_args()
+    if arguments.section == "cpu":
+        results = run_cpu(Work(num_tokens=arguments.tokens), arguments.rounds, console.print)
+        write("kernels_cpu", results, cpu_table(results), f"{cpu_name()}; ")
+    elif not torch.cuda.is_available():
+        console.print("not run: no GPU")
+    else:
+        results = run_gpu(console.print)
+        write("kernels_gpu", results, gpu_table(results), f"{torch.cuda.get_device_name()}; ")
+
+
+def write(name: str, results: dict[str, Any], table: tuple[list[str], list[list[str]], list[str]], device: str) -> None:
+    """Print the table; write it and the raw figures to benchmarks/results."""
+    header, rows, notes = table
+    shown = Table(*header)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    notes = [
+        *notes,
+        f"{device}torch {version('torch')}, triton {version('triton')}, Python {platform.python_version()}",
+    ]
+    console.print("\n".join(notes))
+    lines = [f"# python benchmarks/kernels.py {name.removeprefix('kernels_')}", ""]
+    lines += ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    lines += ["", *(f"- {note}" for note in notes)]
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({**results, "notes": notes}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

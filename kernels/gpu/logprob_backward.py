@@ -1,0 +1,88 @@
+"""One pass over a tile of logits: from float32 logits to the gradient in them, in the dtype of the next product.
+
+Formula and torch version: `portable.logprob_tiles.gradient_of_tile`. Reads 4 bytes per logit and writes 2 (bf16).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.gpu.dispatch import is_interpreted
+from penstock.kernels.portable.logprob_statistics import LogprobGradient
+
+CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((2048, 4), (4096, 8), (8192, 8))]
+
+
+@triton.autotune(configs=CONFIGS[:1] if is_interpreted() else CONFIGS, key=["num_words"])
+@triton.jit
+def logits_gradient_kernel(
+    logits,
+    gradient,
+    columns,
+    upstream_logprob,
+    upstream_entropy,
+    maxima,
+    log_totals,
+    entropies,
+    num_words,
+    scale,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row, BLOCK columns. `logits` and `gradient` are contiguous `[t, num_words]`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = column < num_words
+    target = tl.load(columns + row)
+    upstream = tl.load(upstream_logprob + row)
+    log_probability = tl.load(logits + row * num_words + column, mask=is_inside, other=0.0) * scale
+    log_probability = (log_probability - tl.load(maxima + row)) - tl.load(log_totals + row)
+    probability = tl.exp(log_probability)
+    slope = upstream
+    if HAS_ENTROPY:
+        slope += tl.load(upstream_entropy + row) * (log_probability + tl.load(entropies + row))
+    result = tl.where(column == target, upstream, 0.0) - probability * slope
+    tl.store(gradient + row * num_words + column, result.to(gradient.dtype.element_ty), mask=is_inside)
+
+
+def logits_gradient(
+    logits: Tensor, columns: Tensor, upstream: LogprobGradient, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """Gradient in the scaled logits.
+
+    Args:
+        logits: `[t, v]` float32, unscaled, contiguous.
+        columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 where it is in another.
+        upstream: Of these tokens.
+        scale: Multiplies the logits.
+        dtype: Of the result.
+
+    Returns:
+        `[t, v]`.
+    """
+    num_tokens, num_words = logits.shape
+    gradient = torch.empty_like(logits, dtype=dtype)
+    entropy = upstream.logprob if upstream.entropy is None else upstream.entropy  # not read if there is none
+
+    def grid(meta: dict[str, Any]) -> tuple[int, int]:
+        return num_tokens, triton.cdiv(num_words, meta["BLOCK"])
+
+    logits_gradient_kernel[grid](
+        logits,
+        gradient,
+        columns.contiguous(),
+        upstream.logprob,
+        entropy,
+        upstream.maximum,
+        upstream.log_total,
+        upstream.entropies,
+        num_words,
+        scale,
+        HAS_ENTROPY=upstream.entropy is not None,
+    )
+    return gradient

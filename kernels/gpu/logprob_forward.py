@@ -1,0 +1,187 @@
+"""Matrix product and online softmax in one kernel: row statistics of `hidden weightᵀ`, no logit leaves the chip.
+
+Each program walks one slice of the vocabulary for one block of tokens and keeps m, s and u of its rows in registers
+(`portable.logprob_statistics`). Programs that run at the same time are GROUP blocks of tokens times all slices: at
+T=16k and H=4k in bf16 they share 16 MiB of hidden states, which stay in the second-level cache, while the weight
+streams through it once per group. Why this kernel and not cuBLAS: docs/adr/0009-kernels.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.gpu.dispatch import is_interpreted
+from penstock.kernels.portable.logprob_statistics import LOWEST, Statistics, merge_parts
+
+
+def _config(tokens: int, words: int, hidden: int, warps: int, stages: int) -> triton.Config:
+    blocks = {"BLOCK_T": tokens, "BLOCK_V": words, "BLOCK_H": hidden, "GROUP": 16}
+    return triton.Config(blocks, num_warps=warps, num_stages=stages)
+
+
+CONFIGS = [
+    _config(128, 256, 64, warps=8, stages=3),
+    _config(128, 128, 64, warps=8, stages=4),
+    _config(128, 128, 64, warps=4, stages=3),
+    _config(64, 256, 64, warps=4, stages=3),
+]
+FLOAT32_CONFIGS = [_config(64, 64, 32, warps=4, stages=3)]
+INTERPRETED_CONFIGS = [_config(16, 32, 16, warps=1, stages=1)]
+MIN_SPLIT_WORDS = 4096
+"""Below so many words a split's softmax partials and its shorter pipeline cost more than idle multiprocessors."""
+NUM_SPLITS = 8
+"""Slices of the vocabulary: times 16 blocks of tokens they fill the 132 multiprocessors of an H100."""
+
+
+def _configs_of(configs: list[triton.Config], named_args: dict[str, Any], **_: Any) -> list[triton.Config]:
+    """float32 operands are twice as wide: tiles for bf16 would not fit."""
+    is_wide = named_args["hidden"].element_size() == 4
+    return [each for each in configs if (each.kwargs["BLOCK_H"] == 32) == is_wide]
+
+
+@triton.autotune(
+    configs=INTERPRETED_CONFIGS if is_interpreted() else [*CONFIGS, *FLOAT32_CONFIGS],
+    key=["hidden_size", "num_words"],
+    prune_configs_by=None if is_interpreted() else {"early_config_prune": _configs_of},
+)
+@triton.jit
+def statistics_kernel(
+    hidden,
+    weight,
+    targets,
+    maxima,
+    totals,
+    weighted_sums,
+    target_logits,
+    num_tokens,
+    num_words,
+    hidden_size,
+    num_splits,
+    split_words,
+    scale,
+    lowest,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program: BLOCK_T tokens, words split · split_words … ; results are `[num_splits, num_tokens]`.
+
+    Operands come through tensor descriptors: the bulk copy engine on Hopper, which pads with zeros and leaves the
+    registers to the accumulators (with pointers the largest tile spills 1 KiB per thread, with descriptors 8 bytes).
+    """
+    num_row_blocks = tl.cdiv(num_tokens, BLOCK_T)
+    group_size = GROUP * num_splits
+    first_row_block = tl.program_id(0) // group_size * GROUP
+    group_rows = tl.minimum(num_row_blocks - first_row_block, GROUP)
+    in_group = tl.program_id(0) % group_size
+    first_token = (first_row_block + in_group % group_rows) * BLOCK_T
+    split = in_group // group_rows
+
+    lefts = tl.make_tensor_descriptor(hidden, [num_tokens, hidden_size], [hidden_size, 1], [BLOCK_T, BLOCK_H])
+    rights = tl.make_tensor_descriptor(weight, [num_words, hidden_size], [hidden_size, 1], [BLOCK_V, BLOCK_H])
+    token = first_token + tl.arange(0, BLOCK_T)
+    is_token = token < num_tokens
+    target = tl.load(targets + token, mask=is_token, other=-1).to(tl.int32)
+    maximum = tl.full((BLOCK_T,), lowest, tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    weighted = tl.zeros((BLOCK_T,), tl.float32)
+    target_logit = tl.zeros((BLOCK_T,), tl.float32)
+    last_word = tl.minimum((split + 1) * split_words, num_words)
+
+    for first_word in range(split * split_words, last_word, BLOCK_V):
+        logits = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+        for first_channel in range(0, hidden_size, BLOCK_H):
+            left = lefts.load([first_token, first_channel])
+            right = rights.load([first_word, first_channel])
+            logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
+        word = first_word + tl.arange(0, BLOCK_V)
+        is_word = (word < last_word)[None, :]
+        logits = tl.where(is_word, logits * scale, lowest)
+        target_logit += tl.sum(tl.where(is_word & (word[None, :] == target[:, None]), logits, 0.0), 1)
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+        shift = maximum - new_maximum
+        factor = tl.exp(shift)
+        distance = logits - new_maximum[:, None]
+        exponentials = tl.exp(distance)  # of `lowest`: 0, and 0 · lowest is 0
+        weighted = (weighted + total * shift) * factor + tl.sum(exponentials * distance, 1)
+        total = total * factor + tl.sum(exponentials, 1)
+        maximum = new_maximum
+
+    place = split.to(tl.int64) * num_tokens + token
+    tl.store(maxima + place, maximum, mask=is_token)
+    tl.store(totals + place, total, mask=is_token)
+    tl.store(weighted_sums + place, weighted, mask=is_token)
+    tl.store(target_logits + place, target_logit, mask=is_token)
+
+
+def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Statistics:
+    """Reduce `scale · hidden weightᵀ` to its row statistics.
+
+    Args:
+        hidden: `[T, H]` bfloat16, float16 or float32 (then as `torch.get_float32_matmul_precision` says), contiguous.
+        weight: `[V, H]` of the same dtype, contiguous.
+        targets: `[T] int64` row of `weight`; outside of 0 … V − 1 where another rank has it.
+        scale: Multiplies the logits.
+
+    Returns:
+        `[T] float32` statistics.
+    """
+    num_tokens, hidden_size = hidden.shape
+    num_words = len(weight)
+    split_words = _split_words(num_words)
+    num_splits = triton.cdiv(num_words, split_words)
+    parts = Statistics(*(hidden.new_empty((num_splits, num_tokens), dtype=torch.float32) for _ in range(4)))
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(num_tokens, meta["BLOCK_T"]) * num_splits,)
+
+    if num_tokens:
+        triton.set_allocator(_descriptor_memory)
+        statistics_kernel[grid](
+            hidden,
+            weight,
+            targets,
+            *parts,
+            num_tokens,
+            num_words,
+            hidden_size,
+            num_splits,
+            split_words,
+            scale,
+            LOWEST,
+            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        )
+    return merge_parts(parts)
+
+
+def can_fuse(hidden: Tensor, weight: Tensor) -> bool:
+    """True if `fused_statistics` takes the operands: descriptors need contiguous rows at multiples of 16 bytes."""
+    return (
+        hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and hidden.is_contiguous()
+        and weight.is_contiguous()
+        and hidden.shape[1] * hidden.element_size() % 16 == 0
+        and hidden.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+    )
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where Triton puts the descriptors of one launch: 128 bytes each; torch aligns to 512."""
+    del alignment, stream
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _split_words(num_words: int) -> int:
+    """Words per split: a multiple of 256, so that only the last tile of the last split is ragged."""
+    least = 64 if is_interpreted() else MIN_SPLIT_WORDS
+    wanted = max(least, triton.cdiv(num_words, NUM_SPLITS))
+    multiple = 64 if is_interpreted() else 256
+    return triton.cdiv(wanted, multiple) * multiple

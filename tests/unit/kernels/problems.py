@@ -1,0 +1,41 @@
+"""Random inputs of the kernels, and what they must give, computed in float64 by the plainest code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class HeadProblem:
+    """Hidden states `[T, H]`, a head `[V, H]`, targets `[T]` and the gradients `[2, T]` of logprobs and entropies."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    upstream: Tensor
+
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
+
+
+def head_problem(*, num_tokens: int, vocab_size: int, hidden_size: int, seed: int) -> HeadProblem:
+    generator = torch.Generator().manual_seed(seed)
+    return HeadProblem(
+        torch.randn(num_tokens, hidden_size, generator=generator),
+        torch.randn(vocab_size, hidden_size, generator=generator),
+        torch.randint(0, vocab_size, (num_tokens,), generator=generator),
+        torch.randn(2, num_tokens, generator=generator),
+    )
+
+
+def expected_scores(problem: HeadProblem, temperature: float) -> list[Tensor]:
+    """Logprobs, entropies and the gradients of hidden states and head, through the whole `[T, V]` matrix."""
+    hidden, weight = problem.hidden.double().requires_grad_(), problem.weight.double().requires_grad_()
+    logprobs = (hidden @ weight.T / temperature).log_softmax(-1)
+    chosen = logprobs.gather(-1, problem.targets[:, None])[:, 0]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    (chosen @ problem.upstream[0].double() + entropy @ problem.upstream[1].double()).backward()
+    return [chosen.detach(), entropy.detach(), hidden.grad, weight.grad]

@@ -1,0 +1,48 @@
+"""Two processes, each with a slice of the head, against the whole `[T, V]` matrix in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from penstock.kernels.linear_logprob import vocabulary_parallel_scores
+from tests.unit.kernels.problems import expected_scores, head_problem
+
+TEMPERATURE = 0.6
+SLICES = {"even": (0, 88, 176), "uneven": (0, 171, 176)}
+
+
+def run_rank(rank: int, bounds: tuple[int, ...], folder: str) -> None:
+    """Score and differentiate with this rank's rows; leave the results in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    problem = head_problem(num_tokens=13, vocab_size=bounds[-1], hidden_size=8, seed=5)
+    hidden = problem.hidden.clone().requires_grad_()
+    weight = problem.weight[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    scored = vocabulary_parallel_scores(
+        hidden, weight, problem.targets, group, first_word=bounds[rank], temperature=TEMPERATURE, max_logits=160
+    )
+    (scored.logprobs @ problem.upstream[0] + scored.entropies @ problem.upstream[1]).backward()
+    results = [scored.logprobs.detach(), scored.entropies.detach(), hidden.grad, weight.grad, scored.is_most_likely]
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bounds", SLICES.values(), ids=SLICES)
+def test_slices_of_the_head_give_what_the_whole_gives(tmp_path: Path, bounds: tuple[int, ...]) -> None:
+    multiprocessing.spawn(run_rank, (bounds, str(tmp_path)), nprocs=2)
+    problem = head_problem(num_tokens=13, vocab_size=bounds[-1], hidden_size=8, seed=5)
+    logprobs, entropies, grad_hidden, grad_weight = expected_scores(problem, TEMPERATURE)
+    is_best = (problem.hidden @ problem.weight.T).argmax(-1) == problem.targets
+    for rank in range(2):
+        *actual, is_most_likely = torch.load(tmp_path / f"{rank}.pt")
+        expected = [logprobs, entropies, grad_hidden, grad_weight[bounds[rank] : bounds[rank + 1]]]
+        for mine, theirs in zip(actual, expected, strict=True):
+            torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+        assert is_most_likely.tolist() == is_best.tolist()
