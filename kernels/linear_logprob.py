@@ -50,6 +50,14 @@ class LinearScores(NamedTuple):
     is_most_likely: Tensor
 
 
+class VocabularyPart(NamedTuple):
+    """A slice of the head: the tokens `start` ≤ id < `stop`, and the ranks that hold the slices."""
+
+    start: int
+    stop: int
+    group: ProcessGroup
+
+
 def linear_logprob(
     hidden: Tensor,
     head: nn.Module | Tensor,
@@ -98,34 +106,37 @@ def linear_scores(
 
 def vocabulary_parallel_scores(
     hidden: Tensor,
-    weight: Tensor,
+    head: nn.Module | Tensor,
     targets: Tensor,
-    group: ProcessGroup,
+    part: VocabularyPart,
     *,
-    first_word: int,
     temperature: float = 1.0,
     max_logits: int = MAX_LOGITS,
 ) -> LinearScores:
-    """Compute the same where each rank of `group` holds a slice of the head; all get all results.
+    """Compute the same where each rank of a group holds a slice of the head; all get all results.
 
     Two collectives of `[T]` and `[3, T]` forward, one of `[T, H]` (float32) backward. The gradient of `hidden` is that
     of the whole vocabulary on every rank: the loss is one, computed by each of them, and not a sum over ranks.
 
     Args:
         hidden: `[T, H]`, equal on all ranks.
-        weight: `[V', H]`, rows `first_word … first_word + V' − 1` of the head; V' may differ between ranks.
+        head: This rank's rows, `[V', H]`; or a module without bias that has them as its `weight`, called once with
+            the computation in place of its own, and of any collective of its own.
         targets: `[T] int64`, tokens of the whole vocabulary, equal on all ranks.
-        group: The ranks.
-        first_word: The token of the slice's first row.
+        part: Which rows, and who has the others; V' may differ between ranks.
         temperature: Divides the logits; > 0.
         max_logits: Most elements of a tile of logits.
 
     Raises:
         ShapeError: If shapes or dtypes do not fit each other.
     """
-    _check(hidden, weight, targets)
-    settings = Settings(1.0 / temperature, max_logits, group)
-    return LinearScores(*scores(hidden, weight, targets - first_word, settings))
+    settings = Settings(1.0 / temperature, max_logits, part.group)
+
+    def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        _check(rows, weight, targets)
+        return scores(rows, weight, targets - part.start, settings)
+
+    return LinearScores(*_with_weight(head, hidden, compute))
 
 
 @torch.no_grad()

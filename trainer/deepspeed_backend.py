@@ -207,8 +207,7 @@ def build_deepspeed_backend(
     if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:
         hf_config = _announce_zero3(settings)
     is_split = trainer.tensor_parallel_size > 1
-    loaded = model.model_copy(update={"head_dtype": "model"}) if is_split else model  # AutoTP splits plain Linears only
-    policy = load_policy(model_path, loaded, gradient_checkpointing=trainer.gradient_checkpointing)
+    policy = load_policy(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
     shapes = {hf_name(name): full_shape(parameter) for name, parameter in policy.named_parameters()}
     if is_split:
         check_splittable(shapes, trainer.tensor_parallel_size, model.shape.num_kv_heads)

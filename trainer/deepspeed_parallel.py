@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional as F
-
-from penstock.kernels.float32_head import use_float32_head
-from penstock.kernels.vocabulary_parallel import VocabularyPart
+from penstock.kernels.linear_logprob import VocabularyPart
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.policy_model import PolicyModel, hf_name
 from penstock.trainer.tensor_parallel import TensorSplit
@@ -35,25 +31,7 @@ def take_split(policy: PolicyModel, model: ModelConfig, shapes: dict[str, Shape]
     if "lm_head.weight" in shapes:
         (start, stop), _ = split.box("lm_head.weight")
         policy.vocabulary = VocabularyPart(start, stop, split.group)
-    if model.head_dtype == "float32":
-        _use_float32_head(policy.causal_lm)
     return split
-
-
-def _use_float32_head(causal_lm: Any) -> None:
-    """As `use_float32_head`, of a head that AutoTP may have split."""
-    from deepspeed.module_inject.layers import ColumnParallel, LinearLayer
-
-    head = causal_lm.get_output_embeddings()
-    if not isinstance(head, LinearLayer):
-        use_float32_head(causal_lm)
-        return
-
-    def forward(hidden: Tensor) -> Tensor:
-        whole = ColumnParallel.apply(head.mp_group, hidden)  # its backward sums over the group
-        return F.linear(whole.float(), head.weight.float())
-
-    head.forward = forward
 
 
 def register_ulysses(policy: PolicyModel, model: ModelConfig, trainer: TrainerConfig) -> Any:

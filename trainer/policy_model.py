@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
-from penstock.kernels.float32_head import use_float32_head
-from penstock.kernels.linear_logprob import linear_scores
-from penstock.kernels.vocabulary_parallel import (
-    VocabularyPart,
-    vocabulary_parallel_argmax,
-    vocabulary_parallel_logprob,
-)
+from penstock.kernels.linear_logprob import VocabularyPart, linear_scores, vocabulary_parallel_scores
 from penstock.weights.model_config import ModelConfig
 
 _PREFIX = "causal_lm."
@@ -71,11 +65,9 @@ class PolicyModel(nn.Module):
         head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
             scored = linear_scores(hidden, head, target_ids, temperature=temperature)
-            return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
-        logprobs, entropies = vocabulary_parallel_logprob(hidden, head, target_ids, part, temperature=temperature)
-        if self.training:
-            return logprobs, entropies
-        return logprobs, vocabulary_parallel_argmax(hidden, head, part) == target_ids
+        else:
+            scored = vocabulary_parallel_scores(hidden, head, target_ids, part, temperature=temperature)
+        return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
 
 
 def hf_name(parameter_name: str) -> str:
@@ -88,7 +80,7 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
 
     Args:
         path: Hugging Face directory or hub name.
-        model: Attention and precision of the head.
+        model: Says which attention.
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
@@ -102,8 +94,6 @@ def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) 
         raise ConfigError([f"model.path={path} does not exist. Give a Hugging Face directory or a hub name."])
     with boundary(ConfigError, f"model.path={path} cannot be loaded"):
         causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=model.attention)
-    if model.head_dtype == "float32":
-        use_float32_head(causal_lm)
     if gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return PolicyModel(causal_lm).train()

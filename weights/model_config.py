@@ -55,7 +55,7 @@ class ModelConfig(BaseModel):
         from_scratch: Build `shape` with random weights and a character tokenizer instead of loading `path`
             (the tiny policies of the warm start).
         dtype: Precision of the forward pass on both sides and of published weights; masters stay float32.
-        head_dtype: Precision of the output projection on both sides: that of the model, or float32.
+        head_dtype: Precision of the engines' output projection; the trainer's always accumulates in float32.
         max_context_tokens: Longest prompt plus answer, tokens.
     """
 

@@ -18,6 +18,8 @@ def bfloat16_config(tiny_model_config: ModelConfig) -> ModelConfig:
 def logits_of(path: Path, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a bfloat16 policy, and the same in float64 from its own last hidden states."""
     model = load_policy(str(path), config, gradient_checkpointing=False).causal_lm.bfloat16()
+    if config.head_dtype == "float32":
+        use_float32_head(model)
     ids = torch.arange(12)[None] % config.shape.vocab_size
     hidden = model.base_model(input_ids=ids).last_hidden_state
     head = model.get_output_embeddings()
@@ -40,6 +42,7 @@ def test_a_head_of_the_model_s_precision_rounds_them(tiny_policy_dir: Path, bflo
 
 def test_the_weight_of_a_tied_head_stays_the_embedding(tiny_policy_dir: Path, bfloat16_config: ModelConfig) -> None:
     model = load_policy(str(tiny_policy_dir), bfloat16_config, gradient_checkpointing=False).causal_lm
+    use_float32_head(model)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
