@@ -1,8 +1,8 @@
 """An output projection that computes logits in float32, whatever the precision of the model.
 
 For samplers: the trainer's `linear_logprob` never rounds a logit. In bfloat16, logits near 20 are 1/8 apart, so an
-engine that rounds them disagrees with its trainer by that alone. Products of bfloat16 numbers are exact in float32, so both
-sides agree once they accumulate there. Source: MiniMax-M1, arXiv 2506.13585.
+engine that rounds them disagrees with its trainer by that alone. Products of bfloat16 numbers are exact in float32, so
+both sides agree once they accumulate there. Source: MiniMax-M1, arXiv 2506.13585.
 """
 
 from __future__ import annotations
