@@ -32,6 +32,8 @@ app = typer.Typer(
 
 weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
+sweep = typer.Typer(help="Many runs that differ in one thing.", no_args_is_help=True)
+app.add_typer(sweep, name="sweep")
 sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
 app.add_typer(sandbox, name="sandbox")
 
@@ -110,6 +112,38 @@ def algorithms(
         from penstock.platform.cli_algorithms import run_algorithms
 
         return run_algorithms(kind, Console())
+
+    _exit_with(body)
+
+
+@sweep.command("staleness")
+def sweep_staleness(
+    overrides: Overrides = None,
+    *,
+    algorithms: Annotated[str, typer.Option(metavar="A,B,…", help="Presets of conf/algorithm.")] = "grpo",
+    staleness: Annotated[str, typer.Option(metavar="0,4,…", help="Bounds: dataflow.max_staleness.")] = "0,4,16",
+    seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds of each cell.")] = "0:1",
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Runs and results.")] = Path("runs/sweep-staleness"),
+    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
+    uncorrected: Annotated[bool, typer.Option(help="Also train as if nothing were stale.")] = True,
+) -> None:
+    """Final accuracy over algorithm x staleness bound: one table, one plot; goes on where it was interrupted."""
+
+    def body() -> int:
+        from rich.console import Console
+
+        from penstock.platform.cli_sweep import run_staleness_sweep
+
+        return run_staleness_sweep(
+            overrides or [],
+            algorithms=algorithms,
+            staleness=staleness,
+            seeds=seeds,
+            folder=folder,
+            cell_timeout_s=cell_timeout_s,
+            with_uncorrected=uncorrected,
+            console=Console(),
+        )
 
     _exit_with(body)
 
