@@ -5,8 +5,8 @@
 Lognormal lengths, mean 1,024 tokens, cut at the budget of 8,192; as many sequences as fill the given number of bins (a
 bin is a micro-batch of a rank). Columns: useful tokens over bins × budget, one row per micro-batch (variable-length
 attention); useful over padded tokens, several rows under a mask (sdpa, where rows are kept short on purpose, since a
-mask costs a row's square); the same with every sequence padded to the longest; the most loaded rank's cost over the mean
-(`sequence_cost`), and what the longest sequence alone forces it to.
+mask costs a row's square); the same with every sequence padded to the longest; the most loaded rank's cost over the
+mean (`sequence_cost`), and what the longest sequence alone forces it to.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def imbalance(lengths: list[int], num_ranks: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    header = "| bins | σ | ranks | one row: of the budget | several rows: of the padded | pad to longest | max ÷ mean cost | forced |"
+    columns = ("bins", "σ", "ranks", "one row: of the budget", "several rows: of the padded", "pad to longest")
+    header = f"| {' | '.join(columns)} | max ÷ mean cost | forced |"
     lines = ["# Packing of long-tailed lengths", "", header, "|" + " --- |" * 8]
     for num_bins in (32, 64, 256):
         for sigma in (0.5, 1.0, 1.5):
