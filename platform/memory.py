@@ -11,7 +11,7 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
-    engine               P·b / tp + KV cache, on each of its tp devices
+    engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more with weights.stage_on=device
     published            P·b in shared memory, twice with weights.mode=direct
     reference            4·P + activations of one layer
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
@@ -92,8 +92,9 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
         base = BASE_HOST_GIB[engine.type] * num_devices
         return Memory({}, {"base": base, "weights": weights, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": weights} if config.cluster.colocated else {}
+    on_device: dict[Part, float] = {"weights": weights / num_devices, "published": staged_gib(config)}
     return Memory(
-        {"base": CUDA_CONTEXT_GIB, "weights": weights / num_devices, "kv_cache": kv_cache},
+        {"base": CUDA_CONTEXT_GIB, "kv_cache": kv_cache, **on_device},
         {"base": BASE_GPU_HOST_GIB * num_devices, **asleep},
     )
 
@@ -113,6 +114,13 @@ def published_gib(config: RunConfig) -> float:
     return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
 
 
+def staged_gib(config: RunConfig) -> float:
+    """What a version that has arrived takes on each device of a GPU engine until its swap, GiB."""
+    weights = config.weights
+    is_staged = weights.mode == "direct" and weights.stage_on == "device"
+    return published_gib(config) / config.rollout.engine.tensor_parallel_size if is_staged else 0.0
+
+
 def shared_gib(config: RunConfig) -> float:
     """Published versions in shared memory, GiB: with `direct`, one is written while another is still read."""
     return published_gib(config) * (NUM_SLOTS if config.weights.mode == "direct" else 1)
@@ -126,7 +134,8 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
         if stated is not None:
             return stated
         weights = published_gib(config) / engine.tensor_parallel_size
-        return max(pool.memory_gib * engine.gpu_memory_utilization - weights - CUDA_CONTEXT_GIB, 0.0)
+        taken = weights + staged_gib(config) + CUDA_CONTEXT_GIB
+        return max(pool.memory_gib * engine.gpu_memory_utilization - taken, 0.0)
     return engine.max_num_seqs * sequence_kv_gib(config)
 
 

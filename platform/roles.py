@@ -135,6 +135,7 @@ async def start_engine_group(config: RunConfig, command: Command = "train") -> l
             engine=config.rollout.engine,
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
+            stage_on=config.weights.stage_on,
             seed=config.seed + index,
             threads=cluster.threads_per_process,
         )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.dataflow.errors import ConfigError
 from penstock.rollout.routing import RoutingName
 
 CPU_KV_CACHE_GIB = 0.25
@@ -19,6 +20,8 @@ class VllmEngineConfig(BaseModel):
         tensor_parallel_size: Devices that one engine is split over.
         kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None lets vLLM take what
             `gpu_memory_utilization` leaves, and is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share.
+        gpu_memory_utilization: Share of a device's memory for the engine in all: weights, KV cache, and with
+            `weights.stage_on=device` the version that waits there for its swap.
         enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
@@ -36,6 +39,24 @@ class VllmEngineConfig(BaseModel):
     def cache_gib(self, device: Literal["cpu", "gpu", "cuda"]) -> float | None:
         """KV cache of one engine on `device`, GiB; None where vLLM measures what is left."""
         return CPU_KV_CACHE_GIB if self.kv_cache_gib is None and device == "cpu" else self.kv_cache_gib
+
+    def utilization_without(self, staged_bytes: float, device_bytes: float) -> float:
+        """What vLLM may take of a device of `device_bytes` when `staged_bytes` of it are kept for the next version.
+
+        Raises:
+            ConfigError: If nothing is left.
+        """
+        left = self.gpu_memory_utilization - staged_bytes / device_bytes
+        if left <= 0:
+            raise ConfigError(
+                [
+                    f"rollout.engine.gpu_memory_utilization={self.gpu_memory_utilization:g} of "
+                    f"{device_bytes / 2**30:.1f} GiB is less than the {staged_bytes / 2**30:.1f} GiB that the next "
+                    "version takes while it waits for its swap. Raise it, use a larger tensor_parallel_size, or "
+                    "weights.stage_on=host."
+                ]
+            )
+        return left
 
 
 class TorchEngineConfig(BaseModel):

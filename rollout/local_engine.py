@@ -24,6 +24,7 @@ class EngineSpec:
         device: `cpu` or `cuda`.
         update_mode: `keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it.
         threads: CPU threads of this process.
+        stage_on: Where a version that has arrived waits for the swap.
     """
 
     engine_id: EngineId
@@ -34,6 +35,7 @@ class EngineSpec:
     update_mode: Literal["keep_kv", "recompute_kv"]
     seed: int
     threads: int
+    stage_on: Literal["device", "host"] = "device"
 
 
 class Sleeper(Protocol):

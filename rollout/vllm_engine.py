@@ -17,6 +17,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -32,6 +33,7 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_worker import BACKEND, encode
 from penstock.weights.checksum import combine_checksums, entry_key
+from penstock.weights.model_config import DTYPE_BYTES
 
 UNPUBLISHED = -1
 STAGE_POLL_S = 0.002
@@ -60,6 +62,10 @@ class CacheUsage(StatLoggerBase):
 def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     """vLLM's arguments for one engine."""
     cache_gib = config.cache_gib(spec.device)
+    utilization = config.gpu_memory_utilization
+    if spec.device == "cuda" and spec.stage_on == "device":
+        staged = spec.model.shape.num_parameters * DTYPE_BYTES[spec.model.dtype] / config.tensor_parallel_size
+        utilization = config.utilization_without(staged, current_platform.get_device_total_memory())
     return AsyncEngineArgs(
         model=spec.model_path,
         dtype=spec.model.dtype,
@@ -67,7 +73,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         max_model_len=spec.model.max_context_tokens,
         max_num_seqs=config.max_num_seqs,
         kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu_memory_utilization=utilization,
         enforce_eager=config.enforce_eager or spec.device == "cpu",
         enable_sleep_mode=spec.device == "cuda",
         logprobs_mode="processed_logprobs",  # after temperature: what the importance ratio needs
@@ -189,7 +195,7 @@ class VllmEngine:
     async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> float:
         """Let the workers fetch and check their shards while requests go on; returns the seconds that took."""
         llm, started = self._open(), time.monotonic()
-        refusals = await llm.collective_rpc("penstock_stage", args=(update,))
+        refusals = await llm.collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
         if any(refusals):
             raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {next(filter(None, refusals))}")
         while True:

@@ -144,13 +144,14 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
 
-    def penstock_stage(self, update: Mapping[str, Any]) -> str:
+    def penstock_stage(self, update: Mapping[str, Any], stage_on: str) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
         manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
         _staging.clear()  # one that was given up
         wrong = what_is_wrong(self.model_runner.get_model(), manifest, rank)
         if not wrong:
-            _staging[manifest.version] = Staging(manifest, rank, self.device)
+            device = self.device if stage_on == "device" else torch.device("cpu")
+            _staging[manifest.version] = Staging(manifest, rank, device)
         return wrong
 
     def penstock_staged(self, version: int) -> tuple[bool, str]:

@@ -26,6 +26,8 @@ class WeightsConfig(BaseModel):
             them has, no request starts.
         directory: Parent of the folders that versions are published in; None: shared memory where there is some, else
             the temporary folder.
+        stage_on: Where a GPU engine keeps an arrived version until the swap: `device` needs its shard's size of GPU
+            memory once more, and freezes for a copy within the device; `host` needs none, and freezes for longer.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
@@ -42,6 +44,7 @@ class WeightsConfig(BaseModel):
     codec: CodecName = "full"
     overlap: bool = False
     directory: str | None = None
+    stage_on: Literal["device", "host"] = "device"
     update_mode: UpdateMode = "keep_kv"
     probe_every: int = Field(default=20, ge=0)
     timeout_s: float = Field(default=120.0, gt=0)

@@ -1,7 +1,7 @@
 """A version on its way into one rank of an engine, while that rank goes on decoding.
 
-Consumes: the shard in shared memory. Waits for: nothing; a thread compares it with the manifest and, for a GPU, copies
-it into device memory on a stream of its own. Unblocked by: the thread's end, which the engine polls. Only then are
+Consumes: the shard in shared memory. Waits for: nothing; a thread compares it with the manifest and, if the device is a
+GPU, copies it there on a stream of its own. Unblocked by: the thread's end, which the engine polls. Only then are
 running requests frozen, so a damaged version harms nothing and the freeze lasts for one copy within the device.
 """
 
@@ -19,7 +19,7 @@ from penstock.weights.transport.shards import read_shard
 
 
 class Staging:
-    """Buffers of one version for one tensor-parallel rank.
+    """Buffers of one version for one tensor-parallel rank, on `device`: the engine's, or the CPU to spare its memory.
 
     Attributes:
         seconds: How long staging took; 0 while it runs.
@@ -44,7 +44,7 @@ class Staging:
         return "" if self._error is None else str(self._error)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Buffer name -> flat values on the engine's device.
+        """Buffer name -> flat values on the device.
 
         Raises:
             WeightSyncError: If the bytes that arrived are not those of the manifest.
