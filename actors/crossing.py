@@ -27,6 +27,7 @@ from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.crossing import Crossing
+from penstock.weights.transport.group import TransferGroup
 from penstock.weights.transport.links import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import remove_directories_of
@@ -58,7 +59,7 @@ class GroupExport:
         self._landings: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._crossing: Crossing | None = None
-        self._generation = 0
+        self._generation = self._num_sent = 0
         self._transfer: ShardTransfer | None = None
 
     async def begin(self, version: int) -> Departure:
@@ -91,9 +92,13 @@ class GroupExport:
         assert crossing is not None
         limit = self._config.timeout_s + GRACE_S
         landed = {node: self._landings[node].receive.remote(version) for node in crossing.nodes}
-        sent, *folders = await together(
-            f"publish v{version}", limit, self._trainer.ask("send_weights", version, timeout_s=limit), *landed.values()
-        )
+        num_before, self._num_sent = self._num_sent, self._num_sent + 1
+
+        def interrupt(cause: str) -> None:
+            TransferGroup.interrupt(self._store, crossing.generation, num_before, crossing.members, cause)
+
+        sending = self._trainer.ask("send_weights", version, timeout_s=limit)
+        sent, *folders = await together(f"publish v{version}", limit, sending, *landed.values(), interrupt=interrupt)
         manifest = crossing.transfer.manifest(version, [part for parts, _ in sent for part in parts])
         locations = Locations(dict(zip(landed, folders, strict=True)))
         return Parcel(manifest, locations, sum(num_bytes for _, num_bytes in sent))
@@ -128,7 +133,7 @@ class GroupExport:
             self._trainer.ask("join_crossing", shared, timeout_s=limit),
             *(self._landings[node].join.remote(shared, node) for node in nodes),
         )
-        self._crossing = crossing
+        self._crossing, self._num_sent = crossing, 0
 
     async def _end(self, node: str) -> None:
         """End a landing that may not answer, and remove what it leaves in shared memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,14 +26,25 @@ def ray_boundary(error: type[PenstockError], what: str) -> Iterator[None]:
         raise error(f"{what}: a process died: {str(lost).strip().splitlines()[0]}") from lost
 
 
-async def together(what: str, timeout_s: float, *calls: Awaitable[Any]) -> list[Any]:
+async def together(
+    what: str, timeout_s: float, *calls: Awaitable[Any], interrupt: Callable[[str], None] = lambda _cause: None
+) -> list[Any]:
     """All answers of calls that need each other; the first failure counts, once everyone has come back.
+
+    Args:
+        what: What they do.
+        timeout_s: Longest wait, seconds.
+        calls: The calls.
+        interrupt: Told of the first failure, so that nobody waits for the one that failed.
 
     Raises:
         WeightSyncError: If one fails, or does not answer in time.
     """
     pending = [asyncio.ensure_future(call) for call in calls]
-    done, late = await asyncio.wait(pending, timeout=timeout_s)
+    done, late = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+    if late and (first := next((call.exception() for call in done if call.exception()), None)) is not None:
+        interrupt(str(first).strip().splitlines()[0])
+        done, late = await asyncio.wait(pending, timeout=timeout_s)
     failures = [failure for call in done if (failure := call.exception()) is not None]
     with ray_boundary(WeightSyncError, what):
         if failures:

@@ -16,6 +16,8 @@ from penstock.dataflow.errors import WeightSyncError, boundary
 from penstock.weights.transport.links import Links, connect, connect_store, meet
 from penstock.weights.transport.members import Members
 
+_LOST = "lost: "
+
 
 class TransferGroup:
     """One process's membership.
@@ -95,6 +97,8 @@ class TransferGroup:
         if missing:
             raise WeightSyncError(f"{what}: {_absent(self.members, missing, self.timeout_s)}")
         for rank, there in enumerate(brought):
+            if there.startswith(_LOST):
+                raise WeightSyncError(f"{what}: {self.members.name(rank)} is lost. {there.removeprefix(_LOST)}")
             if there != here:
                 raise WeightSyncError(
                     f"{what}: {self.members.name(rank)} is about to transfer {there}, {self.members.name(self.rank)} "
@@ -103,6 +107,21 @@ class TransferGroup:
         if self._num_meetings:  # everyone has read the one before
             self._store.delete_key(f"ready{self._num_meetings - 1}/{self.rank}")
         self._num_meetings += 1
+
+    @staticmethod
+    def interrupt(store: Store, generation: int, num_meetings: int, members: Members, cause: str) -> None:
+        """Let nobody wait any longer for those who have not come to a meeting; called by who serves the store.
+
+        Args:
+            store: Its server.
+            generation: Of the group.
+            num_meetings: Before the one that is waited for.
+            members: Of the group.
+            cause: Why they will not come.
+        """
+        store = PrefixStore(f"group{generation}", store)
+        for rank in range(members.world_size):
+            store.compare_set(f"ready{num_meetings}/{rank}", "", f"{_LOST}{cause}")
 
     def leave_word(self, cause: str) -> None:
         """Say why, for those whose connection to this process is about to break."""
