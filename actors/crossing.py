@@ -35,7 +35,8 @@ from penstock.weights.transport.shared_memory import remove_directories_of
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2
-PING_S = 5.0
+PING_S = 30.0
+SHUTDOWN_S = 5.0
 GRACE_S = 10.0
 """What a call may take beyond the time-outs of what it does."""
 
@@ -56,6 +57,7 @@ class GroupExport:
         self._dtype: DType = dtype
         self._config = config
         self._store = serve_store(ray.util.get_node_ip_address())
+        self._landing_type = ray.remote(concurrency_groups={"beside": 1})(LandingActor)
         self._landings: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
         self._crossing: Crossing | None = None
@@ -64,14 +66,22 @@ class GroupExport:
 
     async def begin(self, version: int) -> Departure:
         if self._crossing is None or set(self._crossing.nodes) != set(self._nodes()):
-            await self._meet()
+            try:
+                await self._meet()
+            except WeightSyncError as error:
+                await self._give_up_silent_ones(str(error))
+                await self._meet()
         await self._trainer.ask("hold_weights", self._config.overlap)
         return self._deliver(version)
 
     async def close(self) -> None:
-        """End the landings; their processes are ended by the cluster either way."""
-        calls = [landing.shutdown.remote() for landing in self._landings.values()]
-        await asyncio.wait(map(asyncio.ensure_future, calls), timeout=PING_S) if calls else None
+        """End the landings, and free what they hold in shared memory."""
+        calls = {asyncio.ensure_future(landing.shutdown.remote()): node for node, landing in self._landings.items()}
+        if calls:
+            _, busy = await asyncio.wait(calls, timeout=SHUTDOWN_S)
+            for call in busy:  # a version is on its way to them
+                call.cancel()
+                await self._end(calls[call])
 
     async def _deliver(self, version: int) -> Parcel:
         for attempt in range(ATTEMPTS):
@@ -110,14 +120,12 @@ class GroupExport:
             raise WeightSyncError(f"weights: no engine is left to publish to: {self._pool.fenced}")
         for node in self._landings.keys() - set(nodes):
             await self._end(node)
-        for node in nodes:
-            if node not in self._landings:
-                landing = (
-                    ray.remote(concurrency_groups={"beside": 1})(LandingActor)
-                    .options(**_on(node))
-                    .remote(self._config.directory)
-                )
-                self._landings[node], self._pids[node] = landing, await landing.pid.remote()
+        fresh = [node for node in nodes if node not in self._landings]
+        for node in fresh:
+            self._landings[node] = self._landing_type.options(**_on(node)).remote(self._config.directory)
+        asked = [self._landings[node].pid.remote() for node in fresh]
+        pids = await together("weights: starting landings", self._config.timeout_s, *asked)
+        self._pids |= dict(zip(fresh, pids, strict=True))
         self._transfer = self._transfer or await self._trainer.plan_transfer(self._layout, self._dtype, nodes[0])
         self._generation += 1
         store_at = (ray.util.get_node_ip_address(), self._store.port)
@@ -140,7 +148,7 @@ class GroupExport:
         ray.kill(self._landings.pop(node))
         sweep = ray.remote(remove_directories_of).options(**_on(node), max_retries=0)
         with suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone too
-            await asyncio.wait_for(sweep.remote([self._pids.pop(node)], self._config.directory), PING_S)
+            await asyncio.wait_for(sweep.remote([self._pids.pop(node, 0)], self._config.directory), PING_S)
 
     def _nodes(self) -> tuple[str, ...]:
         """Nodes with engines in service, that of the first training rank first."""

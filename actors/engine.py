@@ -45,7 +45,7 @@ class EngineActor:
         self._engine: LocalEngine | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._outbox: Outbox[Parcel] = Outbox()
-        self._inbound = private_directory()
+        self._inbound = private_directory(spec.publish_in)
 
     async def start(self) -> str:
         """Load the model; returns the node this engine runs on."""

@@ -27,7 +27,7 @@ def at_node(manifest: WeightManifest, payload: Any, node_id: str) -> tuple[Weigh
         return manifest, payload
     if node_id not in payload.by_node:
         raise WeightSyncError(
-            f"publish v{manifest.version}: it went to {len(payload.by_node)} nodes, not to node {node_id}. An engine "
-            "that has just come there gets the next version."
+            f"publish v{manifest.version}: it went to {len(payload.by_node)} nodes, not to node {node_id}. Engines "
+            "may join where others are; a new node takes part from the next publish on."
         )
     return replace(manifest, location=payload.by_node[node_id]), None

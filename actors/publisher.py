@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 
 from penstock.actors.exports import Departure, Export
-from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.errors import PenstockError, WeightSyncError
 from penstock.dataflow.ports import PublishReport
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.update_modes import make_updater
@@ -53,20 +54,21 @@ class ActorWeightPublisher:
         Raises:
             WeightSyncError: If no engine took it; overlapped, if none took the version before.
         """
-        started = time.monotonic()
-        await self.delivered()
+        if self._delivery is not None:
+            await self.delivered()
         await self._updater.settle()  # the export removes the version before
+        started = time.monotonic()
         departure = await self._export.begin(version)
         delivery = self._deliver(version, departure, started, time.monotonic() - started)
         if not self._config.overlap or self.last is None:
             self.last = await delivery
         else:
             self._pool.raise_floor(version)
-            self._delivery = asyncio.create_task(delivery, name=f"deliver v{version}")
+            self._delivery = asyncio.create_task(self._beside(delivery), name=f"deliver v{version}")
         return self.last
 
-    async def delivered(self) -> None:
-        """Wait until the engines have what was published last.
+    async def delivered(self) -> PublishReport:
+        """Wait until the engines have what was published last; its report.
 
         Raises:
             WeightSyncError: If none took it.
@@ -74,6 +76,8 @@ class ActorWeightPublisher:
         delivery, self._delivery = self._delivery, None
         if delivery is not None:
             self.last = await delivery
+        assert self.last is not None, "nothing was published"
+        return self.last
 
     async def close(self) -> None:
         """Leave engines that have not followed yet where they are."""
@@ -82,6 +86,15 @@ class ActorWeightPublisher:
             await asyncio.gather(self._delivery, return_exceptions=True)
         await self._updater.close()
         await self._export.close()
+
+    async def _beside(self, delivery: Awaitable[PublishReport]) -> PublishReport:
+        """A delivery that nobody waits for: requests that wait for it get to know why it failed."""
+        try:
+            return await delivery
+        except PenstockError as error:
+            for engine in self._pool.engines():
+                await self._pool.fence(engine.engine_id, str(error))
+            raise
 
     async def _deliver(self, version: int, departure: Departure, started: float, export_s: float) -> PublishReport:
         parcel = await departure

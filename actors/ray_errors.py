@@ -31,6 +31,8 @@ async def together(
 ) -> list[Any]:
     """All answers of calls that need each other; the first failure counts, once everyone has come back.
 
+    Failures that come at the same time are told by the first of `calls`.
+
     Args:
         what: What they do.
         timeout_s: Longest wait, seconds.
@@ -41,14 +43,20 @@ async def together(
         WeightSyncError: If one fails, or does not answer in time.
     """
     pending = [asyncio.ensure_future(call) for call in calls]
+    if not pending:
+        return []
     done, late = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-    if late and (first := next((call.exception() for call in done if call.exception()), None)) is not None:
-        interrupt(str(first).strip().splitlines()[0])
-        done, late = await asyncio.wait(pending, timeout=timeout_s)
-    failures = [failure for call in done if (failure := call.exception()) is not None]
+    first = next((call.exception() for call in pending if call in done and call.exception() is not None), None)
+    if first is not None:
+        interrupt((str(first).strip().splitlines() or [type(first).__name__])[0])
+        _, late = await asyncio.wait(pending, timeout=timeout_s)
+    for call in late:
+        call.cancel()
+    for call in pending:
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # it was told once
     with ray_boundary(WeightSyncError, what):
-        if failures:
-            raise failures[0]
+        if first is not None:
+            raise first
     if late:
         raise WeightSyncError(f"{what}: {len(late)} of {len(pending)} did not answer within {timeout_s:.0f} s")
     return [call.result() for call in pending]

@@ -136,9 +136,9 @@ class TrainerClient:
                 async with asyncio.timeout(limit):
                     return list(await asyncio.gather(*calls))
         except TimeoutError:
+            hint = " or the step is too large; raise trainer.step_timeout_s if it only is slow" if not timeout_s else ""
             raise TrainingError(
-                f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. "
-                "A rank hangs or the step is too large; raise trainer.step_timeout_s if it only is slow."
+                f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. A rank hangs{hint}."
             ) from None
 
     def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any]]:

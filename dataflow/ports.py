@@ -200,7 +200,7 @@ class PublishReport:
         acks: Those there were at its end; with `multi_version` the first one only.
         drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
         probe_nat: Largest difference between a logprob of an engine and of the trainer, if this version was probed.
-        sent_bytes: By the training ranks to other nodes.
+        sent_bytes: By the training ranks to other processes; 0 through shared memory.
     """
 
     version: int
@@ -218,7 +218,13 @@ class PublishReport:
 
 
 class WeightPublisher(Protocol):
-    async def publish(self, version: int) -> PublishReport: ...
+    async def publish(self, version: int) -> PublishReport:
+        """Make a version what new requests are sampled from; the report may be of the one before."""
+        ...
+
+    async def delivered(self) -> PublishReport:
+        """Wait until engines have the version that was published last."""
+        ...
 
 
 class PayloadStore(Protocol):

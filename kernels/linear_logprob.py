@@ -5,7 +5,8 @@
 On a GPU forward is one Triton kernel and backward cuBLAS products around another; on CPU both are cache-sized tiles
 (docs/concepts/kernels.md). Memory beyond the gradients themselves is a tile and a few `[T]` vectors, whatever T and V.
 
-Logits are accumulated and kept in float32 whatever the operands, as `Float32Head` gives them to a sampler.
+Logits of a plain head are accumulated and kept in float32 whatever the operands, as `Float32Head` gives them to a
+sampler; another module gives them in a precision of its own.
 
 A head that is an `nn.Linear` without bias is called once, with the computation above in place of its product: hooks
 around the module, with which ZeRO-3 gathers and releases its weight, run once forward and once backward, and not per

@@ -69,7 +69,13 @@ class ProbedPublisher:
             WeightSyncError: If the publish failed, or an engine's logprobs are not the trainer's.
         """
         report = await self._publisher.publish(version)
-        return report if version % self._every else replace(report, probe_nat=await self._probe.check(version))
+        if version % self._every:
+            return report
+        delivered = await self._publisher.delivered()
+        return replace(delivered, probe_nat=await self._probe.check(version))
+
+    async def delivered(self) -> PublishReport:
+        return await self._publisher.delivered()
 
 
 class RatioProbe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from penstock.rollout.pool import EnginePool
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.layout.engine import EngineSide
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class RunActors:
@@ -58,6 +61,8 @@ class RunActors:
         if weights.mode == "gather":
             return GatherExport(self.trainer, pool, weights)
         is_shared = weights.transport == "auto" and is_one_node(self.trainer, self.engines)
+        if is_shared and weights.codec != "full":
+            logger.warning("weights.codec=%s has no effect: trainer and engines are on one node", weights.codec)
         if is_shared or weights.transport == "shared_memory":
             return SharedMemoryExport(self.trainer, self.engines, layout, dtype)
         return GroupExport(self.trainer, pool, layout, dtype, weights)
@@ -136,6 +141,7 @@ async def start_engine_group(config: RunConfig, command: Command = "train") -> l
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
             stage_on=config.weights.stage_on,
+            publish_in=config.weights.directory,
             seed=config.seed + index,
             threads=cluster.threads_per_process,
         )

@@ -121,6 +121,7 @@ class Run:
         """Evaluate after training, on all held-out tasks; nothing else is published meanwhile."""
         if self._beside is not None:
             await self._beside
+        await self.publisher.delivered()
         await self._evaluate(self._parts.held_out)
 
     def evaluate_beside(self) -> None:

@@ -24,6 +24,7 @@ class EngineSpec:
         device: `cpu` or `cuda`.
         update_mode: `keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it.
         threads: CPU threads of this process.
+        publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
         stage_on: Where a version that has arrived waits for the swap.
     """
 
@@ -36,6 +37,7 @@ class EngineSpec:
     seed: int
     threads: int
     stage_on: Literal["device", "host"] = "device"
+    publish_in: str | None = None
 
 
 class Sleeper(Protocol):

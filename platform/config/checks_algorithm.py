@@ -8,7 +8,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.catalog import Algorithm, find
 from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
 
 _MASKS_OF_SEQUENCES = ("f_tis", "veto")
@@ -60,6 +60,8 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
         for entry in whole
         if entry.level in ("sequence", "pair") or entry.name in _MASKS_OF_SEQUENCES
     ]
+    if find("loss", algorithm.loss).is_own:
+        found.append(f"loss={algorithm.loss}")  # it may, and we cannot know
     if algorithm.entropy_top_share < 1:
         found.append(f"entropy_top_share={algorithm.entropy_top_share:g}")
     for setting in found:
@@ -106,6 +108,13 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def _advice(loss: Algorithm) -> str:
+    if not loss.has_ratio:
+        return "algorithm.correction=tis_token"
+    weight = "tis_seq" if loss.level == "sequence" else "decoupled"
+    return f"algorithm.correction={weight}, or algorithm.proximal=behavior"
+
+
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     """What runs and is biased, or has no effect."""
     algorithm, eta = config.algorithm, config.dataflow.max_staleness
@@ -113,8 +122,7 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
         yield warning(
             f"algorithm.correction={' '.join(algorithm.correction)} with dataflow.max_staleness={eta}: stale tokens "
-            "are trained as if they were on-policy, which biases the gradient. Use algorithm.correction=decoupled, or "
-            "algorithm.proximal=behavior.",
+            f"are trained as if they were on-policy, which biases the gradient. Use {_advice(loss)}.",
             "algorithm.correction",
             "algorithm.proximal",
             "dataflow.max_staleness",

@@ -124,6 +124,9 @@ class WatchedPublisher:
         self._world.note(f"published v{version} to {len(report.acks)} engines")
         return report
 
+    async def delivered(self) -> PublishReport:
+        return await self._publisher.delivered()
+
     async def catch_up(self, engine: SimulatedEngine) -> None:
         """Give a restarted engine the version that is published, between two publishes."""
         async with self.is_publishing:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+OF_THEIR_OWN = ("dppo", "topr", "online_dpo")
+"""Presets whose loss looks at the behavior policy itself, or at none: there is nothing to leave out."""
 UNCORRECTED = ("algorithm.correction=none", "algorithm.proximal=target")
 
 
@@ -60,5 +62,5 @@ def grid(
         for algorithm in algorithms:
             for staleness in stalenesses:
                 yield Cell(algorithm, staleness, is_corrected=True, seed=seed)
-                if with_uncorrected and staleness:
+                if with_uncorrected and staleness and algorithm not in OF_THEIR_OWN:
                     yield Cell(algorithm, staleness, is_corrected=False, seed=seed)

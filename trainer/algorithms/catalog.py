@@ -39,6 +39,7 @@ class Algorithm:
         function: `module:name` within trainer/algorithms, or the import path of a user's own.
         level: How far one number reaches; of a correction with a weight, how far the weight does.
         takes_weight: Of a loss: False if it looks at the behavior policy itself, or never does.
+        has_ratio: Of a loss: ρ is in it, so that at proximal=behavior it carries the step from the behavior policy.
         is_weight: A correction that weighs (at most one in a chain); the others only mask.
         missing: What it needs that a run does not have yet; empty: it can be trained.
     """
@@ -50,6 +51,7 @@ class Algorithm:
     function: str
     level: Level = "token"
     takes_weight: bool = True
+    has_ratio: bool = True
     is_weight: bool = False
     missing: str = ""
 
@@ -99,7 +101,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("loss", "gspo_token", "ppo_clip on sg(s_i)·exp(c − sg(c))", "2507.18071",
               "sequence_losses:gspo_token", "sequence"),
     Algorithm("loss", "cispo", "−sg(min(ρ, 1+ε_hi)) A c", "2506.13585", "policy_losses:cispo"),
-    Algorithm("loss", "reinforce", "−A c", "Williams, 1992", "policy_losses:reinforce"),
+    Algorithm("loss", "reinforce", "−A c", "Williams, 1992", "policy_losses:reinforce", has_ratio=False),
     Algorithm("loss", "sapo", "−(4/τ) σ(τ(ρ − 1)) A, τ⁺ for A > 0, else τ⁻", "2511.20347", "policy_losses:sapo"),
     Algorithm("loss", "dppo", "−keep A exp(c − b); dropped where A pushes π − μ beyond ±δ", "2602.04879",
               "policy_losses:dppo", takes_weight=False),

@@ -1,6 +1,8 @@
 """The whole loss of one micro-batch: policy loss, divergence from the reference, corrections, masks, in this order.
 
-    term = (loss(c, p, b, A) + β k(c, r)) · sg(weight) · [not masked] · decay^lag · [high entropy]
+    term = (loss(c, p, b, A) + β u k(c, r)) · sg(weight) · [not masked] · decay^lag · [high entropy]
+
+u = sg(min(exp(c − b), C)) for losses that carry the step from the behavior policy themselves, else 1.
 
 Shape legend: T loss tokens.
 """
@@ -17,7 +19,7 @@ from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.corrections import correct
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
-from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss
+from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig
 
@@ -52,6 +54,7 @@ class Objective:
         self._proximal = find("proximal", config.proximal).load()
         self._chain = [find("correction", name).load() for name in config.correction]
         self._kl = find("kl", config.kl_estimator).load()
+        self._is_corrected_inside = config.proximal == "behavior" or not find("loss", config.loss).takes_weight
 
     def __call__(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch) -> LossTerms:
         """Compose.
@@ -67,7 +70,8 @@ class Objective:
         correction = correct(self._chain, tokens, config)
         terms = loss.terms
         if config.kl_in_loss:
-            terms = terms + config.kl_in_loss * self._kl(target, micro_batch.reference_logprobs)
+            divergence = self._kl(target, micro_batch.reference_logprobs)
+            terms = terms + config.kl_in_loss * self._kl_weights(tokens) * divergence
         factors = correction.factors
         if config.lag_decay < 1:
             factors = factors * lag_factors(micro_batch.lags, config.lag_decay).to(factors.dtype)
@@ -88,6 +92,16 @@ class Objective:
             num_segments=micro_batch.num_segments,
             pairs=micro_batch.pairs,
         )
+
+    def _kl_weights(self, tokens: LossTokens) -> Tensor | float:
+        """u: the policy loss carries the step from the behavior policy inside, the divergence gets it here.
+
+        Where the chain has a weight, that one multiplies both.
+        """
+        if not self._is_corrected_inside:
+            return 1.0
+        ratio = clamped_exp((tokens.target - tokens.behavior).detach())
+        return ratio.clamp(max=self._config.tis_cap)
 
     def _checked(self, loss: object, target: Tensor) -> PolicyLoss:
         """A user's own loss is held to the contract.

@@ -65,6 +65,14 @@ def _double_correction(config: AlgorithmConfig) -> Iterator[Violation]:
     """At proximal=behavior the ratio carries all of w, and w is 1."""
     if config.proximal != "behavior":
         return
+    if not find("loss", config.loss).has_ratio:
+        yield Violation(
+            f"algorithm.proximal=behavior with algorithm.loss={config.loss}: it has no ρ that could carry the step "
+            "from the behavior policy, so stale tokens would not be corrected at all. Use proximal=target with "
+            "correction=tis_token.",
+            ("proximal", "loss"),
+        )
+        return
     for entry in weights_in(config):
         yield Violation(
             f"algorithm.correction={entry.name} with algorithm.proximal=behavior counts the step from the behavior "

@@ -162,12 +162,13 @@ class Transfer:
         left = sum(
             self._expected[peer] - traffic.sent_bytes[peer] - traffic.received_bytes[peer] for peer in lost.peers
         )
+        pending = "" if self._coded is not None else f" and {left:,} of the version"
         kind = "is too late" if lost.is_late else "is lost"
         word = self._group.word_of(lost.peers)
         why = f"It has left word: {word}" if word else f"{_first_sentence(str(lost))}. {_WHAT_TO_DO}"
         return (
             f"{where}: {members.names(lost.peers)} {kind} after {elapsed:.1f} s (time-out {self._group.timeout_s:g} s) "
-            f"with {lost.num_bytes:,} bytes of this bucket and {left:,} of the version pending. {why}"
+            f"with {lost.num_bytes:,} bytes of this bucket{pending} pending. {why}"
         )
 
 

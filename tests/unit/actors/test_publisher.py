@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.actors.exports import GatherExport
+from penstock.actors.exports import Departure, GatherExport, Parcel
 from penstock.actors.publisher import ActorWeightPublisher
-from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.rollout.pool import EnginePool
@@ -185,4 +185,39 @@ async def test_overlapped_a_version_that_nobody_takes_stops_the_run_at_the_next(
     await publish.publish(1)
     with pytest.raises(WeightSyncError, match="publish v1: no engine acknowledged it"):
         await publish.publish(2)
+    await publish.close()
+
+
+async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_to_know_why() -> None:
+    class Broken(GatherExport):
+        async def begin(self, version: int) -> Departure:
+            return await super().begin(version) if version == 0 else self.fails()
+
+        async def fails(self) -> Parcel:
+            raise WeightSyncError("the landing is lost")
+
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
+    pool = EnginePool([engine], 4)  # type: ignore[list-item]
+    config = WeightsConfig(timeout_s=0.2, overlap=True)
+    publish = ActorWeightPublisher(pool, config, Broken(FakeTrainer(), pool, config))  # type: ignore[arg-type]
+    await publish.publish(0)
+    await publish.publish(1)
+    with pytest.raises(EngineLostError, match="the landing is lost"):
+        await asyncio.wait_for(pool.lease().acquire(), 5.0)
+    with pytest.raises(WeightSyncError, match="the landing is lost"):
+        await publish.delivered()
+    await publish.close()
+
+
+async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_next() -> None:
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
+    publish, _ = await overlapped(engine)
+    await publish.publish(0)
+    engine.may_take.clear()
+    await publish.publish(1)
+    asyncio.get_running_loop().call_later(0.15, engine.may_take.set)
+    await publish.publish(2)
+    assert (await publish.delivered()).export_s < 0.15
     await publish.close()

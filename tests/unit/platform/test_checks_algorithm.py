@@ -56,6 +56,8 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         (["algorithm=gspo", *SEQUENCE_PARALLEL], "algorithm.loss=gspo with trainer.sequence_parallel_size=2"),
         (["algorithm.correction=[decoupled,opsm]", *SEQUENCE_PARALLEL], "algorithm.correction=opsm"),
         (["algorithm.entropy_top_share=0.2", *SEQUENCE_PARALLEL], "algorithm.entropy_top_share=0.2"),
+        ([f"algorithm.loss={OWN}:squared", *SEQUENCE_PARALLEL], f"algorithm.loss={OWN}:squared with trainer"),
+        (["algorithm.loss=reinforce", "algorithm.proximal=behavior", "algorithm.correction=none"], "has no ρ"),
         (["algorithm=online_dpo", "trainer.max_tokens_per_micro_batch=200"], "below 2 x model.max_context_tokens=128"),
         (
             ["algorithm=online_dpo", "algorithm.pairs=all", "trainer.max_tokens_per_micro_batch=512"],

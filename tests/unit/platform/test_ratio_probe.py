@@ -77,7 +77,11 @@ async def test_it_probes_version_0_and_every_nth() -> None:
     class Publisher:
         async def publish(self, version: int) -> PublishReport:
             engine.version = engine.stamps = version
-            return PublishReport(version, 1, 0.0, 0.0, ())
+            self.last = PublishReport(version, 1, 0.0, 0.0, ())
+            return self.last
+
+        async def delivered(self) -> PublishReport:
+            return self.last
 
     engine = Answering(EngineId("a"))
     probe, _ = probe_of(engine)
@@ -85,3 +89,26 @@ async def test_it_probes_version_0_and_every_nth() -> None:
     probed = [(await publisher.publish(version)).probe_nat is not None for version in range(5)]
     assert probed == [True, False, False, True, False]
     assert isinstance(with_probe(Publisher(), probe, 0), Publisher)
+
+
+async def test_an_overlapped_version_is_waited_for_before_it_is_probed() -> None:
+    engine = Answering(EngineId("a"), version=0, stamps=0)
+    probe, teacher = probe_of(engine)
+
+    class Overlapped:
+        """Reports the version before; the engine has the new one only when it is delivered."""
+
+        async def publish(self, version: int) -> PublishReport:
+            self.version = version
+            return PublishReport(version - 1, 1, 0.0, 0.0, ())
+
+        async def delivered(self) -> PublishReport:
+            engine.version = engine.stamps = self.version
+            return PublishReport(self.version, 1, 0.0, 0.0, ())
+
+    publisher = with_probe(Overlapped(), probe, 2)
+    assert (await publisher.publish(1)).probe_nat is None
+    report = await publisher.publish(2)
+    assert report.version == 2
+    assert report.probe_nat is not None
+    assert teacher.num_asked == 2

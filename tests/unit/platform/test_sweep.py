@@ -43,6 +43,10 @@ def test_nothing_is_corrected_at_bound_0_so_it_is_run_once() -> None:
     assert len(list(grid(["grpo"], ETAS, [0], with_uncorrected=False))) == 3
 
 
+def test_losses_that_correct_themselves_are_not_run_twice() -> None:
+    assert [cell.is_corrected for cell in grid(["topr"], ETAS, [0], with_uncorrected=True)] == [True] * 3
+
+
 def test_a_table_has_a_line_per_algorithm_and_correction_with_the_spread_over_seeds() -> None:
     header, *rows = table(results([0, 1]), ETAS)
     assert header == ["algorithm", "η = 0", "η = 4", "η = 16"]

@@ -68,6 +68,9 @@ def test_term_is_loss_plus_divergence_times_all_factors(proximal: str, chain: tu
     c, r = d.c.astype(np.float64), d.r.astype(np.float64)
     divergence = {"k2": (c - r) ** 2 / 2, "k3": np.exp(r - c) - (r - c) - 1}[estimator]
     slope = {"k2": c - r, "k3": 1 - np.exp(r - c)}[estimator]
+    inside = proximal == "behavior"  # ρ carries the step from b in the loss, and the divergence gets it on its own
+    weight = np.minimum(np.exp(np.clip(c - d.b.astype(np.float64), -20, 20)), config.tis_cap) if inside else 1.0
+    divergence, slope = weight * divergence, weight * slope
     policy = np.array(oracle.ppo_clip(d.c, d.c, d, config), dtype=np.float64)
     policy_slope = oracle.gradient("ppo_clip", d, config, np.ones(16)).astype(np.float64)
     np.testing.assert_allclose(found.terms.detach(), (policy + 0.3 * divergence) * factors, rtol=1e-9, atol=1e-12)
