@@ -12,7 +12,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
 from penstock.trainer.config import AlgorithmConfig, TrainerConfig
-from penstock.trainer.policy_trainer import PolicyTrainer, StepSettings
+from penstock.trainer.passes import StepSettings
+from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.validation import trainer_violations
 from penstock.weights.model_config import ModelConfig, ModelShape
 

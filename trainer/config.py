@@ -103,6 +103,8 @@ class AlgorithmConfig(BaseModel):
         pair_beta: β of online_dpo and ipo.
         value_clip: ε_v of value.
         proximal: Centre of the trust region.
+        mini_batches: Optimizer steps of one pass over a batch; each takes its share of the groups.
+        epochs: Passes over a batch. The version goes up by one per batch, whatever the number of optimizer steps.
         correction: Chain of behavior corrections: at most one weight, any number of masks.
         correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
         tis_cap: C of tis_token, tis_seq and f_tis.
@@ -145,6 +147,8 @@ class AlgorithmConfig(BaseModel):
     pair_beta: float = Field(default=0.1, gt=0)
     value_clip: float = Field(default=0.2, gt=0)
     proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
+    mini_batches: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1)
     correction: Annotated[tuple[CorrectionName, ...], BeforeValidator(_as_list)] = ("decoupled",)
     correction_cap: float = Field(default=5.0, ge=1)
     tis_cap: float = Field(default=2.0, ge=1)
@@ -164,6 +168,11 @@ class AlgorithmConfig(BaseModel):
     overlong_cache_tokens: int = Field(default=64, ge=1)
     lag_decay: float = Field(default=1.0, gt=0, le=1)
     entropy_top_share: float = Field(default=1.0, gt=0, le=1)
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.mini_batches * self.epochs
 
     @property
     def compares_pairs(self) -> bool:

@@ -37,6 +37,22 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             "dataflow.stream_micro_batches",
             "algorithm.advantage",
         )
+    if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.mini_batches={algorithm.mini_batches} x "
+            f"epochs={algorithm.epochs}: every optimizer step of a batch is over a mini-batch of all of it, which is "
+            "not there when the first part is trained. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "algorithm.mini_batches",
+            "algorithm.epochs",
+        )
+    if flow.batch_groups % algorithm.mini_batches:
+        yield error(
+            f"algorithm.mini_batches={algorithm.mini_batches} does not divide dataflow.batch_groups="
+            f"{flow.batch_groups}: mini-batches of unequal size would weigh groups unequally. Use a divisor.",
+            "algorithm.mini_batches",
+            "dataflow.batch_groups",
+        )
     if flow.on_expiry is ExpiryPolicy.TRIM and flow.max_staleness:
         whole = [entry for entry in (loss, *weights_in(algorithm)) if entry.level in ("sequence", "pair")]
         for entry in whole:
@@ -118,6 +134,15 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "algorithm.correction",
             "algorithm.proximal",
             "dataflow.max_staleness",
+        )
+    if algorithm.updates_per_batch == 1 and algorithm.proximal in ("recompute", "interpolate"):
+        price = "and costs a forward more" if algorithm.proximal == "recompute" else "by definition"
+        yield warning(
+            f"algorithm.proximal={algorithm.proximal} with one update per batch (algorithm.mini_batches=1, epochs=1) "
+            f"is proximal=target, {price}. Use proximal=target, or several updates.",
+            "algorithm.proximal",
+            "algorithm.mini_batches",
+            "algorithm.epochs",
         )
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
         yield warning(

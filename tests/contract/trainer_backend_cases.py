@@ -52,6 +52,7 @@ class Case:
     sequence_parallel: int = 1
     is_tied: bool = True
     offload_optimizer: bool = False
+    several_updates: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -67,6 +68,7 @@ class Case:
         return self.world_size, self.tensor_parallel, self.sequence_parallel
 
 
+SEVERAL = AlgorithmConfig(proximal="recompute", mini_batches=2, epochs=2)
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
@@ -86,6 +88,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, several_updates=True),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
@@ -95,6 +98,7 @@ CASES = [
     Case(tensor_parallel=2, world_size=4, zero_stage=3, dtype="bfloat16"),
     *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, several_updates=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
@@ -114,7 +118,7 @@ def make_batch(seed: int, *, poisoned: bool = False) -> list[GroupPayload]:
             token_ids = np.concatenate([prompt, rng.integers(2, VOCAB, length)]).astype(np.int32)
             mask = np.arange(len(token_ids)) >= len(prompt)
             behavior = np.where(mask, rng.normal(-3.2, 0.3, len(token_ids)), 0.0).astype(np.float32)
-            if poisoned and group == member == 0:
+            if poisoned and member == 0:
                 behavior[-1] = np.nan
             members.append(
                 Trajectory(
@@ -179,7 +183,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         model_path,
         ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
         trainer,
-        AlgorithmConfig(),
+        SEVERAL if case.several_updates else AlgorithmConfig(),
         rank=rank,
         world_size=case.world_size,
         master_port=port,

@@ -79,7 +79,6 @@ class Algorithm:
 
 _NO_CRITIC = "a critic, which does not exist yet"
 _NO_TEACHER = "a teacher, which does not exist yet"
-_ONE_STEP = "several optimizer steps per batch; with one, it is proximal=target at the price of a forward or of nothing"
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("advantage", "grpo", "A_i = (R_i − mean R) / (std R + ε)", "2402.03300", "advantages:grpo", "group"),
@@ -141,10 +140,9 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "aggregation:constant_length"),
     Algorithm("proximal", "target", "p = sg(c): ρ ≡ 1, clips do nothing", "–", "proximal:target"),
     Algorithm("proximal", "behavior", "p = b: w ≡ 1, ρ carries it all", "2506.13585", "proximal:behavior"),
-    Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute",
-              missing=_ONE_STEP),
+    Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute"),
     Algorithm("proximal", "interpolate", "p = b + α(sg(c) − b), α = (v_prox − v_token) / (v_prox + 1 − v_token)",
-              "2512.06547", "proximal:interpolate", missing=_ONE_STEP),
+              "2512.06547", "proximal:interpolate"),
     Algorithm("reward_shaping", "overlong_penalty", "0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond",
               "2503.14476", "shaping:overlong_penalty"),
     Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",

@@ -33,6 +33,8 @@ class TrainingSequence:
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
         preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
         unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
+        group: Position of its group in the batch; a mini-batch is of whole groups.
+        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
     """
 
     token_ids: NDArray[np.integer]
@@ -44,6 +46,8 @@ class TrainingSequence:
     reference_logprobs: NDArray[np.float32] | None = None
     preferred_to: tuple[int, ...] = ()
     unit: int | None = None
+    group: int = 0
+    proximal_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -101,6 +105,7 @@ class MicroBatch:
         token_index: `[K] int64`, which of its loss tokens it is.
         num_segments: S.
         num_tokens: Loss tokens that count: K, or 0 if empty.
+        proximal_logprobs: None if there was no forward at the start of the batch.
     """
 
     inputs: ModelInputs
@@ -115,6 +120,7 @@ class MicroBatch:
     token_index: NDArray[np.int64]
     num_segments: int
     num_tokens: int
+    proximal_logprobs: Tensor | None = None
 
 
 def collate(
@@ -180,6 +186,9 @@ def collate(
         token_index=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
         num_segments=len(order),
         num_tokens=sum(counts),
+        proximal_logprobs=per_token([one.proximal_logprobs for one in chosen], np.float32)
+        if any(one.proximal_logprobs is not None for one in chosen)
+        else None,
     )
 
 

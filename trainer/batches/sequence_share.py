@@ -49,6 +49,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         sequence_index=micro_batch.sequence_index[is_mine.cpu().numpy()],
         token_index=micro_batch.token_index[is_mine.cpu().numpy()],
         num_tokens=int(is_mine.sum()),
+        proximal_logprobs=None if micro_batch.proximal_logprobs is None else micro_batch.proximal_logprobs[is_mine],
     )
 
 

@@ -5,12 +5,13 @@ Advantages and normalisers are computed here, over the whole batch, before any s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
@@ -68,9 +69,46 @@ def policy_sequences(
                 reference_logprobs=None if member.reference is None else member.reference[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
+                group=member.group,
             )
         )
     return _weighed(sequences, algorithm, max_new_tokens, normaliser)
+
+
+def mini_batches(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, version: int
+) -> Iterator[list[TrainingSequence]]:
+    """The sequences of every optimizer step of a batch: `epochs` times all groups, in `mini_batches` equal shares.
+
+    Advantages are those of the whole batch, normalisers those of the mini-batch. Groups arrive shortest answers first,
+    so they are shuffled, by version and epoch: alike on every rank.
+
+    Raises:
+        TrainingError: If there are fewer groups than mini-batches.
+    """
+    if algorithm.updates_per_batch == 1:
+        yield list(sequences)
+        return
+    groups = np.unique([one.group for one in sequences])
+    if len(groups) < algorithm.mini_batches:
+        raise TrainingError(
+            f"trainer: a batch of {len(groups)} groups with loss for algorithm.mini_batches={algorithm.mini_batches}: "
+            "some would be empty. Use fewer mini-batches or larger batches."
+        )
+    for epoch in range(algorithm.epochs):
+        shuffled = np.random.default_rng([version, epoch]).permutation(groups)
+        for chosen in np.array_split(shuffled, algorithm.mini_batches):
+            yield _weighed(_of_groups(sequences, {int(group) for group in chosen}), algorithm, max_new_tokens, None)
+
+
+def _of_groups(sequences: Sequence[TrainingSequence], groups: set[int]) -> list[TrainingSequence]:
+    """The sequences of these groups; pairs, which are within a group, are counted anew."""
+    kept = [index for index, one in enumerate(sequences) if one.group in groups]
+    place = {index: position for position, index in enumerate(kept)}
+    return [
+        replace(one, preferred_to=tuple(place[worse] for worse in one.preferred_to))
+        for one in (sequences[index] for index in kept)
+    ]
 
 
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:

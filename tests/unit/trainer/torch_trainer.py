@@ -19,7 +19,7 @@ MODEL = ModelConfig(max_context_tokens=32, shape=tiny_shape(VOCAB))
 
 
 def trainer_of(
-    policy: str, max_tokens: int = 100, lr: float = 1e-3, warmup_steps: int = 0, **algorithm
+    policy: str, max_tokens: int = 100, lr: float = 1e-3, warmup_steps: int = 0, adam_epsilon: float = 1e-8, **algorithm
 ) -> PolicyTrainer:
     return build_trainer(
         policy,
@@ -27,7 +27,7 @@ def trainer_of(
         TrainerConfig(
             backend="torch",
             max_tokens_per_micro_batch=max_tokens,
-            optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps),
+            optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
         AlgorithmConfig(**algorithm),
         rank=0,
