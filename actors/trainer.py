@@ -57,6 +57,7 @@ class TrainerRank:
             seed=spec.seed,
             temperature=spec.temperature,
             max_new_tokens=spec.max_new_tokens,
+            critic=spec.critic,
         )
         if self._rank == 0:
             self._outbound = private_directory(spec.publish_in)

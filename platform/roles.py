@@ -95,6 +95,7 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         publish_in=config.weights.directory,
         streams=config.dataflow.stream_micro_batches,
+        critic=config.critic if config.algorithm.needs_critic else None,
     )
     return await start_trainer(spec, resources(config, "trainer", "train"), torch_environment(config, spec.device))
 

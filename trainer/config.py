@@ -190,9 +190,29 @@ class AlgorithmConfig(BaseModel):
         return self.kl_coefficient if self.kl_in == "reward" else 0.0
 
     @property
+    def needs_critic(self) -> bool:
+        """A critic has to value every sampled token."""
+        return self.advantage == "gae"
+
+    @property
     def needs_reference(self) -> bool:
         """A reference policy has to score every sampled token."""
         return self.compares_pairs or self.kl_in_loss > 0 or self.kl_in_reward > 0
+
+
+class CriticConfig(BaseModel):
+    """The critic of `algorithm.advantage: gae`: a model of its own on the trainer ranks (loss: `algorithm.value_clip`).
+
+    Attributes:
+        path: Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal
+            language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
+        optimizer: Its own; everything else is as for the policy.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = None
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
 
 
 class ReferenceConfig(BaseModel):

@@ -35,8 +35,9 @@ from penstock.trainer.batches.sequences import (
     supervised_sequences,
 )
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
+from penstock.trainer.critic import Critic
 from penstock.trainer.passes import Passes, StepSettings
-from penstock.trainer.updates import OpenUpdate, Update, summary
+from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
 from penstock.weights.layout.engine import TrainingSide
 
 
@@ -62,9 +63,15 @@ class PolicyTrainer:
     """Trains one policy through a `Backend`. Collective: all ranks make the same calls with the same arguments."""
 
     def __init__(
-        self, backend: Backend, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, settings: StepSettings
+        self,
+        backend: Backend,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        settings: StepSettings,
+        critic: Critic | None = None,
     ) -> None:
         self.backend = backend
+        self.critic = critic
         self._algorithm = algorithm
         self._optimizer = optimizer
         self._settings = settings
@@ -102,8 +109,11 @@ class PolicyTrainer:
             updates = [self._update(streamed)]
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
-            updates = self._updates(self._sequences(payloads, version, min_versions, references, None), version)
+            sequences = self._sequences(payloads, version, min_versions, references, None)
+            updates = self._updates(sequences, version)
             metrics = summary(updates) | batch_metrics(payloads)
+            if self.critic is not None:
+                metrics |= self.critic.take_metrics(sequences)
         if not self._algorithm.needs_reference:
             del metrics["loss/reference_kl"]
         is_skipped = all(one.result.is_skipped for one in updates)
@@ -126,8 +136,13 @@ class PolicyTrainer:
             references: As in `step`.
 
         Raises:
-            TrainingError: If a batch is several updates: their mini-batches are of the whole batch.
+            TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
         """
+        if self.critic is not None:
+            raise TrainingError(
+                f"trainer: a part of a batch was sent, but algorithm.advantage={self._algorithm.advantage} has a "
+                "critic, which is trained on whole batches. Use dataflow.stream_micro_batches=false."
+            )
         if self._algorithm.updates_per_batch > 1:
             raise TrainingError(
                 f"trainer: a part of a batch was sent, but a batch is {self._algorithm.updates_per_batch} updates "
@@ -186,6 +201,8 @@ class PolicyTrainer:
     def close(self) -> None:
         """Leave the process group."""
         self.backend.close()
+        if self.critic is not None:
+            self.critic.backend.close()
 
     def _sequences(
         self,
@@ -203,7 +220,8 @@ class PolicyTrainer:
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
-        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version)
+        values = () if self.critic is None else self.critic.values(payloads)
+        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version, values)
         if algorithm.proximal != "recompute":
             return sequences
         found = self._passes.per_target(sequences)
@@ -221,6 +239,8 @@ class PolicyTrainer:
             opened = OpenUpdate(TokenMetrics(self.backend.device), is_first, is_first_epoch)
             self._backward(opened, part, partial(self._objective, is_first_update=is_first), is_last=True)
             updates.append(self._update(opened))
+            if self.critic is not None:
+                self.critic.update(part)
         return updates
 
     def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
@@ -254,14 +274,9 @@ class PolicyTrainer:
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.renormalise and sums.kept_share > 0:
             normaliser *= sums.kept_share
-        lr = self._warmed_up_lr()
+        lr = warmed_up_lr(self._optimizer, self._num_steps)
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         self._num_steps += not result.is_skipped
         loss = sums.loss / normaliser
         return Update(sums, loss, lr, result, opened.micro_batches, opened.packing_efficiencies)
-
-    def _warmed_up_lr(self) -> float:
-        """Linear from lr / warmup_steps at the first step to lr, then constant."""
-        warmup = self._optimizer.warmup_steps
-        return self._optimizer.lr * (min(1.0, (self._num_steps + 1) / warmup) if warmup else 1.0)

@@ -11,6 +11,13 @@ import numpy as np
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backend import OptimizerResult
+from penstock.trainer.config import OptimizerConfig
+
+
+def warmed_up_lr(optimizer: OptimizerConfig, num_steps: int) -> float:
+    """Linear from lr / warmup_steps at the first step to lr, then constant; `num_steps` were taken before."""
+    warmup = optimizer.warmup_steps
+    return optimizer.lr * (min(1.0, (num_steps + 1) / warmup) if warmup else 1.0)
 
 
 @dataclass(slots=True)

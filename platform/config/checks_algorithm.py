@@ -87,6 +87,39 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def check_critic(config: RunConfig) -> Iterator[Finding]:
+    """What a critic cannot share its ranks with, and settings of one that is not there."""
+    algorithm, trainer = config.algorithm, config.trainer
+    if not algorithm.needs_critic:
+        if config.critic.path is not None:
+            yield error(
+                f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage}, which has no "
+                "critic: it would not be loaded. Use algorithm.advantage=gae (algorithm=ppo), or critic.path=null.",
+                "critic.path",
+                "algorithm.advantage",
+            )
+        return
+    if config.dataflow.stream_micro_batches:
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage}: its critic is trained "
+            "on whole batches. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "algorithm.advantage",
+        )
+    for key, size in {
+        "tensor_parallel_size": trainer.tensor_parallel_size,
+        "sequence_parallel_size": trainer.sequence_parallel_size,
+    }.items():
+        if size > 1:
+            yield error(
+                f"trainer.{key}={size} with algorithm.advantage={algorithm.advantage}: DeepSpeed keeps one set of such "
+                "groups per process, and the critic is a second engine in it. Use 1, and ZeRO for models that are "
+                "too large.",
+                f"trainer.{key}",
+                "algorithm.advantage",
+            )
+
+
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
     """Token budget of pairs, length of the penalty's ramp, optimizers that cannot divide."""
     algorithm, trainer, context = config.algorithm, config.trainer, config.model.max_context_tokens

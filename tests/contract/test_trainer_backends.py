@@ -46,7 +46,7 @@ def references(folder: Path) -> dict[Case, dict]:
 
 def plain(case: Case) -> Case:
     """Plain torch that trains the same."""
-    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "several_updates")}
+    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "updates")}
     return dataclasses.replace(REFERENCE, **kind)
 
 
@@ -112,6 +112,11 @@ class TrainerContract:
 
     def test_weights_equal_plain_torch(self, result: dict, reference: dict) -> None:
         assert relative_error(result["weights"], reference["weights"]) < 1e-5
+
+    def test_a_critic_beside_the_policy_equals_plain_torch(self, result: dict, reference: dict) -> None:
+        assert result["critic"].keys() == reference["critic"].keys()
+        if reference["critic"]:
+            assert relative_error(result["critic"], reference["critic"]) < 1e-5
 
     def test_what_is_written_for_engines_is_what_is_exported(self, result: dict) -> None:
         (whole,) = result["shards"]["torch", 1]

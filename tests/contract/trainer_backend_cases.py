@@ -20,8 +20,9 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.trainer.backend import Backend
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
@@ -52,7 +53,7 @@ class Case:
     sequence_parallel: int = 1
     is_tied: bool = True
     offload_optimizer: bool = False
-    several_updates: bool = False
+    updates: str = "one"
 
     @property
     def shape(self) -> ModelShape:
@@ -69,6 +70,11 @@ class Case:
 
 
 SEVERAL = AlgorithmConfig(proximal="recompute", mini_batches=2, epochs=2)
+ALGORITHMS = {
+    "one": AlgorithmConfig(),
+    "several": SEVERAL,
+    "several with a critic": SEVERAL.model_copy(update={"advantage": "gae"}),
+}
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
@@ -88,7 +94,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
-    Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, several_updates=True),
+    Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
@@ -98,7 +104,7 @@ CASES = [
     Case(tensor_parallel=2, world_size=4, zero_stage=3, dtype="bfloat16"),
     *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
-    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, several_updates=True),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
@@ -183,7 +189,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         model_path,
         ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
         trainer,
-        SEVERAL if case.several_updates else AlgorithmConfig(),
+        ALGORITHMS[case.updates],
         rank=rank,
         world_size=case.world_size,
         master_port=port,
@@ -192,6 +198,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         seed=0,
         temperature=0.7,
         max_new_tokens=32,
+        critic=CriticConfig(optimizer=trainer.optimizer),
     )
 
 
@@ -215,6 +222,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "logprobs": trainer.token_logprobs(examples),
         "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
         "weights": weights_of(trainer),
+        "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
         "saved": saved,
         "shards": {
             (kind, size): published(trainer, EngineSide(kind, case.shape, size), rank, folder) for kind, size in ENGINES
@@ -250,7 +258,7 @@ def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: in
     return trainer.step(batch[3:], version, [0])
 
 
-def weights_of(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
+def weights_of(trainer: PolicyTrainer | Backend) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in trainer.export_weights()}
 
 

@@ -77,7 +77,6 @@ class Algorithm:
         return target
 
 
-_NO_CRITIC = "a critic, which does not exist yet"
 _NO_TEACHER = "a teacher, which does not exist yet"
 
 ALGORITHMS: tuple[Algorithm, ...] = (
@@ -89,7 +88,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("advantage", "reinforce_pp_baseline", "A_{i,t} = R_i − mean R − β Σ_{s≥t} k1_s, whitened likewise",
               "2501.03262", "batch_advantages:reinforce_pp_baseline", "batch"),
     Algorithm("advantage", "gae", "δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}, over sampled tokens",
-              "1506.02438", "batch_advantages:gae", "token", missing=_NO_CRITIC),
+              "1506.02438", "batch_advantages:gae", "token"),
     Algorithm("loss", "ppo_clip", "max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))", "1707.06347", "policy_losses:ppo_clip"),
     Algorithm("loss", "dual_clip", "ppo_clip; for A < 0: min(that, −A c_dual)", "1912.09729",
               "policy_losses:dual_clip"),
@@ -111,7 +110,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "other_losses:distill", missing=_NO_TEACHER),
     Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False),
     Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",
-              "other_losses:value", missing=_NO_CRITIC),
+              "other_losses:value", takes_weight=False),
     Algorithm("correction", "none", "weight 1", "–", "corrections:none"),
     Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
               is_weight=True),

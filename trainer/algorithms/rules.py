@@ -44,6 +44,16 @@ def _missing(config: AlgorithmConfig) -> Iterator[Violation]:
             )
 
 
+def _critics_loss(config: AlgorithmConfig) -> Iterator[Violation]:
+    """A policy has no values."""
+    if config.loss == "value":
+        yield Violation(
+            "algorithm.loss=value is what a critic is trained with, beside any loss of the policy. Use "
+            "algorithm.advantage=gae with a loss such as ppo_clip.",
+            ("loss",),
+        )
+
+
 def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
     """At most one weight; no name twice."""
     chain = "[" + ", ".join(config.correction) + "]"
@@ -199,6 +209,6 @@ def _correction(name: str) -> Algorithm:
 
 
 _RULES: tuple[Callable[[AlgorithmConfig], Iterator[Violation]], ...] = (
-    _missing, _chain, _several_updates, _double_correction, _weight_and_loss, _aggregation, _kl, _reward_weights,
-    _token_factors,
+    _missing, _critics_loss, _chain, _several_updates, _double_correction, _weight_and_loss, _aggregation, _kl,
+    _reward_weights, _token_factors,
 )  # fmt: skip

@@ -35,6 +35,8 @@ class TrainingSequence:
         unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
         group: Position of its group in the batch; a mini-batch is of whole groups.
         proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
+        old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
+        returns: `[len(targets)]`, what V should be.
     """
 
     token_ids: NDArray[np.integer]
@@ -48,6 +50,8 @@ class TrainingSequence:
     unit: int | None = None
     group: int = 0
     proximal_logprobs: NDArray[np.float32] | None = None
+    old_values: NDArray[np.floating] | None = None
+    returns: NDArray[np.floating] | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -106,6 +110,8 @@ class MicroBatch:
         num_segments: S.
         num_tokens: Loss tokens that count: K, or 0 if empty.
         proximal_logprobs: None if there was no forward at the start of the batch.
+        old_values: V of the critic at the start of the batch; None if there is none.
+        returns: What V should be.
     """
 
     inputs: ModelInputs
@@ -121,6 +127,8 @@ class MicroBatch:
     num_segments: int
     num_tokens: int
     proximal_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def collate(
@@ -167,6 +175,9 @@ def collate(
         filled = [np.zeros(count) if one is None else one for one, count in zip(arrays, counts, strict=True)]
         return tensor(np.concatenate(filled).astype(dtype))
 
+    def if_any(arrays: Sequence[NDArray[np.floating] | None]) -> Tensor | None:
+        return per_token(arrays, np.float32) if any(one is not None for one in arrays) else None
+
     return MicroBatch(
         inputs=ModelInputs(
             input_ids=tensor(input_ids),
@@ -186,9 +197,9 @@ def collate(
         token_index=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
         num_segments=len(order),
         num_tokens=sum(counts),
-        proximal_logprobs=per_token([one.proximal_logprobs for one in chosen], np.float32)
-        if any(one.proximal_logprobs is not None for one in chosen)
-        else None,
+        proximal_logprobs=if_any([one.proximal_logprobs for one in chosen]),
+        old_values=if_any([one.old_values for one in chosen]),
+        returns=if_any([one.returns for one in chosen]),
     )
 
 

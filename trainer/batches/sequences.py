@@ -33,6 +33,7 @@ def policy_sequences(
     normaliser: float | None = None,
     references: Sequence[NDArray[np.float32]] = (),
     version: int = 0,
+    values: Sequence[NDArray[np.float32]] = (),
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with the advantages and the aggregation weight of its tokens.
 
@@ -45,18 +46,19 @@ def policy_sequences(
         normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
         references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
         version: Policy version before the step, from which staleness is counted.
+        values: Per group `[n] float32`, V of a critic before each of its n sampled tokens; empty: there is none.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
         ShapeError: If the reference did not score every sampled token.
     """
-    members = batch_members(payloads, algorithm, min_versions, references)
+    members = batch_members(payloads, algorithm, min_versions, references, values)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     preferred = batch_pairs(rewards, algorithm)
     compared = {*preferred, *(worse for others in preferred.values() for worse in others)}
     sequences = []
-    for index, (member, values) in enumerate(zip(members, advantages, strict=True)):
+    for index, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
         is_trained = not algorithm.compares_pairs or index in compared
         keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
         sequences.append(
@@ -64,12 +66,14 @@ def policy_sequences(
                 token_ids=member.trajectory.token_ids,
                 targets=np.flatnonzero(member.trajectory.loss_mask)[keep],
                 behavior_logprobs=member.behavior[keep],
-                advantages=values[keep],
+                advantages=advantage[keep],
                 lags=version - versions_per_token(member.trajectory.spans)[keep],
                 reference_logprobs=None if member.reference is None else member.reference[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
                 group=member.group,
+                old_values=None if member.values is None else member.values[keep],
+                returns=None if member.values is None else (advantage + member.values)[keep],
             )
         )
     return _weighed(sequences, algorithm, max_new_tokens, normaliser)
