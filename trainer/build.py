@@ -11,6 +11,7 @@ import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
+from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.passes import StepSettings
@@ -38,6 +39,7 @@ def build_trainer(
     max_new_tokens: int,
     master_addr: str = "127.0.0.1",
     critic: CriticConfig | None = None,
+    kind: ModelKind = "policy",
 ) -> PolicyTrainer:
     """Build this process's rank. Collective: with more than one rank, all must be building at once.
 
@@ -58,6 +60,7 @@ def build_trainer(
         max_new_tokens: Sampling limit, tokens.
         master_addr: Address of rank 0's node.
         critic: Of gae.
+        kind: A reward model begins with the body of the policy at `model_path` and a head of zeros.
 
     Raises:
         ConfigError: If the settings cannot run together, or the model cannot be loaded.
@@ -81,13 +84,15 @@ def build_trainer(
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
         }
-    backend = _build_backend(load_policy, model_path, model, trainer, device)
+    load = load_policy if kind == "policy" else load_value_model
+    backend = _build_backend(load, model_path, model, trainer, device)
     settings = StepSettings(
         max_tokens_per_micro_batch=trainer.max_group_tokens,
         attention_share=attention_share(model.shape),
         attention=model.attention,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        kind=kind,
     )
     if critic is None or not algorithm.needs_critic:
         return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)

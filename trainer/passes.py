@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
 from penstock.trainer.batches.packing import BatchPlan, RowLayout
+from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.batches.sequence_share import sequence_share
 from penstock.trainer.batches.units import plan_units
 
@@ -25,6 +26,7 @@ class StepSettings:
         attention: `sdpa` packs rows under a mask; `flash_attention_2` packs one row.
         temperature: Of sampling; the trainer's logprobs use the same.
         max_new_tokens: Sampling limit, the constant of `constant_length`.
+        kind: A policy, or a reward model, which is trained with preferences only.
     """
 
     max_tokens_per_micro_batch: int
@@ -32,6 +34,7 @@ class StepSettings:
     attention: str
     temperature: float
     max_new_tokens: int
+    kind: ModelKind = "policy"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
 from penstock.trainer.algorithms.objective import LossTerms, Objective, supervised_terms
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
+from penstock.trainer.batches.preferences import Preference, margins_of, preference_sequences
 from penstock.trainer.batches.sequences import (
     Example,
     batch_metrics,
@@ -168,6 +169,29 @@ class PolicyTrainer:
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
         return kept
+
+    def preference_step(
+        self, pairs: Sequence[Preference], reference_margins: NDArray[np.float64] | None = None
+    ) -> dict[str, float]:
+        """One step of the pair loss, the mean over the pairs: DPO of a policy, Bradley-Terry of a reward model.
+
+        Args:
+            pairs: Of the batch.
+            reference_margins: `[P]`, `preference_margins` of the frozen reference; None for a reward model.
+        """
+        start = time.perf_counter()
+        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_margins)
+        self._backward(opened, sequences, self._objective, is_last=True)
+        metrics = summary([self._update(opened)])
+        names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
+        kept = {name: metrics[name] for name in names}
+        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": time.perf_counter() - start}
+
+    def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
+        """`[P]`: by how much the chosen answer is worth more, in summed logprobs or in score."""
+        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm)
+        return margins_of(self._passes.per_target(sequences))
 
     def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""

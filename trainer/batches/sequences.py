@@ -76,7 +76,7 @@ def policy_sequences(
                 returns=None if member.values is None else (advantage + member.values)[keep],
             )
         )
-    return _weighed(sequences, algorithm, max_new_tokens, normaliser)
+    return weigh(sequences, algorithm, max_new_tokens, normaliser)
 
 
 def mini_batches(
@@ -102,7 +102,7 @@ def mini_batches(
     for epoch in range(algorithm.epochs):
         shuffled = np.random.default_rng([version, epoch]).permutation(groups)
         for chosen in np.array_split(shuffled, algorithm.mini_batches):
-            yield _weighed(_of_groups(sequences, {int(group) for group in chosen}), algorithm, max_new_tokens, None)
+            yield weigh(_of_groups(sequences, {int(group) for group in chosen}), algorithm, max_new_tokens, None)
 
 
 def _of_groups(sequences: Sequence[TrainingSequence], groups: set[int]) -> list[TrainingSequence]:
@@ -122,7 +122,7 @@ def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm
     return aggregation.batch_normaliser(_counts(sequences), algorithm.aggregation)
 
 
-def _weighed(
+def weigh(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
 ) -> list[TrainingSequence]:
     """The same with their token weights; a term of a pair stands at every token of its members, so these are means."""

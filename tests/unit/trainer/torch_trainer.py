@@ -25,6 +25,7 @@ def trainer_of(
     warmup_steps: int = 0,
     adam_epsilon: float = 1e-8,
     critic_path: str | None = None,
+    kind: str = "policy",
     **algorithm,
 ) -> PolicyTrainer:
     return build_trainer(
@@ -44,6 +45,7 @@ def trainer_of(
         seed=0,
         temperature=TEMPERATURE,
         max_new_tokens=30,
+        kind=kind,
         critic=CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
     )
 
