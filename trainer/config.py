@@ -257,3 +257,23 @@ class SftConfig(BaseModel):
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
     max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)
     reuse: bool = False
+
+
+class PreferenceConfig(BaseModel):
+    """Learning from pairs of answers (`penstock rm`, `penstock dpo`).
+
+    Attributes:
+        batch_size: Pairs per optimizer step.
+        num_steps: Optimizer steps.
+        eval_every_steps: Held-out accuracy is measured this often.
+        eval_pairs: Held-out pairs per measurement.
+        beta: β of DPO; a reward model has 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_size: int = Field(gt=0)
+    num_steps: int = Field(gt=0)
+    eval_every_steps: int = Field(default=10, gt=0)
+    eval_pairs: int = Field(default=256, gt=0)
+    beta: float = Field(default=0.1, gt=0)

@@ -95,6 +95,37 @@ def check_sft_section(config: RunConfig) -> Iterator[Finding]:
     yield from unequal_work("sft.batch_size", config.sft.batch_size, config.trainer)
 
 
+def check_preference_section(config: RunConfig) -> Iterator[Finding]:
+    """`rm` and `dpo` need their section, a policy to start from, equal work for the ranks, and room for a pair."""
+    preference, trainer, context = config.preference, config.trainer, config.model.max_context_tokens
+    if preference is None:
+        yield error(
+            "preference is not set, so batch size and length of learning from pairs are not known. Use "
+            "experiment=arithmetic_preference or add a preference section.",
+            "preference",
+        )
+        return
+    yield from unequal_work("preference.batch_size", preference.batch_size, trainer)
+    if trainer.max_tokens_per_micro_batch < 2 * context:
+        yield error(
+            f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below 2 x "
+            f"model.max_context_tokens={context}: the two answers of a pair lie in one micro-batch. Use at least "
+            f"{2 * context}.",
+            "trainer.max_tokens_per_micro_batch",
+            "model.max_context_tokens",
+        )
+    for key, size in {
+        "tensor_parallel_size": trainer.tensor_parallel_size,
+        "sequence_parallel_size": trainer.sequence_parallel_size,
+    }.items():
+        if size > 1:
+            yield error(
+                f"trainer.{key}={size}: a pair is compared by one rank that sees all of it. Use 1, and ZeRO for models "
+                "that are too large.",
+                f"trainer.{key}",
+            )
+
+
 def check_batch(config: RunConfig) -> Iterator[Finding]:
     """Ranks get equal work; a group can lose members and still be trained."""
     flow = config.dataflow
@@ -198,5 +229,7 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         check_algorithm_bias,
     ),
     "sft": (check_model, check_sft_section, check_trainer, check_parallel),
+    "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel),
+    "dpo": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel),
     "eval": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip
