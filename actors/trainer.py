@@ -14,6 +14,7 @@ import ray
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport, WeightManifest
+from penstock.trainer.batches.preferences import Preference
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
@@ -57,6 +58,8 @@ class TrainerRank:
             seed=spec.seed,
             temperature=spec.temperature,
             max_new_tokens=spec.max_new_tokens,
+            critic=spec.critic,
+            kind=spec.kind,
         )
         if self._rank == 0:
             self._outbound = private_directory(spec.publish_in)
@@ -87,6 +90,12 @@ class TrainerRank:
 
     def teacher_forced(self, examples: list[Example]) -> TeacherForced:
         return self._running().teacher_forced(examples)
+
+    def preference_step(self, pairs: list[Preference], margins: np.ndarray | None) -> dict[str, float]:
+        return self._running().preference_step(pairs, margins)
+
+    def preference_margins(self, pairs: list[Preference]) -> np.ndarray:
+        return self._running().preference_margins(pairs)
 
     def token_logprobs(self, examples: list[Example]) -> np.ndarray:
         return self._running().token_logprobs(examples)

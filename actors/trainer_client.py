@@ -17,6 +17,7 @@ from penstock.actors.ray_errors import ray_boundary
 from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
+from penstock.trainer.batches.preferences import Preference
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.policy_trainer import TeacherForced
 from penstock.weights.layout.engine import EngineSide
@@ -79,6 +80,16 @@ class TrainerClient:
     async def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         measured: TeacherForced = (await self._all("teacher_forced", examples))[0]
         return measured
+
+    async def preference_step(
+        self, pairs: Sequence[Preference], margins: NDArray[np.float64] | None
+    ) -> dict[str, float]:
+        return (await self._all("preference_step", pairs, margins))[0]
+
+    async def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
+        """`[P]`: by how much the chosen answer of each pair is worth more to the model."""
+        margins: NDArray[np.float64] = (await self._all("preference_margins", pairs))[0]
+        return margins
 
     async def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
         """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,6 +62,18 @@ def train(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: C
 def sft(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
     """Warm-start a policy on worked answers."""
     _run("sft", overrides, config_dir, _sft, dry_run=dry_run)
+
+
+@app.command()
+def rm(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
+    """Train a reward model on pairs of answers (Bradley-Terry)."""
+    _run("rm", overrides, config_dir, partial(_prefer, command="rm"), dry_run=dry_run)
+
+
+@app.command()
+def dpo(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
+    """Train a policy on pairs of answers (DPO, offline); the reference is the policy that it starts from."""
+    _run("dpo", overrides, config_dir, partial(_prefer, command="dpo"), dry_run=dry_run)
 
 
 @app.command("eval")
@@ -300,6 +313,12 @@ def _sft(config: RunConfig) -> int:
     from penstock.platform.sft import run_sft
 
     return run_sft(config)
+
+
+def _prefer(config: RunConfig, command: Command) -> int:
+    from penstock.platform.preferences import run_preferences
+
+    return run_preferences(config, "reward" if command == "rm" else "policy")
 
 
 def _evaluate(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more with weights.stage_on=device
+    critic               as a second policy; activations are of one of them at a time
     published            P·b in shared memory, twice with weights.mode=direct
     reference            4·P + activations of one layer
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
@@ -71,11 +72,13 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     stage, ranks = config.trainer.zero_stage, max(1, config.trainer.num_ranks // tp)
     has_masters = config.model.dtype != "float32" or stage > 0
     gathered = min(parameters, LIVE_PARAMETERS) * width if stage == 3 and ranks > 1 else 0
+    num_models = 2 if config.algorithm.needs_critic else 1
+    parameters, activations = parameters * num_models, _activation_bytes(config)
     optimizer = (8 + 4 * has_masters) * parameters / (ranks if stage >= 1 else 1) / GIB
     parts: dict[Part, float] = {
         "weights": (parameters * width / (ranks if stage == 3 else 1) + gathered) / GIB,
         "gradients": parameters * width / (ranks if stage >= 2 else 1) / GIB,
-        "activations": _activation_bytes(config) / GIB,
+        "activations": activations / GIB,
     }
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Literal
 
-from penstock.platform.config.findings import Command
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.platform.memory import (
     BASE_HOST_GIB,
@@ -58,7 +58,7 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     """
     cluster = config.cluster
     num_ranks = 0 if command == "eval" else config.trainer.num_ranks
-    num_engines = 0 if command == "sft" else config.rollout.num_engines
+    num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines
     turns = cluster.colocated and command == "train"
     same_pool = cluster.trainer_pool == cluster.rollout_pool
     first_engine_slot = num_ranks if same_pool and not turns else 0

@@ -32,6 +32,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.placement import Role, plan_placement
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
+from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.layout.engine import EngineSide
 
@@ -85,7 +86,9 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
             await asyncio.gather(rewards.close(), trainer.close(), *(engine.close() for engine in engines))
 
 
-async def start_trainer_group(config: RunConfig, path: str | None = None) -> TrainerClient:
+async def start_trainer_group(
+    config: RunConfig, path: str | None = None, kind: ModelKind = "policy", command: Command = "train"
+) -> TrainerClient:
     """The trainer ranks of `config`, from the policy at `path` (default: `model.path`)."""
     cluster = config.cluster
     spec = TrainerSpec(
@@ -100,8 +103,10 @@ async def start_trainer_group(config: RunConfig, path: str | None = None) -> Tra
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         publish_in=config.weights.directory,
         streams=config.dataflow.stream_micro_batches,
+        kind=kind,
+        critic=config.critic if config.algorithm.needs_critic else None,
     )
-    return await start_trainer(spec, resources(config, "trainer", "train"), torch_environment(config, spec.device))
+    return await start_trainer(spec, resources(config, "trainer", command), torch_environment(config, spec.device))
 
 
 async def start_reference_group(config: RunConfig) -> ReferenceClient:

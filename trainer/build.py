@@ -11,9 +11,15 @@ import torch
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
-from penstock.trainer.config import AlgorithmConfig, TrainerConfig
-from penstock.trainer.policy_trainer import PolicyTrainer, StepSettings
+from penstock.trainer.batches.preferences import ModelKind
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from penstock.trainer.critic import Critic
+from penstock.trainer.passes import StepSettings
+from penstock.trainer.policy_model import load_policy
+from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.torch_backend import Loader, build_torch_backend
 from penstock.trainer.validation import trainer_violations
+from penstock.trainer.value_model import load_value_model
 from penstock.weights.model_config import ModelConfig, ModelShape
 
 
@@ -32,6 +38,8 @@ def build_trainer(
     temperature: float,
     max_new_tokens: int,
     master_addr: str = "127.0.0.1",
+    critic: CriticConfig | None = None,
+    kind: ModelKind = "policy",
 ) -> PolicyTrainer:
     """Build this process's rank. Collective: with more than one rank, all must be building at once.
 
@@ -51,11 +59,15 @@ def build_trainer(
         temperature: Sampling temperature.
         max_new_tokens: Sampling limit, tokens.
         master_addr: Address of rank 0's node.
+        critic: Of gae.
+        kind: A reward model begins with the body of the policy at `model_path` and a head of zeros.
 
     Raises:
         ConfigError: If the settings cannot run together, or the model cannot be loaded.
     """
     violations = trainer_violations(model, trainer) + [one.message for one in algorithm_violations(algorithm)]
+    if algorithm.needs_critic and critic is None:
+        violations.append(f"algorithm.advantage={algorithm.advantage} needs a critic, and there is none. Give one.")
     if violations:
         raise ConfigError(violations)
     if device == "cpu":
@@ -64,14 +76,7 @@ def build_trainer(
         )
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    backend: Backend
-    if trainer.backend == "torch":
-        from penstock.trainer.torch_backend import build_torch_backend
-
-        backend = build_torch_backend(model_path, model, trainer, device)
-    else:
-        from penstock.trainer.deepspeed_backend import build_deepspeed_backend
-
+    if trainer.backend == "deepspeed":
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -79,15 +84,31 @@ def build_trainer(
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
         }
-        backend = build_deepspeed_backend(model_path, model, trainer, device=device, timeout_s=trainer.step_timeout_s)
+    load = load_policy if kind == "policy" else load_value_model
+    backend = _build_backend(load, model_path, model, trainer, device)
     settings = StepSettings(
         max_tokens_per_micro_batch=trainer.max_group_tokens,
         attention_share=attention_share(model.shape),
         attention=model.attention,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        kind=kind,
     )
-    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)
+    if critic is None or not algorithm.needs_critic:
+        return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)
+    its_trainer = trainer.model_copy(update={"optimizer": critic.optimizer})
+    its_backend = _build_backend(load_value_model, critic.path or model_path, model, its_trainer, device)
+    judge = Critic(its_backend, algorithm, critic.optimizer, settings)
+    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, judge)
+
+
+def _build_backend(load: Loader, path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> Backend:
+    """A model with its optimizer, by `trainer.backend`."""
+    if trainer.backend == "torch":
+        return build_torch_backend(load, path, model, trainer, device)
+    from penstock.trainer.deepspeed_backend import build_deepspeed_backend
+
+    return build_deepspeed_backend(load, path, model, trainer, device=device, timeout_s=trainer.step_timeout_s)
 
 
 def attention_share(shape: ModelShape) -> float:

@@ -103,6 +103,8 @@ class AlgorithmConfig(BaseModel):
         pair_beta: β of online_dpo and ipo.
         value_clip: ε_v of value.
         proximal: Centre of the trust region.
+        mini_batches: Optimizer steps of one pass over a batch; each takes its share of the groups.
+        epochs: Passes over a batch. The version goes up by one per batch, whatever the number of optimizer steps.
         correction: Chain of behavior corrections: at most one weight, any number of masks.
         correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
         tis_cap: C of tis_token, tis_seq and f_tis.
@@ -145,6 +147,8 @@ class AlgorithmConfig(BaseModel):
     pair_beta: float = Field(default=0.1, gt=0)
     value_clip: float = Field(default=0.2, gt=0)
     proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
+    mini_batches: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1)
     correction: Annotated[tuple[CorrectionName, ...], BeforeValidator(_as_list)] = ("decoupled",)
     correction_cap: float = Field(default=5.0, ge=1)
     tis_cap: float = Field(default=2.0, ge=1)
@@ -166,6 +170,11 @@ class AlgorithmConfig(BaseModel):
     entropy_top_share: float = Field(default=1.0, gt=0, le=1)
 
     @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.mini_batches * self.epochs
+
+    @property
     def compares_pairs(self) -> bool:
         """The loss is of pairs of sequences, which a micro-batch must hold together."""
         return find("loss", self.loss).level == "pair"
@@ -181,9 +190,29 @@ class AlgorithmConfig(BaseModel):
         return self.kl_coefficient if self.kl_in == "reward" else 0.0
 
     @property
+    def needs_critic(self) -> bool:
+        """A critic has to value every sampled token."""
+        return self.advantage == "gae"
+
+    @property
     def needs_reference(self) -> bool:
         """A reference policy has to score every sampled token."""
         return self.compares_pairs or self.kl_in_loss > 0 or self.kl_in_reward > 0
+
+
+class CriticConfig(BaseModel):
+    """The critic of `algorithm.advantage: gae`: a model of its own on the trainer ranks (loss: `algorithm.value_clip`).
+
+    Attributes:
+        path: Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal
+            language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
+        optimizer: Its own; everything else is as for the policy.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = None
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
 
 
 class ReferenceConfig(BaseModel):
@@ -228,3 +257,23 @@ class SftConfig(BaseModel):
     stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
     max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)
     reuse: bool = False
+
+
+class PreferenceConfig(BaseModel):
+    """Learning from pairs of answers (`penstock rm`, `penstock dpo`).
+
+    Attributes:
+        batch_size: Pairs per optimizer step.
+        num_steps: Optimizer steps.
+        eval_every_steps: Held-out accuracy is measured this often.
+        eval_pairs: Held-out pairs per measurement.
+        beta: β of DPO; a reward model has 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch_size: int = Field(gt=0)
+    num_steps: int = Field(gt=0)
+    eval_every_steps: int = Field(default=10, gt=0)
+    eval_pairs: int = Field(default=256, gt=0)
+    beta: float = Field(default=0.1, gt=0)

@@ -32,9 +32,9 @@ from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.deepspeed_parallel import full_shape, register_ulysses, take_split
-from penstock.trainer.policy_model import hf_name, load_policy, restore_rotary_buffers
+from penstock.trainer.policy_model import hf_name, restore_rotary_buffers
 from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable
-from penstock.trainer.torch_backend import build_adamw, divide_gradients
+from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients
 from penstock.weights.layout.algebra import Shape, TensorSpec
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
@@ -173,7 +173,7 @@ class DeepSpeedBackend:
     def save_hf(self, path: str) -> None:
         state = {name: tensor.to("cpu") for name, tensor in self.export_weights()}
         if self.rank == 0:
-            self._engine.module.causal_lm.save_pretrained(path, state_dict=state)
+            self._engine.module.hf_model.save_pretrained(path, state_dict=state)
         torch.distributed.barrier()
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
@@ -193,9 +193,11 @@ class DeepSpeedBackend:
 
 
 def build_deepspeed_backend(
-    model_path: str, model: ModelConfig, trainer: TrainerConfig, *, device: str, timeout_s: float
+    load: Loader, model_path: str, model: ModelConfig, trainer: TrainerConfig, *, device: str, timeout_s: float
 ) -> DeepSpeedBackend:
-    """Join the process group, load the policy, wrap it. Collective: every rank calls it.
+    """Join the process group, load the model, wrap it. Collective: every rank calls it.
+
+    A process may have several, of one ZeRO stage, without tensor or sequence parallelism.
 
     `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` stand in the environment.
     """
@@ -207,7 +209,7 @@ def build_deepspeed_backend(
     if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:
         hf_config = _announce_zero3(settings)
     is_split = trainer.tensor_parallel_size > 1
-    policy = load_policy(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
+    policy: Any = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
     shapes = {hf_name(name): full_shape(parameter) for name, parameter in policy.named_parameters()}
     if is_split:
         check_splittable(shapes, trainer.tensor_parallel_size, model.shape.num_kv_heads)

@@ -18,8 +18,6 @@ from penstock.dataflow.errors import ConfigError, boundary
 from penstock.kernels.linear_logprob import VocabularyPart, linear_scores, vocabulary_parallel_scores
 from penstock.weights.model_config import ModelConfig
 
-_PREFIX = "causal_lm."
-
 
 class PolicyModel(nn.Module):
     """Wraps a `...ForCausalLM`.
@@ -33,6 +31,11 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.vocabulary: VocabularyPart | None = None
+
+    @property
+    def hf_model(self) -> Any:
+        """What is saved."""
+        return self.causal_lm
 
     def forward(
         self,
@@ -71,8 +74,8 @@ class PolicyModel(nn.Module):
 
 
 def hf_name(parameter_name: str) -> str:
-    """Name of a `PolicyModel` parameter in the Hugging Face checkpoint."""
-    return parameter_name.removeprefix(_PREFIX)
+    """Name of a parameter of a wrapped model (`PolicyModel`, `ValueModel`) in the Hugging Face checkpoint."""
+    return parameter_name.partition(".")[2]
 
 
 def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) -> PolicyModel:

@@ -1,9 +1,9 @@
-"""One rank of the trainer: a batch of groups in, one optimizer step, a report out. No Ray here.
+"""One rank of the trainer: a batch of groups in, one optimizer step or several, a report out. No Ray here.
 
-    advantages (per group) → token weights (whole batch, I9) → plan (ranks, rows) → forward, loss, backward per
-    micro-batch → clip and update → metrics reduced over ranks
+    advantages (whole batch, I9) → proximal logprobs (if recomputed) → per mini-batch: token weights → plan (ranks,
+    rows) → forward, loss, backward per micro-batch → clip and update → metrics reduced over ranks
 
-Every rank gets the same groups and takes its own share of the sequences. One step per batch (K = 1), so by default the
+Every rank gets the same groups and takes its own share of the sequences. With one update per batch (the default) the
 proximal policy is the target policy before its gradient: proximal = sg(target), no extra forward, ρ ≡ 1.
 """
 
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,38 +25,21 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
 from penstock.trainer.algorithms.objective import LossTerms, Objective, supervised_terms
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
-from penstock.trainer.batches.packing import BatchPlan, RowLayout
-from penstock.trainer.batches.sequence_share import sequence_share
+from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
+from penstock.trainer.batches.preferences import Preference, margins_of, preference_sequences
 from penstock.trainer.batches.sequences import (
     Example,
     batch_metrics,
     batch_normaliser,
+    mini_batches,
     policy_sequences,
     supervised_sequences,
 )
-from penstock.trainer.batches.units import plan_units
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
+from penstock.trainer.critic import Critic
+from penstock.trainer.passes import Passes, StepSettings
+from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
 from penstock.weights.layout.engine import TrainingSide
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What a step needs besides the algorithm.
-
-    Attributes:
-        max_tokens_per_micro_batch: Padded tokens of one forward-backward of the ranks that share sequences.
-        attention_share: a of the packing cost model, per token.
-        attention: `sdpa` packs rows under a mask; `flash_attention_2` packs one row.
-        temperature: Of sampling; the trainer's logprobs use the same.
-        max_new_tokens: Sampling limit, the constant of `constant_length`.
-    """
-
-    max_tokens_per_micro_batch: int
-    attention_share: float
-    attention: str
-    temperature: float
-    max_new_tokens: int
 
 
 class TeacherForced(NamedTuple):
@@ -70,25 +54,6 @@ class TeacherForced(NamedTuple):
     sampled_accuracy: float
 
 
-@dataclass(slots=True)
-class _OpenStep:
-    """What a step has gathered while its batch grows.
-
-    Attributes:
-        metrics: Sums over all micro-batches so far.
-        normaliser: Σ over parts of what their gradients are still to be divided by; 0 if they are divided already.
-        payloads: All groups so far, for the statistics of the batch.
-        busy_s: Wall seconds spent on the parts before the last.
-    """
-
-    metrics: TokenMetrics
-    normaliser: float = 0.0
-    payloads: list[GroupPayload] = field(default_factory=list)
-    micro_batches: list[int] = field(default_factory=list)
-    packing_efficiencies: list[float] = field(default_factory=list)
-    busy_s: float = 0.0
-
-
 References = Sequence[NDArray[np.float32]]
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl")
 """Metrics that compare policies; supervised steps have none."""
@@ -99,15 +64,22 @@ class PolicyTrainer:
     """Trains one policy through a `Backend`. Collective: all ranks make the same calls with the same arguments."""
 
     def __init__(
-        self, backend: Backend, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, settings: StepSettings
+        self,
+        backend: Backend,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        settings: StepSettings,
+        critic: Critic | None = None,
     ) -> None:
         self.backend = backend
+        self.critic = critic
         self._algorithm = algorithm
         self._optimizer = optimizer
         self._settings = settings
+        self._passes = Passes(backend, settings)
         self._objective = Objective(algorithm)
         self._num_steps = 0
-        self._streamed: _OpenStep | None = None
+        self._streamed: OpenUpdate | None = None
 
     def step(
         self,
@@ -116,9 +88,10 @@ class PolicyTrainer:
         min_versions: Sequence[int] | None = None,
         references: References = (),
     ) -> StepReport:
-        """Train one batch once; after `accumulate`, its last part: same gradient and report as of the whole (I9).
+        """Train one batch; after `accumulate`, its last part: same gradient and report as of the whole (I9).
 
         Of a batch in parts the normaliser is known only now, so the sum of gradients is divided before it is clipped.
+        Of several updates, each with its own normaliser, one that is not finite is skipped and the others go on.
 
         Args:
             payloads: The batch's groups with rewards.
@@ -128,14 +101,25 @@ class PolicyTrainer:
                 some algorithms (`AlgorithmConfig.needs_reference`).
 
         Returns:
-            version + 1 and metrics, or the same version if the step was skipped.
+            version + 1 and metrics, or the same version if every update was skipped.
         """
         start = time.perf_counter()
-        step, self._streamed = self._streamed, None
-        normaliser = None if step is None else 1.0
-        step = step or _OpenStep(TokenMetrics(self.backend.device))
-        self._add(step, payloads, version, min_versions, references, normaliser, is_last=True)
-        return self._close(step, version, start)
+        streamed, self._streamed = self._streamed, None
+        if streamed is not None:
+            self._add(streamed, self._sequences(payloads, version, min_versions, references, 1.0), is_last=True)
+            updates = [self._update(streamed)]
+            metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
+        else:
+            sequences = self._sequences(payloads, version, min_versions, references, None)
+            updates = self._updates(sequences, version)
+            metrics = summary(updates) | batch_metrics(payloads)
+            if self.critic is not None:
+                metrics |= self.critic.take_metrics(sequences)
+        if not self._algorithm.needs_reference:
+            del metrics["loss/reference_kl"]
+        is_skipped = all(one.result.is_skipped for one in updates)
+        metrics["trainer/step_s"] = busy_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
+        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
     def accumulate(
         self,
@@ -151,11 +135,25 @@ class PolicyTrainer:
             version: As in `step`.
             min_versions: As in `step`.
             references: As in `step`.
+
+        Raises:
+            TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
         """
+        if self.critic is not None:
+            raise TrainingError(
+                f"trainer: a part of a batch was sent, but algorithm.advantage={self._algorithm.advantage} has a "
+                "critic, which is trained on whole batches. Use dataflow.stream_micro_batches=false."
+            )
+        if self._algorithm.updates_per_batch > 1:
+            raise TrainingError(
+                f"trainer: a part of a batch was sent, but a batch is {self._algorithm.updates_per_batch} updates "
+                "(algorithm.mini_batches x epochs) over all of it. Use dataflow.stream_micro_batches=false."
+            )
         start = time.perf_counter()
-        self._streamed = self._streamed or _OpenStep(TokenMetrics(self.backend.device))
-        self._add(self._streamed, payloads, version, min_versions, references, 1.0, is_last=False)
-        self._streamed.busy_s += time.perf_counter() - start
+        streamed = self._streamed = self._streamed or OpenUpdate(TokenMetrics(self.backend.device))
+        self._add(streamed, self._sequences(payloads, version, min_versions, references, 1.0), is_last=False)
+        streamed.payloads.extend(payloads)
+        streamed.busy_s += time.perf_counter() - start
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One step of −logprob, the mean over all response tokens of the batch.
@@ -164,20 +162,43 @@ class PolicyTrainer:
             examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
         """
         start = time.perf_counter()
-        step = _OpenStep(TokenMetrics(self.backend.device))
-        self._backward(step, supervised_sequences(examples), supervised_terms, is_last=True)
-        metrics, _ = self._update(step)
+        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        self._backward(opened, supervised_sequences(examples), supervised_terms, is_last=True)
+        metrics = summary([self._update(opened)])
         kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
         return kept
+
+    def preference_step(
+        self, pairs: Sequence[Preference], reference_margins: NDArray[np.float64] | None = None
+    ) -> dict[str, float]:
+        """One step of the pair loss, the mean over the pairs: DPO of a policy, Bradley-Terry of a reward model.
+
+        Args:
+            pairs: Of the batch.
+            reference_margins: `[P]`, `preference_margins` of the frozen reference; None for a reward model.
+        """
+        start = time.perf_counter()
+        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_margins)
+        self._backward(opened, sequences, self._objective, is_last=True)
+        metrics = summary([self._update(opened)])
+        names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
+        kept = {name: metrics[name] for name in names}
+        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": time.perf_counter() - start}
+
+    def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
+        """`[P]`: by how much the chosen answer is worth more, in summed logprobs or in score."""
+        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm)
+        return margins_of(self._passes.per_target(sequences))
 
     def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""
         sequences = supervised_sequences(examples)
         num_wrong, gold_logprobs = np.zeros((2, len(sequences)))  # tokens of other ranks count 0
         with self.backend.evaluation():
-            for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
+            for micro_batch in self._passes.micro_batches(sequences, self._passes.plan(sequences)):
                 logprobs, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
                 index = micro_batch.sequence_index
                 np.add.at(num_wrong, index, ~is_argmax[: micro_batch.num_tokens].cpu().numpy())
@@ -187,15 +208,7 @@ class PolicyTrainer:
 
     def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
         """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
-        sequences = supervised_sequences(examples)
-        starts = np.cumsum([0, *(len(sequence.targets) for sequence in sequences)])
-        found = np.zeros(int(starts[-1]))  # tokens of other ranks count 0
-        with self.backend.evaluation():
-            for micro_batch in self._micro_batches(sequences, self._plan(sequences)):
-                logprobs, _ = self.backend.forward(micro_batch.inputs, self._settings.temperature)
-                values = logprobs[: micro_batch.num_tokens].double().cpu().numpy()
-                place_by_sequence(values, micro_batch, starts, found)
-        return self.backend.all_reduce(found, "sum")
+        return np.concatenate(self._passes.per_target(supervised_sequences(examples)))
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""
@@ -212,19 +225,18 @@ class PolicyTrainer:
     def close(self) -> None:
         """Leave the process group."""
         self.backend.close()
+        if self.critic is not None:
+            self.critic.backend.close()
 
-    def _add(
+    def _sequences(
         self,
-        step: _OpenStep,
         payloads: Sequence[GroupPayload],
         version: int,
         min_versions: Sequence[int] | None,
         references: References,
         normaliser: float | None,
-        *,
-        is_last: bool,
-    ) -> None:
-        """Add the gradient of some groups to a step; `normaliser` 1.0: it is divided by the batch's at the end."""
+    ) -> list[TrainingSequence]:
+        """With advantages, and proximal logprobs if they are recomputed; `normaliser` 1.0: it is not known yet."""
         algorithm, limit = self._algorithm, self._settings.max_new_tokens
         if algorithm.needs_reference and not references:
             asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
@@ -232,80 +244,63 @@ class PolicyTrainer:
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
-        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version)
-        if normaliser is not None:
-            step.normaliser += batch_normaliser(sequences, algorithm)
-        step.payloads.extend(payloads)
-        self._backward(step, sequences, self._objective, is_last=is_last)
+        values = () if self.critic is None else self.critic.values(payloads)
+        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version, values)
+        if algorithm.proximal != "recompute":
+            return sequences
+        found = self._passes.per_target(sequences)
+        return [
+            replace(one, proximal_logprobs=logprobs.astype(np.float32))
+            for one, logprobs in zip(sequences, found, strict=True)
+        ]
+
+    def _updates(self, sequences: Sequence[TrainingSequence], version: int) -> list[Update]:
+        """Every optimizer step of a whole batch."""
+        updates: list[Update] = []
+        for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
+            is_first = all(one.result.is_skipped for one in updates)
+            is_first_epoch = len(updates) < self._algorithm.mini_batches
+            opened = OpenUpdate(TokenMetrics(self.backend.device), is_first, is_first_epoch)
+            self._backward(opened, part, partial(self._objective, is_first_update=is_first), is_last=True)
+            updates.append(self._update(opened))
+            if self.critic is not None:
+                self.critic.update(part)
+        return updates
+
+    def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
+        """Add a part of a batch in parts, whose normaliser is known at its end."""
+        opened.normaliser += batch_normaliser(sequences, self._algorithm)
+        self._backward(opened, sequences, self._objective, is_last=is_last)
 
     def _backward(
-        self, step: _OpenStep, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
+        self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch."""
-        plan = self._plan(sequences)
+        plan = self._passes.plan(sequences)
         count = len(plan.ranks[self.backend.data_parallel_rank])
-        for position, micro_batch in enumerate(self._micro_batches(sequences, plan)):
+        for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
             terms, *flags = loss_function(target, entropies, micro_batch)
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=is_last and position == count - 1)
             if micro_batch.num_tokens:
-                recorded = (micro_batch.behavior_logprobs, micro_batch.reference_logprobs)
+                proximal = micro_batch.proximal_logprobs if opened.is_first_epoch else None
+                start = target if opened.is_first else proximal
+                recorded = (start, micro_batch.behavior_logprobs, micro_batch.reference_logprobs)
                 facts = (target, *recorded, entropies, micro_batch.lags, micro_batch.token_weights)
-                step.metrics.add(loss, TokenFacts(*facts, *flags))
-        step.micro_batches.append(count)
-        step.packing_efficiencies.append(plan.efficiency)
+                opened.metrics.add(loss, TokenFacts(*facts, *flags))
+        opened.micro_batches.append(count)
+        opened.packing_efficiencies.append(plan.efficiency)
 
-    def _update(self, step: _OpenStep) -> tuple[dict[str, float], bool]:
-        """The optimizer step. Returns metrics and whether it was skipped."""
-        metrics, kept_share = step.metrics.reduce(self.backend.all_reduce)
-        normaliser = max(step.normaliser, 1.0)
-        if self._algorithm.renormalise and kept_share > 0:
-            normaliser *= kept_share
-        lr = self._warmed_up_lr()
+    def _update(self, opened: OpenUpdate) -> Update:
+        """The optimizer step."""
+        sums = opened.metrics.reduce(self.backend.all_reduce)
+        normaliser = max(opened.normaliser, 1.0)
+        if self._algorithm.renormalise and sums.kept_share > 0:
+            normaliser *= sums.kept_share
+        lr = warmed_up_lr(self._optimizer, self._num_steps)
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         self._num_steps += not result.is_skipped
-        metrics["loss/policy"] /= normaliser
-        if not self._algorithm.needs_reference:
-            del metrics["loss/reference_kl"]
-        metrics |= {
-            "loss/grad_norm": result.grad_norm,
-            "loss/lr": lr,
-            "trainer/num_micro_batches": float(sum(step.micro_batches)),
-            "trainer/batch_parts": float(len(step.micro_batches)),
-            "trainer/packing_efficiency": float(np.average(step.packing_efficiencies, weights=step.micro_batches)),
-        }
-        return metrics, result.is_skipped
-
-    def _close(self, step: _OpenStep, version: int, start: float) -> StepReport:
-        """Update the policy and say what the step did; `start` is when its last part began."""
-        metrics, is_skipped = self._update(step)
-        metrics |= batch_metrics(step.payloads)
-        metrics["trainer/step_s"] = busy_s = step.busy_s + time.perf_counter() - start
-        return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
-
-    def _plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
-        masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
-        return plan_units(
-            [sequence.num_inputs for sequence in sequences],
-            [sequence.unit for sequence in sequences],
-            self.backend.data_parallel_size,
-            self._settings.max_tokens_per_micro_batch,
-            attention_share=self._settings.attention_share,
-            layout=masked_layout if self._settings.attention == "sdpa" else "single_row",
-        )
-
-    def _micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:
-        backend, needs_mask = self.backend, self._settings.attention == "sdpa"
-        for planned in plan.ranks[backend.data_parallel_rank]:
-            micro_batch = collate(planned, sequences, device=backend.device, needs_mask=needs_mask)
-            if backend.sequence_parallel_size == 1:
-                yield micro_batch
-            else:
-                yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
-
-    def _warmed_up_lr(self) -> float:
-        """Linear from lr / warmup_steps at the first step to lr, then constant."""
-        warmup = self._optimizer.warmup_steps
-        return self._optimizer.lr * (min(1.0, (self._num_steps + 1) / warmup) if warmup else 1.0)
+        loss = sums.loss / normaliser
+        return Update(sums, loss, lr, result, opened.micro_batches, opened.packing_efficiencies)

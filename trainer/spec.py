@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.trainer.config import AlgorithmConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
 
@@ -21,6 +21,8 @@ class TrainerSpec:
         max_new_tokens: The sampling limit, for `constant_length` aggregation and the truncated share.
         threads: CPU threads of each rank.
         publish_in: Parent of the folder for published versions; None: shared memory.
+        kind: What the ranks train; a reward model by preferences only.
+        critic: Of gae; None: there is none.
         streams: Parts of a batch are trained while the rest of it is still being generated.
     """
 
@@ -35,6 +37,8 @@ class TrainerSpec:
     max_new_tokens: int
     publish_in: str | None = None
     streams: bool = False
+    critic: CriticConfig | None = None
+    kind: Literal["policy", "reward"] = "policy"
 
     @property
     def tokens_per_part(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -15,10 +15,15 @@ from torch import Tensor
 from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
-from penstock.trainer.policy_model import PolicyModel, hf_name, load_policy
+from penstock.trainer.policy_model import PolicyModel, hf_name
+from penstock.trainer.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
+
+WrappedModel = PolicyModel | ValueModel
+Loader = Callable[..., WrappedModel]
+"""`load_policy` or `load_value_model`."""
 
 
 class TorchBackend:
@@ -27,7 +32,7 @@ class TorchBackend:
     rank = data_parallel_rank = sequence_parallel_rank = 0
     data_parallel_size = sequence_parallel_size = 1
 
-    def __init__(self, model: PolicyModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
+    def __init__(self, model: WrappedModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         self.device = next(model.parameters()).device
         self._model = model
         self._optimizer = optimizer
@@ -75,7 +80,7 @@ class TorchBackend:
         return {name: tensor.view(-1) for name, tensor in self.export_weights()}
 
     def save_hf(self, path: str) -> None:
-        self._model.causal_lm.save_pretrained(path)
+        self._model.hf_model.save_pretrained(path)
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
         del operation
@@ -93,9 +98,11 @@ def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float
                 parameter.grad.div_(normaliser)
 
 
-def build_torch_backend(model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> TorchBackend:
-    """Load the policy and its optimizer."""
-    policy = load_policy(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing).to(device)
+def build_torch_backend(
+    load: Loader, model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str
+) -> TorchBackend:
+    """Load a model, and its optimizer."""
+    policy = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing).to(device)
     return TorchBackend(policy, build_adamw(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)
 
 

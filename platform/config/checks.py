@@ -19,6 +19,7 @@ from penstock.platform.config.checks_algorithm import (
     check_algorithm_flow,
     check_algorithm_limits,
     check_algorithm_parallel,
+    check_critic,
 )
 from penstock.platform.config.checks_cluster import check_cluster, check_pools
 from penstock.platform.config.checks_flow import (
@@ -92,6 +93,37 @@ def check_sft_section(config: RunConfig) -> Iterator[Finding]:
     if not config.model.from_scratch and config.model.path is None:
         yield error("model.path is not set. Give a model directory, or model.from_scratch=true.", "model.path")
     yield from unequal_work("sft.batch_size", config.sft.batch_size, config.trainer)
+
+
+def check_preference_section(config: RunConfig) -> Iterator[Finding]:
+    """`rm` and `dpo` need their section, a policy to start from, equal work for the ranks, and room for a pair."""
+    preference, trainer, context = config.preference, config.trainer, config.model.max_context_tokens
+    if preference is None:
+        yield error(
+            "preference is not set, so batch size and length of learning from pairs are not known. Use "
+            "experiment=arithmetic_preference or add a preference section.",
+            "preference",
+        )
+        return
+    yield from unequal_work("preference.batch_size", preference.batch_size, trainer)
+    if trainer.max_tokens_per_micro_batch < 2 * context:
+        yield error(
+            f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below 2 x "
+            f"model.max_context_tokens={context}: the two answers of a pair lie in one micro-batch. Use at least "
+            f"{2 * context}.",
+            "trainer.max_tokens_per_micro_batch",
+            "model.max_context_tokens",
+        )
+    for key, size in {
+        "tensor_parallel_size": trainer.tensor_parallel_size,
+        "sequence_parallel_size": trainer.sequence_parallel_size,
+    }.items():
+        if size > 1:
+            yield error(
+                f"trainer.{key}={size}: a pair is compared by one rank that sees all of it. Use 1, and ZeRO for models "
+                "that are too large.",
+                f"trainer.{key}",
+            )
 
 
 def check_batch(config: RunConfig) -> Iterator[Finding]:
@@ -193,9 +225,11 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
         check_model, check_has_policy, check_batch, check_trainer, check_parallel, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
-        check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits,
+        check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits, check_critic,
         check_algorithm_bias,
     ),
     "sft": (check_model, check_sft_section, check_trainer, check_parallel),
+    "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel),
+    "dpo": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel),
     "eval": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

@@ -37,6 +37,22 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
             "dataflow.stream_micro_batches",
             "algorithm.advantage",
         )
+    if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.mini_batches={algorithm.mini_batches} x "
+            f"epochs={algorithm.epochs}: every optimizer step of a batch is over a mini-batch of all of it, which is "
+            "not there when the first part is trained. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "algorithm.mini_batches",
+            "algorithm.epochs",
+        )
+    if flow.batch_groups % algorithm.mini_batches:
+        yield error(
+            f"algorithm.mini_batches={algorithm.mini_batches} does not divide dataflow.batch_groups="
+            f"{flow.batch_groups}: mini-batches of unequal size would weigh groups unequally. Use a divisor.",
+            "algorithm.mini_batches",
+            "dataflow.batch_groups",
+        )
     if flow.on_expiry is ExpiryPolicy.TRIM and flow.max_staleness:
         whole = [entry for entry in (loss, *weights_in(algorithm)) if entry.level in ("sequence", "pair")]
         for entry in whole:
@@ -71,6 +87,39 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
             f"algorithm.{setting.partition('=')[0]}",
             "trainer.sequence_parallel_size",
         )
+
+
+def check_critic(config: RunConfig) -> Iterator[Finding]:
+    """What a critic cannot share its ranks with, and settings of one that is not there."""
+    algorithm, trainer = config.algorithm, config.trainer
+    if not algorithm.needs_critic:
+        if config.critic.path is not None:
+            yield error(
+                f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage}, which has no "
+                "critic: it would not be loaded. Use algorithm.advantage=gae (algorithm=ppo), or critic.path=null.",
+                "critic.path",
+                "algorithm.advantage",
+            )
+        return
+    if config.dataflow.stream_micro_batches:
+        yield error(
+            f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage}: its critic is trained "
+            "on whole batches. Use one of the two.",
+            "dataflow.stream_micro_batches",
+            "algorithm.advantage",
+        )
+    for key, size in {
+        "tensor_parallel_size": trainer.tensor_parallel_size,
+        "sequence_parallel_size": trainer.sequence_parallel_size,
+    }.items():
+        if size > 1:
+            yield error(
+                f"trainer.{key}={size} with algorithm.advantage={algorithm.advantage}: DeepSpeed keeps one set of such "
+                "groups per process, and the critic is a second engine in it. Use 1, and ZeRO for models that are "
+                "too large.",
+                f"trainer.{key}",
+                "algorithm.advantage",
+            )
 
 
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
@@ -126,6 +175,15 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "algorithm.correction",
             "algorithm.proximal",
             "dataflow.max_staleness",
+        )
+    if algorithm.updates_per_batch == 1 and algorithm.proximal in ("recompute", "interpolate"):
+        price = "and costs a forward more" if algorithm.proximal == "recompute" else "by definition"
+        yield warning(
+            f"algorithm.proximal={algorithm.proximal} with one update per batch (algorithm.mini_batches=1, epochs=1) "
+            f"is proximal=target, {price}. Use proximal=target, or several updates.",
+            "algorithm.proximal",
+            "algorithm.mini_batches",
+            "algorithm.epochs",
         )
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
         yield warning(

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from math import ceil
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.platform.config.findings import Command, Finding, error, warning
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
@@ -23,7 +23,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Run every check of roles against pools that concerns `command`. The pools must exist."""
     too_few = list(check_device_counts(config, command))
     yield from too_few or check_memory(config, command)
-    if command != "sft":
+    if command not in WITHOUT_ENGINES:
         yield from check_cpu_engine(config)
         yield from check_kv_cache(config)
         yield from check_tensor_parallel(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform import hardware
-from penstock.platform.config.findings import Command, Finding, absent, error
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
@@ -44,7 +44,7 @@ def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
     if config.cluster.address == "local":
         yield from check_driver(config)
         yield from check_free_memory(config, command)
-        if command != "sft":
+        if command not in WITHOUT_ENGINES:
             yield from check_shared_memory(config)
 
 

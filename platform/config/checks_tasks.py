@@ -17,7 +17,7 @@ from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, Ta
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.streams import load_task_streams
 from penstock.platform.config.checks_lengths import check_examples, check_prompts
-from penstock.platform.config.findings import Command, Finding, absent, error
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 
 NUM_TRAIN_TASKS = 4096
@@ -36,7 +36,7 @@ class TaskSample(NamedTuple):
 def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Load the task source and the reward, and look at the first tasks."""
     reward: RewardFunction | None = None
-    if command != "sft":
+    if command not in WITHOUT_ENGINES:
         try:
             reward = load_reward(config.reward, RewardContext(config.sandbox))
         except ConfigError as problem:
@@ -56,14 +56,14 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     if reward is not None:
         yield from _check_signature(config, reward, tasks)
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
-    if command != "sft":
+    if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
     elif hasattr(source, "gold_response"):
         yield from check_examples(config, cast("GoldSource", source), measured)
     else:
         yield error(
             f"env.factory={config.env.factory} has no gold_response(task): there is nothing to learn from in "
-            "`penstock sft`. Add it (envs/contract.py, GoldSource).",
+            f"`penstock {command}`. Add it (envs/contract.py, GoldSource).",
             "env",
         )
 
@@ -79,6 +79,8 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
     key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
     if command == "sft" and config.sft is not None:
         key, num_held_out = "sft.eval_tasks", config.sft.eval_tasks
+    if command in ("rm", "dpo") and config.preference is not None:
+        key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
     try:
         tasks = TaskSample(_first_train_tasks(config, source, command), source.held_out(num_held_out))
     except ConfigError as problem:  # a dataset that cannot be had, says envs/math_tasks.py

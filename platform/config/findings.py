@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "absent", "warning"]
-Command = Literal["train", "sft", "eval"]
+Command = Literal["train", "sft", "rm", "dpo", "eval"]
+WITHOUT_ENGINES: tuple[Command, ...] = ("sft", "rm", "dpo")
+"""Commands that learn from given answers: they start no engine and no reward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,14 @@ from penstock.envs.sandbox.config import SandboxConfig
 from penstock.platform.config.dataflow import DataflowConfig
 from penstock.platform.config.section import Section
 from penstock.rollout.config import RolloutConfig
-from penstock.trainer.config import AlgorithmConfig, ReferenceConfig, SftConfig, TrainerConfig
+from penstock.trainer.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    PreferenceConfig,
+    ReferenceConfig,
+    SftConfig,
+    TrainerConfig,
+)
 from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
 
@@ -126,7 +133,9 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
     sft: SftConfig | None = None
+    preference: PreferenceConfig | None = None
 
     @property
     def num_references(self) -> int:

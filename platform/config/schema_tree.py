@@ -76,7 +76,9 @@ def nearest_key(path: str, siblings: Sequence[str]) -> str | None:
     close = get_close_matches(name, siblings, n=1, cutoff=0.7)
     if close:
         return f"{prefix}.{close[0]}" if prefix else close[0]
-    by_name = {candidate.rpartition(".")[2]: candidate for candidate in all_paths() if candidate != path}
+    section = path.partition(".")[0] + "."
+    candidates = sorted(all_paths(), key=lambda candidate: candidate.startswith(section))  # the last of a name is kept
+    by_name = {candidate.rpartition(".")[2]: candidate for candidate in candidates if candidate != path}
     elsewhere = get_close_matches(name, list(by_name), n=1, cutoff=0.8)
     return by_name[elsewhere[0]] if elsewhere else None
 

@@ -18,6 +18,7 @@ _FAMILIES = {
     "reward": "What the policy earns.",
     "length": "How long its answers are.",
     "loss": "The optimizer step.",
+    "critic": "How well the critic of `algorithm.advantage: gae` foresees what is to come.",
     "ratio": "How far the trained tokens are from the policy that is trained.",
     "mismatch": "How far the engine's logprobs are from the trainer's.",
     "staleness": "How old the trained tokens are, in policy versions.",
@@ -29,6 +30,7 @@ _FAMILIES = {
     "memory": "Memory of all processes of the run on the driver's machine.",
     "eval": "Greedy evaluation on held-out tasks.",
     "trainer": "The trainer's own work.",
+    "preference": "Learning from pairs of answers.",
     "sft": "Supervised warm-up (`penstock sft`).",
 }
 

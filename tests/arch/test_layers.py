@@ -27,7 +27,7 @@ BELOW = {
 
 DOORS: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
-    "torch": lambda path: not path.startswith(("dataflow/", "envs/")),
+    "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
     "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_worker.py"},
     "deepspeed": lambda path: path in {"trainer/deepspeed_backend.py", "trainer/deepspeed_parallel.py"},
     "wandb": lambda path: path.startswith("platform/trackers/"),

@@ -39,10 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[tuple[float, bool], dict]:
-    """Plain torch by AdamW ε and whether the head is tied."""
-    keys = [(epsilon, is_tied) for epsilon in (1e-8, 1.0) for is_tied in (True, False)]
-    return {key: run_case(dataclasses.replace(REFERENCE, adam_epsilon=key[0], is_tied=key[1]), folder) for key in keys}
+def references(folder: Path) -> dict[Case, dict]:
+    """Plain torch, of every kind that the cases are of."""
+    return {one: run_case(one, folder) for one in dict.fromkeys(map(plain, CASES))}
+
+
+def plain(case: Case) -> Case:
+    """Plain torch that trains the same."""
+    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "updates")}
+    return dataclasses.replace(REFERENCE, **kind)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +113,11 @@ class TrainerContract:
     def test_weights_equal_plain_torch(self, result: dict, reference: dict) -> None:
         assert relative_error(result["weights"], reference["weights"]) < 1e-5
 
+    def test_a_critic_beside_the_policy_equals_plain_torch(self, result: dict, reference: dict) -> None:
+        assert result["critic"].keys() == reference["critic"].keys()
+        if reference["critic"]:
+            assert relative_error(result["critic"], reference["critic"]) < 1e-5
+
     def test_what_is_written_for_engines_is_what_is_exported(self, result: dict) -> None:
         (whole,) = result["shards"]["torch", 1]
         assert whole.keys() == result["weights"].keys()
@@ -135,7 +145,7 @@ class TestTorchBackend(TrainerContract):
 
     @pytest.fixture
     def reference(self, references: dict) -> dict:
-        return references[1e-8, True]
+        return references[REFERENCE]
 
 
 @pytest.mark.integration
@@ -150,7 +160,7 @@ class TestDeepSpeedBackend(TrainerContract):
 
     @pytest.fixture
     def reference(self, case: Case, references: dict) -> dict:
-        return references[case.adam_epsilon, case.is_tied]
+        return references[plain(case)]
 
 
 @pytest.mark.integration
@@ -160,7 +170,7 @@ def test_gradients_are_those_of_plain_torch(
 ) -> None:
     start = weights_of(build(dataclasses.replace(REFERENCE, is_tied=case.is_tied), str(folder / case.policy)))
     actual = change(deepspeed_results[dataclasses.astuple(case)], start)
-    assert relative_error(actual, change(references[1.0, case.is_tied], start)) < 1e-5
+    assert relative_error(actual, change(references[plain(case)], start)) < 1e-5
 
 
 @pytest.mark.integration
@@ -169,7 +179,7 @@ def test_bfloat16_trains_float32_masters_close_to_float32(
     case: Case, deepspeed_results: dict, references: dict
 ) -> None:
     result = deepspeed_results[dataclasses.astuple(case)]
-    expected = references[1e-8, case.is_tied]
+    expected = references[plain(case)]
     assert result["sft_loss"] == pytest.approx(expected["sft_loss"], rel=1e-2)
     assert relative_error(result["weights"], expected["weights"]) < 1e-2
     norms = [[report.metrics["loss/grad_norm"] for report in one["reports"]] for one in (result, expected)]

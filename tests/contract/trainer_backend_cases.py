@@ -20,8 +20,9 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.trainer.backend import Backend
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
@@ -52,6 +53,7 @@ class Case:
     sequence_parallel: int = 1
     is_tied: bool = True
     offload_optimizer: bool = False
+    updates: str = "one"
 
     @property
     def shape(self) -> ModelShape:
@@ -67,6 +69,12 @@ class Case:
         return self.world_size, self.tensor_parallel, self.sequence_parallel
 
 
+SEVERAL = AlgorithmConfig(proximal="recompute", mini_batches=2, epochs=2)
+ALGORITHMS = {
+    "one": AlgorithmConfig(),
+    "several": SEVERAL,
+    "several with a critic": SEVERAL.model_copy(update={"advantage": "gae"}),
+}
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
@@ -86,6 +94,7 @@ CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
@@ -95,6 +104,7 @@ CASES = [
     Case(tensor_parallel=2, world_size=4, zero_stage=3, dtype="bfloat16"),
     *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
@@ -114,7 +124,7 @@ def make_batch(seed: int, *, poisoned: bool = False) -> list[GroupPayload]:
             token_ids = np.concatenate([prompt, rng.integers(2, VOCAB, length)]).astype(np.int32)
             mask = np.arange(len(token_ids)) >= len(prompt)
             behavior = np.where(mask, rng.normal(-3.2, 0.3, len(token_ids)), 0.0).astype(np.float32)
-            if poisoned and group == member == 0:
+            if poisoned and member == 0:
                 behavior[-1] = np.nan
             members.append(
                 Trajectory(
@@ -179,7 +189,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         model_path,
         ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
         trainer,
-        AlgorithmConfig(),
+        ALGORITHMS[case.updates],
         rank=rank,
         world_size=case.world_size,
         master_port=port,
@@ -188,6 +198,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         seed=0,
         temperature=0.7,
         max_new_tokens=32,
+        critic=CriticConfig(optimizer=trainer.optimizer),
     )
 
 
@@ -211,6 +222,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "logprobs": trainer.token_logprobs(examples),
         "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
         "weights": weights_of(trainer),
+        "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
         "saved": saved,
         "shards": {
             (kind, size): published(trainer, EngineSide(kind, case.shape, size), rank, folder) for kind, size in ENGINES
@@ -246,7 +258,7 @@ def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: in
     return trainer.step(batch[3:], version, [0])
 
 
-def weights_of(trainer: PolicyTrainer) -> dict[str, np.ndarray]:
+def weights_of(trainer: PolicyTrainer | Backend) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for name, tensor in trainer.export_weights()}
 
 

@@ -79,9 +79,7 @@ class Algorithm:
         return target
 
 
-_NO_CRITIC = "a critic, which does not exist yet"
 _NO_TEACHER = "a teacher, which does not exist yet"
-_ONE_STEP = "several optimizer steps per batch; with one, it is proximal=target at the price of a forward or of nothing"
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("advantage", "grpo", "A_i = (R_i − mean R) / (std R + ε)", "2402.03300", "advantages:grpo", "group"),
@@ -92,7 +90,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("advantage", "reinforce_pp_baseline", "A_{i,t} = R_i − mean R − β Σ_{s≥t} k1_s, whitened likewise",
               "2501.03262", "batch_advantages:reinforce_pp_baseline", "batch"),
     Algorithm("advantage", "gae", "δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}, over sampled tokens",
-              "1506.02438", "batch_advantages:gae", "token", missing=_NO_CRITIC),
+              "1506.02438", "batch_advantages:gae", "token"),
     Algorithm("loss", "ppo_clip", "max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))", "1707.06347", "policy_losses:ppo_clip"),
     Algorithm("loss", "dual_clip", "ppo_clip; for A < 0: min(that, −A c_dual)", "1912.09729",
               "policy_losses:dual_clip"),
@@ -114,7 +112,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "other_losses:distill", missing=_NO_TEACHER),
     Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False),
     Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",
-              "other_losses:value", missing=_NO_CRITIC),
+              "other_losses:value", takes_weight=False),
     Algorithm("correction", "none", "weight 1", "–", "corrections:none"),
     Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
               is_weight=True),
@@ -143,10 +141,9 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "aggregation:constant_length"),
     Algorithm("proximal", "target", "p = sg(c): ρ ≡ 1, clips do nothing", "–", "proximal:target"),
     Algorithm("proximal", "behavior", "p = b: w ≡ 1, ρ carries it all", "2506.13585", "proximal:behavior"),
-    Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute",
-              missing=_ONE_STEP),
+    Algorithm("proximal", "recompute", "p by a forward at the start of the step", "2110.00641", "proximal:recompute"),
     Algorithm("proximal", "interpolate", "p = b + α(sg(c) − b), α = (v_prox − v_token) / (v_prox + 1 − v_token)",
-              "2512.06547", "proximal:interpolate", missing=_ONE_STEP),
+              "2512.06547", "proximal:interpolate"),
     Algorithm("reward_shaping", "overlong_penalty", "0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond",
               "2503.14476", "shaping:overlong_penalty"),
     Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",

@@ -2,12 +2,14 @@
 
 Shape legend: T loss tokens of one micro-batch. The behavior weights measured here are untruncated, between the policy
 at the start of the step and the one that sampled, and logged with every correction: metrics after truncation hide what
-the truncation was for.
+the truncation was for. Where a batch is several optimizer steps, only tokens whose logprob at its start is known are
+measured so, each once: those of the first update, or after a forward at the start those of the first epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from penstock.trainer.algorithms.kl import k3
 from penstock.trainer.algorithms.tokens import clamped_exp
 
 _SUMS = (
-    "tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
+    "tokens", "measured_tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
     "abs_log_ratio", "kl_k3", "reference_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
 _MAXIMA = ("weight", "abs_log_ratio")
@@ -33,7 +35,8 @@ class TokenFacts(NamedTuple):
     """One micro-batch, per loss token, `[T]`.
 
     Attributes:
-        start: Logprobs at the start of the step.
+        target: Logprobs under the policy as it is.
+        start: Logprobs at the start of the batch; None: not known any more, or measured before.
         behavior: Logprobs recorded by the engine.
         reference: Logprobs of the reference policy; anything if there is none.
         entropies: Of the policy, nats.
@@ -44,7 +47,8 @@ class TokenFacts(NamedTuple):
         is_clipped_high: `bool`, an upper one did.
     """
 
-    start: Tensor
+    target: Tensor
+    start: Tensor | None
     behavior: Tensor
     reference: Tensor
     entropies: Tensor
@@ -67,10 +71,12 @@ class TokenMetrics:
     @torch.no_grad()
     def add(self, loss: Tensor, facts: TokenFacts) -> None:
         """Add one micro-batch; `loss` is the scalar Σ weight · term of it."""
-        log_ratio = (facts.start - facts.behavior).double()
+        is_measured = facts.start is not None
+        log_ratio = (facts.behavior[:0] if facts.start is None else facts.start - facts.behavior).double()
         weight = clamped_exp(log_ratio)
         distance = log_ratio.abs()
         sums = (
+            torch.tensor(float(len(facts.target)), device=loss.device),
             torch.tensor(float(len(weight)), device=loss.device),
             loss,
             facts.entropies.double().sum(),
@@ -81,50 +87,70 @@ class TokenMetrics:
             facts.is_clipped_high.sum(),
             distance.sum(),
             (weight - log_ratio - 1.0).sum(),
-            k3(facts.start, facts.reference).double().sum(),
+            k3(facts.target, facts.reference).double().sum(),
             facts.token_weights.double().sum(),
             facts.token_weights.double().masked_fill(facts.is_masked, 0.0).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
-        per_token = torch.stack([torch.ones_like(weight), weight, facts.is_masked.double()], dim=1)
-        self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
-        if len(weight):
+        if is_measured and len(weight):
+            per_token = torch.stack([torch.ones_like(weight), weight, facts.is_masked.double()], dim=1)
+            self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
             self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
 
     def reduce(
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
-    ) -> tuple[dict[str, float], float]:
-        """Reduce over ranks (a collective).
-
-        Args:
-            all_reduce: `(values, "sum" | "max")` -> the reduction over ranks.
-
-        Returns:
-            Metrics by name, and the share of the token weights that no correction rejected (1 if there are none).
-        """
+    ) -> TokenSums:
+        """Reduce over ranks (a collective); `all_reduce` is `(values, "sum" | "max")` -> the reduction over ranks."""
         mine = torch.cat([self._sums, self._by_lag.flatten()]).cpu().numpy()
         everyone = all_reduce(mine, "sum")
-        sums = dict(zip(_SUMS, everyone[: len(_SUMS)].tolist(), strict=True))
-        maxima = dict(zip(_MAXIMA, all_reduce(self._maxima.cpu().numpy(), "max").tolist(), strict=True))
-        tokens = max(sums["tokens"], 1.0)
+        by_lag = everyone[len(_SUMS) :].reshape(len(LAG_BUCKETS), len(_BY_LAG))
+        return TokenSums(everyone[: len(_SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_lag)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSums:
+    """What all ranks gathered in one optimizer step, or in several added up."""
+
+    sums: NDArray[np.float64]
+    maxima: NDArray[np.float64]
+    by_lag: NDArray[np.float64]
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        maxima = np.maximum(self.maxima, other.maxima)
+        return TokenSums(self.sums + other.sums, maxima, self.by_lag + other.by_lag)
+
+    @property
+    def loss(self) -> float:
+        """Σ weight · term."""
+        return float(self.sums[_SUMS.index("loss")])
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the token weights that no correction rejected; 1 if there are none."""
+        total = float(self.sums[_SUMS.index("token_weight")])
+        return float(self.sums[_SUMS.index("kept_token_weight")]) / total if total > 0 else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """By name: means over tokens, largest values, and by staleness."""
+        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        tokens, measured = max(sums["tokens"], 1.0), max(sums["measured_tokens"], 1.0)
         metrics = {
             "loss/policy": sums["loss"],
             "loss/entropy": sums["entropy"] / tokens,
             "loss/reference_kl": sums["reference_kl"] / tokens,
-            "ratio/behavior_mean": sums["weight"] / tokens,
+            "ratio/behavior_mean": sums["weight"] / measured,
             "ratio/behavior_max": maxima["weight"],
             "ratio/masked_share": sums["masked"] / tokens,
             "ratio/policy_clip_share": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
             "ratio/policy_clip_low_share": sums["clipped_low"] / tokens,
             "ratio/policy_clip_high_share": sums["clipped_high"] / tokens,
-            "ratio/effective_sample_size": sums["weight"] ** 2 / max(tokens * sums["weight_squared"], 1e-300),
-            "mismatch/abs_logprob_mean": sums["abs_log_ratio"] / tokens,
+            "ratio/effective_sample_size": sums["weight"] ** 2 / max(measured * sums["weight_squared"], 1e-300),
+            "mismatch/abs_logprob_mean": sums["abs_log_ratio"] / measured,
             "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
-            "mismatch/kl_k3": sums["kl_k3"] / tokens,
+            "mismatch/kl_k3": sums["kl_k3"] / measured,
         }
-        total = sums["token_weight"]
-        kept_share = sums["kept_token_weight"] / total if total > 0 else 1.0
-        return metrics | _by_lag(everyone[len(_SUMS) :].reshape(len(LAG_BUCKETS), len(_BY_LAG))), kept_share
+        return metrics | _by_lag(self.by_lag)
 
 
 def _by_lag(sums: NDArray[np.float64]) -> dict[str, float]:

@@ -56,16 +56,19 @@ class Objective:
         self._kl = find("kl", config.kl_estimator).load()
         self._is_corrected_inside = config.proximal == "behavior" or not find("loss", config.loss).takes_weight
 
-    def __call__(self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch) -> LossTerms:
+    def __call__(
+        self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, *, is_first_update: bool = True
+    ) -> LossTerms:
         """Compose.
 
         Args:
             target: `[T]` logprobs with gradient.
             entropies: `[T]` of the same policy, nats.
             micro_batch: Everything else.
+            is_first_update: The policy is still that of the start of the batch.
         """
         config = self._config
-        tokens = self._tokens(target, micro_batch)
+        tokens = self._tokens(target, micro_batch, is_first_update=is_first_update)
         loss = self._checked(self._loss(tokens, config), target)
         correction = correct(self._chain, tokens, config)
         terms = loss.terms
@@ -80,11 +83,14 @@ class Objective:
             factors = factors.masked_fill(dull, 0.0)
         return LossTerms(terms * factors, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
 
-    def _tokens(self, target: Tensor, micro_batch: MicroBatch) -> LossTokens:
-        behavior = micro_batch.behavior_logprobs
+    def _tokens(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> LossTokens:
+        behavior, recomputed = micro_batch.behavior_logprobs, micro_batch.proximal_logprobs
+        if recomputed is None and not micro_batch.num_tokens:
+            recomputed = target.detach()  # of the dummy token
+        inputs = ProximalInputs(target.detach(), behavior, recomputed, micro_batch.lags, is_first_update)
         return LossTokens(
             target=target,
-            proximal=self._proximal(ProximalInputs(target.detach(), behavior)),
+            proximal=self._proximal(inputs),
             behavior=behavior,
             reference=micro_batch.reference_logprobs,
             advantages=micro_batch.advantages,

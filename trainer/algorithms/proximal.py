@@ -18,16 +18,14 @@ class ProximalInputs:
         target: `[T]` sg(c).
         behavior: `[T]` b.
         recomputed: `[T]` by a forward at the start of the batch; None if there was none.
-        token_versions: `[T]` policy version that sampled each token.
-        version: v_prox, the policy version at the start of the batch.
+        lags: `[T] int64`, v_prox − v_token: versions from the one that sampled a token to the start of the batch.
         is_first_update: No optimizer step of this batch was made yet.
     """
 
     target: Tensor
     behavior: Tensor
     recomputed: Tensor | None = None
-    token_versions: Tensor | None = None
-    version: int = 0
+    lags: Tensor | None = None
     is_first_update: bool = True
 
 
@@ -54,6 +52,6 @@ def interpolate(inputs: ProximalInputs) -> Tensor:
     """
     if inputs.is_first_update:
         return inputs.target
-    assert inputs.token_versions is not None, "interpolate needs the version of every token"
-    lag = (inputs.version - inputs.token_versions).to(inputs.target.dtype)
+    assert inputs.lags is not None, "interpolate needs the version of every token"
+    lag = inputs.lags.to(inputs.target.dtype)
     return inputs.behavior + lag / (lag + 1.0) * (inputs.target - inputs.behavior)

@@ -20,6 +20,7 @@ class Violation(NamedTuple):
 
 
 SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
+_LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
 _COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
 """Masks of p − b, which is 0 everywhere at proximal=behavior."""
 
@@ -36,12 +37,21 @@ def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
 
 def _missing(config: AlgorithmConfig) -> Iterator[Violation]:
     """What is defined and tested, but has nothing to work on yet."""
-    chosen = (find("advantage", config.advantage), find("loss", config.loss), find("proximal", config.proximal))
-    for entry in chosen:
+    for entry in (find("advantage", config.advantage), find("loss", config.loss)):
         if entry.missing:
             yield Violation(
                 f"algorithm.{entry.kind}={entry.name} needs {entry.missing}. Choose another one.", (entry.kind,)
             )
+
+
+def _critics_loss(config: AlgorithmConfig) -> Iterator[Violation]:
+    """A policy has no values."""
+    if config.loss == "value":
+        yield Violation(
+            "algorithm.loss=value is what a critic is trained with, beside any loss of the policy. Use "
+            "algorithm.advantage=gae with a loss such as ppo_clip.",
+            ("loss",),
+        )
 
 
 def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
@@ -58,6 +68,18 @@ def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
         yield Violation(
             f"algorithm.correction={chain} names a correction twice, or none beside others. Name each once.",
             ("correction",),
+        )
+
+
+def _several_updates(config: AlgorithmConfig) -> Iterator[Violation]:
+    """A trust region that moves with the policy is none."""
+    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss in _LOSSES_OF_RATIO:
+        yield Violation(
+            f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
+            f"algorithm.loss={config.loss}: from the second update on the centre of its ratio would be the policy "
+            "itself, so that ρ is 1 and clips do nothing. Use proximal=recompute (one forward more per batch), "
+            "interpolate (none) or behavior.",
+            ("proximal", "mini_batches", "epochs", "loss"),
         )
 
 
@@ -195,5 +217,6 @@ def _correction(name: str) -> Algorithm:
 
 
 _RULES: tuple[Callable[[AlgorithmConfig], Iterator[Violation]], ...] = (
-    _missing, _chain, _double_correction, _weight_and_loss, _aggregation, _kl, _reward_weights, _token_factors,
+    _missing, _critics_loss, _chain, _several_updates, _double_correction, _weight_and_loss, _aggregation, _kl,
+    _reward_weights, _token_factors,
 )  # fmt: skip

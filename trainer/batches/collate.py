@@ -33,6 +33,10 @@ class TrainingSequence:
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
         preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
         unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
+        group: Position of its group in the batch; a mini-batch is of whole groups.
+        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
+        old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
+        returns: `[len(targets)]`, what V should be.
     """
 
     token_ids: NDArray[np.integer]
@@ -44,6 +48,10 @@ class TrainingSequence:
     reference_logprobs: NDArray[np.float32] | None = None
     preferred_to: tuple[int, ...] = ()
     unit: int | None = None
+    group: int = 0
+    proximal_logprobs: NDArray[np.float32] | None = None
+    old_values: NDArray[np.floating] | None = None
+    returns: NDArray[np.floating] | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -101,6 +109,9 @@ class MicroBatch:
         token_index: `[K] int64`, which of its loss tokens it is.
         num_segments: S.
         num_tokens: Loss tokens that count: K, or 0 if empty.
+        proximal_logprobs: None if there was no forward at the start of the batch.
+        old_values: V of the critic at the start of the batch; None if there is none.
+        returns: What V should be.
     """
 
     inputs: ModelInputs
@@ -115,6 +126,9 @@ class MicroBatch:
     token_index: NDArray[np.int64]
     num_segments: int
     num_tokens: int
+    proximal_logprobs: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 def collate(
@@ -161,6 +175,9 @@ def collate(
         filled = [np.zeros(count) if one is None else one for one, count in zip(arrays, counts, strict=True)]
         return tensor(np.concatenate(filled).astype(dtype))
 
+    def if_any(arrays: Sequence[NDArray[np.floating] | None]) -> Tensor | None:
+        return per_token(arrays, np.float32) if any(one is not None for one in arrays) else None
+
     return MicroBatch(
         inputs=ModelInputs(
             input_ids=tensor(input_ids),
@@ -180,6 +197,9 @@ def collate(
         token_index=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
         num_segments=len(order),
         num_tokens=sum(counts),
+        proximal_logprobs=if_any([one.proximal_logprobs for one in chosen]),
+        old_values=if_any([one.old_values for one in chosen]),
+        returns=if_any([one.returns for one in chosen]),
     )
 
 

@@ -33,6 +33,7 @@ class Member:
         reward: As scored.
         carries_loss: `[n_i] bool`, of its sampled tokens.
         reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
+        values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
     """
 
     trajectory: Trajectory
@@ -40,6 +41,7 @@ class Member:
     reward: float
     carries_loss: NDArray[np.bool_]
     reference: NDArray[np.float32] | None
+    values: NDArray[np.float32] | None = None
 
     @property
     def targets(self) -> NDArray[np.int64]:
@@ -57,6 +59,7 @@ def batch_members(
     algorithm: AlgorithmConfig,
     min_versions: Sequence[int] | None,
     references: Sequence[NDArray[np.float32]],
+    values: Sequence[NDArray[np.float32]] = (),
 ) -> list[Member]:
     """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
 
@@ -67,16 +70,17 @@ def batch_members(
     if not payloads:
         raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
     floors = [0] * len(payloads) if min_versions is None else min_versions
-    scores = _of_trajectories(payloads, references)
+    scores = _of_trajectories(payloads, references, "reference logprobs")
+    worths = _of_trajectories(payloads, values, "values")
     members = []
     for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
-            reference = next(scores)
+            reference, value = next(scores), next(worths)
             is_cut = trajectory.finish_reason == "length"
             if is_cut and algorithm.overlong == "drop":
                 continue
             carries_loss = is_new_enough(trajectory, floor) & (not (is_cut and algorithm.overlong == "mask"))
-            members.append(Member(trajectory, group, float(reward), carries_loss, reference))
+            members.append(Member(trajectory, group, float(reward), carries_loss, reference, value))
     return members
 
 
@@ -102,6 +106,7 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
             name: np.array([_part(one.trajectory, name) for one in members], np.float64)
             for name in algorithm.reward_weights
         },
+        values=[one.values.astype(np.float64) for one in members if one.values is not None],
     )
 
 
@@ -164,16 +169,16 @@ def _part(trajectory: Trajectory, name: str) -> float:
 
 
 def _of_trajectories(
-    payloads: Sequence[GroupPayload], references: Sequence[NDArray[np.float32]]
+    payloads: Sequence[GroupPayload], per_group: Sequence[NDArray[np.float32]], what: str
 ) -> Iterator[NDArray[np.float32] | None]:
-    """Each trajectory's part of the reference logprobs, in order."""
+    """Each trajectory's part of what there is per group, in order; None for each if there is nothing."""
     counts = [trajectory.num_sampled_tokens for payload in payloads for trajectory in payload.trajectories]
-    if not references:
+    if not per_group:
         return iter([None] * len(counts))
-    scores = np.concatenate(references)
+    scores = np.concatenate(per_group)
     if len(scores) != sum(counts):
         raise ShapeError(
-            f"trainer: {len(scores)} reference logprobs for {sum(counts)} sampled tokens of {len(payloads)} groups. "
-            "The reference scores every sampled token of every group, in order."
+            f"trainer: {len(scores)} {what} for {sum(counts)} sampled tokens of {len(payloads)} groups. "
+            "There is one for every sampled token of every group, in order."
         )
     return iter(np.split(scores, np.cumsum(counts)[:-1]))

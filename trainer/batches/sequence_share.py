@@ -27,6 +27,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     """
     inputs = micro_batch.inputs
     assert inputs.attention_mask is None, "a mask would have to be cut for whole rows"
+    assert micro_batch.returns is None, "a critic is refused with sequence parallelism"
     assert inputs.input_ids.shape[0] == 1, "Ulysses is registered for one row"
     length = -(-inputs.input_ids.shape[1] // size)
     start = rank * length
@@ -49,6 +50,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         sequence_index=micro_batch.sequence_index[is_mine.cpu().numpy()],
         token_index=micro_batch.token_index[is_mine.cpu().numpy()],
         num_tokens=int(is_mine.sum()),
+        proximal_logprobs=None if micro_batch.proximal_logprobs is None else micro_batch.proximal_logprobs[is_mine],
     )
 
 

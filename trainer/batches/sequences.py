@@ -5,12 +5,13 @@ Advantages and normalisers are computed here, over the whole batch, before any s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
@@ -32,6 +33,7 @@ def policy_sequences(
     normaliser: float | None = None,
     references: Sequence[NDArray[np.float32]] = (),
     version: int = 0,
+    values: Sequence[NDArray[np.float32]] = (),
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with the advantages and the aggregation weight of its tokens.
 
@@ -44,18 +46,19 @@ def policy_sequences(
         normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
         references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
         version: Policy version before the step, from which staleness is counted.
+        values: Per group `[n] float32`, V of a critic before each of its n sampled tokens; empty: there is none.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
         ShapeError: If the reference did not score every sampled token.
     """
-    members = batch_members(payloads, algorithm, min_versions, references)
+    members = batch_members(payloads, algorithm, min_versions, references, values)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     preferred = batch_pairs(rewards, algorithm)
     compared = {*preferred, *(worse for others in preferred.values() for worse in others)}
     sequences = []
-    for index, (member, values) in enumerate(zip(members, advantages, strict=True)):
+    for index, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
         is_trained = not algorithm.compares_pairs or index in compared
         keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
         sequences.append(
@@ -63,14 +66,53 @@ def policy_sequences(
                 token_ids=member.trajectory.token_ids,
                 targets=np.flatnonzero(member.trajectory.loss_mask)[keep],
                 behavior_logprobs=member.behavior[keep],
-                advantages=values[keep],
+                advantages=advantage[keep],
                 lags=version - versions_per_token(member.trajectory.spans)[keep],
                 reference_logprobs=None if member.reference is None else member.reference[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
+                group=member.group,
+                old_values=None if member.values is None else member.values[keep],
+                returns=None if member.values is None else (advantage + member.values)[keep],
             )
         )
-    return _weighed(sequences, algorithm, max_new_tokens, normaliser)
+    return weigh(sequences, algorithm, max_new_tokens, normaliser)
+
+
+def mini_batches(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, version: int
+) -> Iterator[list[TrainingSequence]]:
+    """The sequences of every optimizer step of a batch: `epochs` times all groups, in `mini_batches` equal shares.
+
+    Advantages are those of the whole batch, normalisers those of the mini-batch. Groups arrive shortest answers first,
+    so they are shuffled, by version and epoch: alike on every rank.
+
+    Raises:
+        TrainingError: If there are fewer groups than mini-batches.
+    """
+    if algorithm.updates_per_batch == 1:
+        yield list(sequences)
+        return
+    groups = np.unique([one.group for one in sequences])
+    if len(groups) < algorithm.mini_batches:
+        raise TrainingError(
+            f"trainer: a batch of {len(groups)} groups with loss for algorithm.mini_batches={algorithm.mini_batches}: "
+            "some would be empty. Use fewer mini-batches or larger batches."
+        )
+    for epoch in range(algorithm.epochs):
+        shuffled = np.random.default_rng([version, epoch]).permutation(groups)
+        for chosen in np.array_split(shuffled, algorithm.mini_batches):
+            yield weigh(_of_groups(sequences, {int(group) for group in chosen}), algorithm, max_new_tokens, None)
+
+
+def _of_groups(sequences: Sequence[TrainingSequence], groups: set[int]) -> list[TrainingSequence]:
+    """The sequences of these groups; pairs, which are within a group, are counted anew."""
+    kept = [index for index, one in enumerate(sequences) if one.group in groups]
+    place = {index: position for position, index in enumerate(kept)}
+    return [
+        replace(one, preferred_to=tuple(place[worse] for worse in one.preferred_to))
+        for one in (sequences[index] for index in kept)
+    ]
 
 
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
@@ -80,7 +122,7 @@ def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: Algorithm
     return aggregation.batch_normaliser(_counts(sequences), algorithm.aggregation)
 
 
-def _weighed(
+def weigh(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, max_new_tokens: int, normaliser: float | None
 ) -> list[TrainingSequence]:
     """The same with their token weights; a term of a pair stands at every token of its members, so these are means."""

@@ -71,7 +71,15 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         (["algorithm.kl_in=rewards"], "loss, reward, off"),
         ([f"algorithm.loss={OWN}:squard"], "Did you mean 'squared'?"),
         ([f"algorithm.advantage={OWN}:NOT_A_FUNCTION"], "is not callable"),
-        (["algorithm.advantage=gae"], "a critic, which does not exist yet"),
+        (["algorithm.loss=value", "algorithm.correction=none"], "what a critic is trained with"),
+        (["critic.path=somewhere"], "which has no critic"),
+        (["algorithm=ppo", "algorithm.epochs=1", "dataflow.stream_micro_batches=true"], "trained on whole batches"),
+        (["algorithm=ppo", "trainer.tensor_parallel_size=2", "trainer.num_ranks=2"], "a second engine in it"),
+        (["algorithm.proximal=recompute", "algorithm.mini_batches=3"], "mini_batches=3 does not divide"),
+        (
+            ["algorithm.proximal=recompute", "algorithm.epochs=2", "dataflow.stream_micro_batches=true"],
+            "mini-batch of all of it",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_one_reason(overrides, words):
@@ -80,7 +88,7 @@ def test_a_combination_that_cannot_work_is_one_reason(overrides, words):
 
 
 def test_reasons_come_all_at_once():
-    found = problems("algorithm.correction=[decoupled,tis_seq]", "algorithm.advantage=gae", "algorithm.loss=dppo")
+    found = problems("algorithm.correction=[decoupled,tis_seq]", "critic.path=x", "algorithm.loss=dppo")
     assert len(found) == 5
 
 
@@ -92,6 +100,7 @@ def test_reasons_come_all_at_once():
         (["algorithm=dr_grpo", "algorithm.aggregation=token_mean"], "Use aggregation=constant_length"),
         (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=off"], "has no effect"),
         (["algorithm.loss=sft", "algorithm.correction=none"], "rewards have no effect"),
+        (["algorithm.proximal=recompute"], "costs a forward more"),
     ],
 )
 def test_what_is_biased_or_without_effect_is_a_warning(overrides, words):

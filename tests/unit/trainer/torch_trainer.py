@@ -9,7 +9,7 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.weights.model_config import ModelConfig
 from tests.tiny_policy import tiny_shape
@@ -19,7 +19,14 @@ MODEL = ModelConfig(max_context_tokens=32, shape=tiny_shape(VOCAB))
 
 
 def trainer_of(
-    policy: str, max_tokens: int = 100, lr: float = 1e-3, warmup_steps: int = 0, **algorithm
+    policy: str,
+    max_tokens: int = 100,
+    lr: float = 1e-3,
+    warmup_steps: int = 0,
+    adam_epsilon: float = 1e-8,
+    critic_path: str | None = None,
+    kind: str = "policy",
+    **algorithm,
 ) -> PolicyTrainer:
     return build_trainer(
         policy,
@@ -27,7 +34,7 @@ def trainer_of(
         TrainerConfig(
             backend="torch",
             max_tokens_per_micro_batch=max_tokens,
-            optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps),
+            optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
         AlgorithmConfig(**algorithm),
         rank=0,
@@ -38,6 +45,8 @@ def trainer_of(
         seed=0,
         temperature=TEMPERATURE,
         max_new_tokens=30,
+        kind=kind,
+        critic=CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
     )
 
 

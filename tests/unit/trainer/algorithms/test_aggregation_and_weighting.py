@@ -63,7 +63,7 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
     lags = np.array([0, 0, 1, 2, 3, 4, 9, 0, 1, 3, 0])
     metrics = TokenMetrics(torch.device("cpu"))
     for part in (slice(0, 4), slice(4, 11)):
-        columns = (start, behavior, reference, entropies, lags, weights, masked, low, high)
+        columns = (start, start, behavior, reference, entropies, lags, weights, masked, low, high)
         metrics.add(torch.tensor(0.25), TokenFacts(*(torch.tensor(column[part]) for column in columns)))
     w = np.exp(start - behavior)
     expected = {
@@ -86,13 +86,15 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
         expected[f"ratio/lag_tokens/{name}"] = inside.sum()
         expected[f"ratio/lag_behavior_mean/{name}"] = w[inside].mean()
         expected[f"ratio/lag_masked_share/{name}"] = masked[inside].mean()
-    found, kept_share = metrics.reduce(lambda values, _: values)
+    sums = metrics.reduce(lambda values, _: values)
+    found, kept_share = sums.metrics(), sums.kept_share
     assert found == pytest.approx(expected, rel=1e-9)
     assert kept_share == pytest.approx(weights[~masked].sum() / weights.sum())
 
 
 def test_a_step_without_tokens_has_metrics_and_no_buckets() -> None:
-    found, kept_share = TokenMetrics(torch.device("cpu")).reduce(lambda values, _: values)
+    sums = TokenMetrics(torch.device("cpu")).reduce(lambda values, _: values)
+    found, kept_share = sums.metrics(), sums.kept_share
     assert kept_share == 1.0
     assert not any(name.startswith("ratio/lag") for name in found)
     assert all(np.isfinite(list(found.values())))

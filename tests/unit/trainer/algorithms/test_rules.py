@@ -41,14 +41,17 @@ SOUND = [
     {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1", "advantage": "reinforce_pp"},
     {"kl_coefficient": 0.0, "kl_estimator": "k1"},
     {"reward_weights": {"a": 1.0}},
+    {"proximal": "recompute", "mini_batches": 2},
+    {"proximal": "interpolate", "epochs": 2, "correction": ["tis_token"]},
+    {"loss": "reinforce", "mini_batches": 4},
+    {"advantage": "gae", "epochs": 2, "proximal": "recompute"},
     {"loss": "my_pkg.my_loss", "advantage": "my_pkg:my_advantage"},
 ]
 UNSOUND = [
-    ({"advantage": "gae"}, "gae needs a critic"),
-    ({"loss": "value", "correction": "none"}, "value needs a critic"),
+    ({"loss": "value", "correction": "none"}, "what a critic is trained with"),
     ({"loss": "distill"}, "distill needs a teacher"),
-    ({"proximal": "recompute"}, "several optimizer steps per batch"),
-    ({"proximal": "interpolate"}, "several optimizer steps per batch"),
+    ({"mini_batches": 2}, "mini_batches=2 x epochs=1"),
+    ({"epochs": 3, "loss": "sapo"}, "clips do nothing"),
     ({"correction": ["decoupled", "tis_token"]}, "2 weights, decoupled and tis_token"),
     ({"correction": ["opsm", "opsm"]}, "names a correction twice"),
     ({"correction": ["none", "opsm"]}, "or none beside others"),
@@ -95,7 +98,7 @@ def test_unsound_ones_are_refused_with_the_reason(settings: dict, words: str) ->
 
 def test_all_reasons_come_at_once_and_a_trainer_is_not_built(policy: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        trainer_of(policy, loss="gspo", correction=["decoupled", "tis_seq"], advantage="gae")
+        trainer_of(policy, loss="gspo", correction=["decoupled", "tis_seq"], epochs=2)
     assert len(raised.value.violations) == 5
 
 

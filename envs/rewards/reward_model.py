@@ -1,0 +1,97 @@
+"""Scores of a reward model: a Hugging Face sequence classifier of one label, e.g. what `penstock rm` writes.
+
+The only file of envs/ that may import torch, and it does so in the reward process, at the first call. It must read the
+policy's own tokens, so it shares the policy's tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import Trajectory
+from penstock.envs.contract import RewardContext
+
+
+class RewardModelReward:
+    """The score at the last token, of all answers that wait together in one forward.
+
+    Args:
+        path: Directory of the classifier.
+        max_batch: Most answers of one forward.
+        num_threads: CPU threads of torch.
+    """
+
+    def __init__(self, path: str, max_batch: int = 32, num_threads: int = 1) -> None:
+        self._path = path
+        self._max_batch = max_batch
+        self._num_threads = num_threads
+        self._model: Any = None
+        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+
+    @classmethod
+    def build(cls, context: RewardContext, **args: Any) -> Self:
+        """Make it; the model is loaded at the first call.
+
+        Raises:
+            ConfigError: If there is no such directory.
+        """
+        del context
+        reward = cls(**args)
+        if not (Path(reward._path) / "config.json").is_file():
+            raise ConfigError(
+                [
+                    f"reward model path={reward._path} holds no config.json. Train one with `penstock rm "
+                    "experiment=arithmetic_preference`, or give the directory of a sequence classifier."
+                ]
+            )
+        return reward
+
+    async def __call__(self, trajectory: Trajectory, **fields: Any) -> float:
+        """Score it together with the others that have come in the same turn of the loop."""
+        del fields
+        found: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((trajectory.token_ids.tolist(), found))
+        await asyncio.sleep(0)
+        if not found.done():
+            self._score_waiting()
+        return await found
+
+    def _score_waiting(self) -> None:
+        """In order of length, so that little is padded; a failure is everybody's."""
+        waiting, self._waiting = sorted(self._waiting, key=lambda one: len(one[0])), []
+        for start in range(0, len(waiting), self._max_batch):
+            batch = waiting[start : start + self._max_batch]
+            try:
+                scores = self._scores([token_ids for token_ids, _ in batch])
+            except Exception as error:  # noqa: BLE001 - every one of them is told
+                for _, found in batch:
+                    if not found.done():
+                        found.set_exception(error)
+                continue
+            for (_, found), score in zip(batch, scores, strict=True):
+                if not found.done():
+                    found.set_result(score)
+
+    def _scores(self, sequences: list[list[int]]) -> list[float]:
+        """One forward over rows that are padded on the right, where causal attention does not look."""
+        import torch
+
+        if self._model is None:
+            self._model = self._load()
+        lengths = torch.tensor([len(one) for one in sequences])
+        rows = [torch.tensor(one) for one in sequences]
+        with torch.no_grad():
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            hidden = self._model.base_model(input_ids=padded, use_cache=False).last_hidden_state
+            scores = self._model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0]
+        return [float(score) for score in scores]
+
+    def _load(self) -> Any:
+        import torch
+        from transformers import AutoModelForSequenceClassification
+
+        torch.set_num_threads(self._num_threads)
+        return AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32).eval()

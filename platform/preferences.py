@@ -1,0 +1,104 @@
+"""`penstock rm` and `penstock dpo`: learning from pairs of answers, with the same trainer as RL."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from penstock.actors.cluster import ray_session
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.trajectory import Task
+from penstock.envs.contract import GoldSource
+from penstock.envs.loading import load_task_source
+from penstock.envs.preferences import answer_pair
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.lifecycle import EXIT_OK, run_to_end, write_failure
+from penstock.platform.observability.console import RunConsole, format_duration
+from penstock.platform.observability.hub import MetricsHub
+from penstock.platform.roles import model_path, start_trainer_group
+from penstock.platform.run_dir import mark_finished, prepare_run_dir
+from penstock.platform.trackers.build import build_trackers
+from penstock.rollout.tokenizers import TokenCodec, load_codec
+from penstock.trainer.batches.preferences import ModelKind, Preference
+from penstock.trainer.config import AlgorithmConfig, PreferenceConfig
+
+
+def run_preferences(config: RunConfig, kind: ModelKind) -> int:
+    """Run either command to its end; returns the exit code."""
+    assert config.preference is not None, "checked at the door, as is that the task source knows gold responses"
+    beta = config.preference.beta if kind == "policy" else 1.0
+    pairs = AlgorithmConfig(loss="online_dpo", correction=("none",), pair_beta=beta)
+    paired = config.model_copy(update={"algorithm": pairs})
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _run(paired, config.preference, kind, run_dir))  # type: ignore[arg-type]
+
+
+async def _run(config: RunConfig, preference: PreferenceConfig, kind: ModelKind, run_dir: Path) -> int:
+    console = RunConsole(preference.num_steps)
+    path = model_path(config)
+    facts = {
+        "model": f"{'reward model' if kind == 'reward' else 'policy'} from {path}",
+        "batch": f"{preference.batch_size} pairs",
+        "run": str(run_dir),
+    }
+    console.header(config.name, facts)
+    source, codec = cast("GoldSource", load_task_source(config.env, config.seed)), load_codec(path)
+    wanted = preference.batch_size * preference.num_steps
+    pairs = encoded(source, codec, islice(source.train(), wanted))
+    held_out = encoded(source, codec, source.held_out(preference.eval_pairs))
+    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
+    try:
+        async with ray_session(config.cluster.address):
+            trainer = await start_trainer_group(config, path, kind, "dpo" if kind == "policy" else "rm")
+            try:
+                await _learn(trainer, preference, kind, pairs, held_out, hub, console)
+                await trainer.save(str(run_dir / ("policy" if kind == "policy" else "reward_model")))
+            finally:
+                await trainer.close()
+    except BaseException as error:
+        write_failure(run_dir, error)
+        raise
+    finally:
+        hub.close(None)
+    mark_finished(config)
+    return EXIT_OK
+
+
+async def _learn(
+    trainer: TrainerClient,
+    preference: PreferenceConfig,
+    kind: ModelKind,
+    pairs: list[Preference],
+    held_out: list[Preference],
+    hub: MetricsHub,
+    console: RunConsole,
+) -> None:
+    """All steps; the frozen reference of DPO is what the policy says before the first of them."""
+    started, size = time.monotonic(), preference.batch_size
+    references = await trainer.preference_margins(pairs) if kind == "policy" else None
+    start = await trainer.preference_margins(held_out) if kind == "policy" else np.zeros(len(held_out))
+    for step in range(1, preference.num_steps + 1):
+        chosen = slice((step - 1) * size, step * size)
+        metrics = await trainer.preference_step(pairs[chosen], None if references is None else references[chosen])
+        if step % preference.eval_every_steps == 0 or step == preference.num_steps:
+            accuracy = float(np.mean(await trainer.preference_margins(held_out) > start))
+            metrics = metrics | {"preference/accuracy": accuracy}
+            elapsed = format_duration(time.monotonic() - started)
+            loss = f"loss {metrics['preference/loss']:.4f}"
+            console.note(f"step {step:4d}  {loss}  held-out accuracy {accuracy:.3f}  {elapsed}")
+        hub.log(step, metrics)
+
+
+def encoded(source: GoldSource, codec: TokenCodec, tasks: Iterable[Task]) -> list[Preference]:
+    """Pairs as token ids; the end token is part of an answer."""
+    end = codec.stop_token_ids[0]
+    found = []
+    for task in tasks:
+        good, bad = (codec.encode_prompt(answer) for answer in answer_pair(source, task))
+        found.append(Preference(tuple(codec.encode_prompt(task.prompt)), (*good, end), (*bad, end)))
+    return found

@@ -1,0 +1,57 @@
+"""`penstock rm` and `penstock dpo` before anything starts: what they need, and what they place."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.arithmetic import ArithmeticTasks
+from penstock.platform.config.checks import check_config
+from penstock.platform.config.compose import compose_config
+from penstock.platform.placement import plan_placement
+from penstock.platform.preferences import encoded
+
+EXPERIMENT = ["experiment=arithmetic_preference"]
+
+
+def errors(*overrides: str, command: str = "rm") -> list[str]:
+    try:
+        config = compose_config([*EXPERIMENT, *overrides])
+    except ConfigError as problem:
+        return problem.violations
+    return [finding.message for finding in check_config(config, command) if finding.severity == "error"]
+
+
+@pytest.mark.parametrize("command", ["rm", "dpo"])
+def test_the_experiment_is_sound_and_starts_a_trainer_only(command) -> None:
+    assert errors(command=command) == []
+    assert [one.name for one in plan_placement(compose_config(EXPERIMENT), command)] == ["driver", "trainer-0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["preference=null"], "preference is not set"),
+        (["trainer.max_tokens_per_micro_batch=200"], "below 2 x model.max_context_tokens=128"),
+        (["trainer.num_ranks=2", "trainer.tensor_parallel_size=2"], "compared by one rank"),
+        (["model.path=null"], "model.path is not set"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(overrides, words) -> None:
+    assert any(words in message for message in errors(*overrides))
+
+
+def test_pairs_are_encoded_with_their_end_tokens() -> None:
+    class Codec:
+        stop_token_ids = (1,)
+
+        def encode_prompt(self, text: str) -> tuple[int, ...]:
+            return tuple(map(ord, text))
+
+    source = ArithmeticTasks(seed=0)
+    (pair,) = encoded(source, Codec(), source.held_out(1))
+    (task,) = source.held_out(1)
+    assert pair.prompt == tuple(map(ord, task.prompt))
+    assert pair.chosen == (*map(ord, source.gold_response(task)), 1)
+    assert pair.rejected[-1] == 1
+    assert pair.rejected != pair.chosen

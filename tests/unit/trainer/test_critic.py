@@ -1,0 +1,144 @@
+"""PPO with a critic, against a loop over single unpacked sequences in plain torch and float64 sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.errors import ConfigError, TrainingError
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.build import build_trainer
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.value_model import load_value_model
+from tests.unit.trainer.torch_trainer import MODEL, trainer_of
+
+# ε of AdamW far above the gradient: updates are proportional to it, so that weights compare gradients.
+PPO = {
+    "advantage": "gae", "gae_gamma": 0.9, "gae_lambda": 0.8, "correction": "none", "value_clip": 0.05,
+    "proximal": "recompute", "epochs": 3, "lr": 1.0, "adam_epsilon": 1.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judge(policy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A classifier with a head that says something."""
+    model = load_value_model(policy, MODEL, gradient_checkpointing=False).classifier
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    path = str(tmp_path_factory.mktemp("judge"))
+    model.save_pretrained(path)
+    return path
+
+
+def values_of(model, one) -> torch.Tensor:
+    ids = torch.tensor(one.token_ids.astype(np.int64))[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return model.score(hidden)[np.flatnonzero(one.loss_mask) - 1, 0]
+
+
+def advantages_of(values: np.ndarray, reward: float) -> np.ndarray:
+    """`A_t = Σ_k (γλ)^k δ_{t+k}`, term by term."""
+    rewards = np.append(np.zeros(len(values) - 1), reward)
+    deltas = rewards + 0.9 * np.append(values[1:], 0.0) - values
+    return np.array([sum((0.9 * 0.8) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(values))])
+
+
+def oracle(judge: str, batch: list[GroupPayload]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The critic's weights after three updates over the whole batch, and what is said of them."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, eps=1.0, weight_decay=0.0)
+    members = [one for group in batch for one in group.trajectories]
+    with torch.no_grad():
+        old = [values_of(model, one) for one in members]
+    returns = [
+        torch.tensor(advantages_of(v.double().numpy(), one.reward)) + v for v, one in zip(old, members, strict=True)
+    ]
+    total, losses, clipped = sum(map(len, old)), [], 0
+    for _ in range(3):
+        losses.append(0.0)
+        for one, before, wanted in zip(members, old, returns, strict=True):
+            value = values_of(model, one)
+            free = (value - wanted) ** 2
+            bound = (torch.minimum(torch.maximum(value, before - 0.05), before + 0.05) - wanted) ** 2
+            loss = 0.5 * torch.maximum(free, bound).sum() / total
+            clipped += int((bound > free).sum())
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    v, ret = torch.cat(old).double(), torch.cat(returns)
+    facts = {
+        "critic/loss": np.mean(losses),
+        "critic/clip_share": clipped / (3 * total),
+        "critic/mean_value": float(v.mean()),
+        "critic/mean_return": float(ret.mean()),
+        "critic/explained_variance": 1 - float((ret - v).var(correction=0) / ret.var(correction=0)),
+    }
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, facts
+
+
+def ppo_trainer(policy: str, judge: str | None, max_tokens: int):
+    return trainer_of(policy, max_tokens, critic_path=judge, **PPO)
+
+
+@pytest.mark.parametrize("max_tokens", [40, 1000])
+def test_critic_and_advantages_equal_a_plain_loop(policy, judge, batch, max_tokens) -> None:
+    trainer = ppo_trainer(policy, judge, max_tokens)
+    before = {name: tensor.clone() for name, tensor in trainer.critic.backend.export_weights()}
+    report = trainer.step(batch, 0)
+    expected, facts = oracle(judge, batch)
+    after = dict(trainer.critic.backend.export_weights())
+    assert after.keys() == expected.keys()
+    moved = sum(float((expected[name] - old).square().sum()) for name, old in before.items())
+    error = sum(float((after[name] - expected[name]).square().sum()) for name in after)
+    assert error**0.5 < 1e-4 * moved**0.5
+    assert {name: report.metrics[name] for name in facts} == pytest.approx(facts, rel=1e-4)
+    assert 0 < facts["critic/clip_share"] < 1
+    assert report.metrics["critic/skipped_updates"] == 0
+
+
+def test_the_policy_is_trained_with_the_critics_advantages(policy, judge, batch) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
+    trainer = ppo_trainer(policy, judge, 60)
+    sequences = trainer._sequences(batch, 0, None, (), None)
+    for sequence, one in zip(sequences, (one for group in batch for one in group.trajectories), strict=True):
+        with torch.no_grad():
+            values = values_of(model, one).double().numpy()
+        np.testing.assert_allclose(sequence.advantages, advantages_of(values, one.reward), atol=1e-5)
+        np.testing.assert_allclose(sequence.returns, sequence.advantages + values, atol=1e-5)
+
+
+def test_a_new_critic_says_0_and_learns_what_is_to_come(policy, batch) -> None:
+    settings = PPO | {"gae_gamma": 1.0, "gae_lambda": 1.0, "lr": 3e-3, "adam_epsilon": 1e-8, "value_clip": 1.0}
+    trainer = trainer_of(policy, 100, **settings)
+    metrics = [trainer.step(batch, version).metrics for version in range(12)]
+    assert metrics[0]["critic/mean_value"] == 0.0
+    assert metrics[0]["critic/explained_variance"] == 0.0
+    assert metrics[-1]["critic/explained_variance"] > 0.5
+    assert metrics[-1]["critic/loss"] < 0.3 * metrics[0]["critic/loss"]
+
+
+def test_a_batch_that_is_not_finite_changes_neither_of_them(policy, judge, batch) -> None:
+    trainer = ppo_trainer(policy, judge, 60)
+    with torch.no_grad():
+        trainer.critic.backend._model.classifier.score.weight[0, 0] = np.nan
+    report = trainer.step(batch, 4)
+    assert (report.skipped, report.version) == (True, 4)
+    assert report.metrics["critic/skipped_updates"] == 3
+
+
+def test_a_critic_is_needed_and_wants_whole_batches(policy, judge, batch) -> None:
+    with pytest.raises(TrainingError, match="advantage=gae has a critic"):
+        trainer_of(policy, **(PPO | {"epochs": 1})).accumulate(batch[:1], 0)
+    trainer = TrainerConfig(backend="torch", max_tokens_per_micro_batch=60, optimizer=OptimizerConfig(lr=1e-3))
+    with pytest.raises(ConfigError, match="needs a critic"):
+        build_trainer(
+            policy, MODEL, trainer, AlgorithmConfig(advantage="gae"), rank=0, world_size=1, master_port=0,
+            device="cpu", threads=1, seed=0, temperature=1.0, max_new_tokens=8,
+        )  # fmt: skip

@@ -1,0 +1,87 @@
+"""DPO and Bradley-Terry steps against unpacked Hugging Face forwards and numpy float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.trainer.batches.preferences import Preference
+from penstock.trainer.build import save_policy
+
+from .torch_trainer import VOCAB, logprobs_of, trainer_of, trajectory
+
+PAIRS = {"loss": "online_dpo", "correction": "none"}
+
+
+def make_pairs(count: int, seed: int = 0) -> list[Preference]:
+    """The chosen answer ends in 3, the rejected in 4; ragged, some of a single token."""
+    rng = np.random.default_rng(seed)
+
+    def some(low: int, high: int) -> list[int]:
+        return rng.integers(5, VOCAB, int(rng.integers(low, high))).tolist()
+
+    return [Preference(tuple(some(2, 6)), (*some(0, 7), 3), (*some(0, 7), 4)) for _ in range(count)]
+
+
+def dpo_margins(path: str, pairs: list[Preference]) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model, rng = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), np.random.default_rng(0)
+    margins = []
+    for pair in pairs:
+        worth = []
+        for answer in (pair.chosen, pair.rejected):
+            one = trajectory("x", list(pair.prompt), list(answer), rng, None)
+            one.loss_mask[len(pair.prompt) :] = True
+            worth.append(logprobs_of(model, one).sum())
+        margins.append(worth[0] - worth[1])
+    return np.array(margins)
+
+
+def scores(path: str, pairs: list[Preference]) -> np.ndarray:
+    """`[P, 2]` by Hugging Face itself: a sequence classifier of one label."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return np.array(
+            [[float(model(torch.tensor([[*p.prompt, *a]])).logits) for a in (p.chosen, p.rejected)] for p in pairs]
+        )
+
+
+@pytest.mark.parametrize("max_tokens", [40, 400])
+def test_the_dpo_loss_is_that_of_the_margins_over_the_reference(policy, max_tokens) -> None:
+    pairs = make_pairs(7)
+    trainer = trainer_of(policy, max_tokens, **PAIRS, pair_beta=0.5)
+    expected = dpo_margins(policy, pairs)
+    np.testing.assert_allclose(trainer.preference_margins(pairs), expected, atol=1e-5)
+    reference = np.random.default_rng(4).normal(0, 2, 7)
+    found = trainer.preference_step(pairs, reference)["preference/loss"]
+    assert found == pytest.approx(np.log1p(np.exp(-0.5 * (expected - reference))).mean(), rel=1e-5)
+
+
+def test_dpo_raises_the_margin_over_the_frozen_reference(policy) -> None:
+    pairs = make_pairs(16)
+    trainer = trainer_of(policy, 200, lr=3e-3, **PAIRS)
+    reference = trainer.preference_margins(pairs)
+    losses = [trainer.preference_step(pairs, reference)["preference/loss"] for _ in range(8)]
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-5)
+    assert losses[-1] < 0.6
+    assert (trainer.preference_margins(pairs) > reference).mean() == 1.0
+
+
+def test_a_reward_model_learns_held_out_pairs_and_is_what_hugging_face_loads(policy, tmp_path) -> None:
+    trainer = trainer_of(policy, 400, lr=3e-3, kind="reward", **PAIRS, pair_beta=1.0)
+    held_out = make_pairs(64, seed=1)
+    first = trainer.preference_step(make_pairs(32, seed=2))["preference/loss"]
+    assert first == pytest.approx(np.log(2), rel=1e-6), "a head of zeros prefers nothing"
+    for seed in range(3, 15):
+        trainer.preference_step(make_pairs(32, seed=seed))
+    margins = trainer.preference_margins(held_out)
+    assert (margins > 0).mean() > 0.9
+    save_policy(trainer, str(tmp_path / "judge"), policy)
+    found = scores(str(tmp_path / "judge"), held_out)
+    np.testing.assert_allclose(found[:, 0] - found[:, 1], margins, atol=1e-4)
+    loss = trainer.preference_step(held_out)["preference/loss"]
+    assert loss == pytest.approx(np.log1p(np.exp(found[:, 1] - found[:, 0])).mean(), rel=1e-4)

@@ -1,0 +1,127 @@
+"""The critic of gae: a model of its own that says what is still to come, trained next to the policy on the same ranks.
+
+    values of all sampled tokens (start of the batch) → advantages and returns → one update per policy update
+
+Shape legend: n_i sampled tokens of a trajectory, K loss tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.other_losses import value
+from penstock.trainer.algorithms.tokens import LossTokens
+from penstock.trainer.backend import Backend
+from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
+from penstock.trainer.batches.sequences import loss_tokens
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
+from penstock.trainer.passes import Passes, StepSettings
+from penstock.trainer.updates import warmed_up_lr
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the updates of one batch: [loss, clipped tokens, tokens] of each, gradient norms, skipped ones."""
+
+    totals: list[NDArray[np.float64]] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    num_skipped: int = 0
+
+
+class Critic:
+    """One rank's critic. Collective: all ranks make the same calls with the same arguments."""
+
+    def __init__(
+        self, backend: Backend, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, settings: StepSettings
+    ) -> None:
+        self.backend = backend
+        self._algorithm = algorithm
+        self._optimizer = optimizer
+        self._passes = Passes(backend, settings)
+        self._num_steps = 0
+        self._sums = _Sums()
+
+    def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
+        """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
+        sequences = [
+            TrainingSequence(
+                one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32), group=group
+            )
+            for group, payload in enumerate(payloads)
+            for one in payload.trajectories
+        ]
+        found = self._passes.per_target(sequences)
+        return [
+            np.concatenate([v for one, v in zip(sequences, found, strict=True) if one.group == group]).astype(
+                np.float32
+            )
+            for group in range(len(payloads))
+        ]
+
+    def update(self, sequences: Sequence[TrainingSequence]) -> None:
+        """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""
+        plan = self._passes.plan(sequences)
+        count = len(plan.ranks[self.backend.data_parallel_rank])
+        totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)
+        for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
+            values, _ = self.backend.forward(micro_batch.inputs, temperature=1.0)
+            terms, *is_clipped = value(_value_tokens(values, micro_batch), self._algorithm)
+            loss = (terms * micro_batch.token_weights).sum()
+            self.backend.backward(loss, is_last=position == count - 1)
+            if micro_batch.num_tokens:
+                num_clipped = (is_clipped[0] | is_clipped[1]).sum()
+                totals += torch.stack([loss.detach().double(), num_clipped.double(), totals.new_tensor(len(terms))])
+        self.backend.set_lr(warmed_up_lr(self._optimizer, self._num_steps))
+        result = self.backend.optimizer_step()
+        totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")
+        if result.is_skipped:
+            self._sums.num_skipped += 1
+            return
+        self._num_steps += 1
+        self._sums.totals.append(totals_of_all)
+        self._sums.grad_norms.append(result.grad_norm)
+
+    def take_metrics(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+        """Of the updates since the last call; `sequences` are those of the whole batch.
+
+        Explained variance is `1 − Var(ret − V) / Var(ret)` with V of before the updates, over all loss tokens.
+        """
+        sums, self._sums = self._sums, _Sums()
+        old = np.concatenate([np.zeros(0), *(one.old_values for one in sequences if one.old_values is not None)])
+        returns = np.concatenate([np.zeros(0), *(one.returns for one in sequences if one.returns is not None)])
+        metrics = {"critic/skipped_updates": float(sums.num_skipped)}
+        if len(returns):
+            spread = float(returns.var())
+            metrics["critic/mean_value"] = float(old.mean())
+            metrics["critic/mean_return"] = float(returns.mean())
+            metrics["critic/explained_variance"] = 1.0 - float((returns - old).var()) / spread if spread > 0 else 0.0
+        if sums.totals:
+            loss, clipped, tokens = np.sum(sums.totals, axis=0).tolist()
+            metrics["critic/loss"] = loss / len(sums.totals)
+            metrics["critic/clip_share"] = clipped / max(tokens, 1.0)
+            metrics["critic/grad_norm"] = float(np.mean(sums.grad_norms))
+        return metrics
+
+
+def _value_tokens(values: torch.Tensor, micro_batch: MicroBatch) -> LossTokens:
+    """What the value loss looks at; the logprobs of the policy are none of its business."""
+    zeros = torch.zeros_like(values, requires_grad=False)
+    return LossTokens(
+        target=values,
+        proximal=zeros,
+        behavior=zeros,
+        reference=zeros,
+        advantages=micro_batch.advantages,
+        segments=micro_batch.segments,
+        num_segments=micro_batch.num_segments,
+        pairs=micro_batch.pairs,
+        values=values,
+        old_values=zeros if micro_batch.old_values is None else micro_batch.old_values,
+        returns=zeros if micro_batch.returns is None else micro_batch.returns,
+    )

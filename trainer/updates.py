@@ -1,0 +1,85 @@
+"""What the optimizer steps of one batch did, and what is said of them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
+from penstock.trainer.backend import OptimizerResult
+from penstock.trainer.config import OptimizerConfig
+
+
+def warmed_up_lr(optimizer: OptimizerConfig, num_steps: int) -> float:
+    """Linear from lr / warmup_steps at the first step to lr, then constant; `num_steps` were taken before."""
+    warmup = optimizer.warmup_steps
+    return optimizer.lr * (min(1.0, (num_steps + 1) / warmup) if warmup else 1.0)
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """What one update has gathered while its gradient grows.
+
+    Attributes:
+        metrics: Sums over all micro-batches so far.
+        normaliser: Σ over parts of what their gradients are still to be divided by; 0 if they are divided already.
+        payloads: Groups of the parts before the last, for the statistics of the batch.
+        busy_s: Wall seconds spent on those.
+        is_first: The policy is still that of the start of the batch.
+        is_first_epoch: Every token of it is trained for the first time.
+    """
+
+    metrics: TokenMetrics
+    is_first: bool = True
+    is_first_epoch: bool = True
+    normaliser: float = 0.0
+    payloads: list[GroupPayload] = field(default_factory=list)
+    micro_batches: list[int] = field(default_factory=list)
+    packing_efficiencies: list[float] = field(default_factory=list)
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer step, equal on all ranks.
+
+    Attributes:
+        loss: Σ weight · term over its normaliser.
+        lr: Learning rate.
+        micro_batches: Of this rank, per part.
+    """
+
+    sums: TokenSums
+    loss: float
+    lr: float
+    result: OptimizerResult
+    micro_batches: Sequence[int]
+    packing_efficiencies: Sequence[float]
+
+
+def summary(updates: Sequence[Update]) -> dict[str, float]:
+    """Metrics of a batch: token means over all its updates, means of loss and norm; those skipped are left out.
+
+    If all were skipped, they are what is shown.
+    """
+    shown = [one for one in updates if not one.result.is_skipped] or updates
+    sums = shown[0].sums
+    for one in shown[1:]:
+        sums = sums + one.sums
+    counts = [count for one in updates for count in one.micro_batches]
+    efficiencies = [share for one in updates for share in one.packing_efficiencies]
+    norms = [one.result.grad_norm for one in shown]
+    return sums.metrics() | {
+        "loss/policy": math.fsum(one.loss for one in shown) / len(shown),
+        "loss/grad_norm": sum(norms) / len(norms),
+        "loss/lr": updates[-1].lr,
+        "trainer/num_micro_batches": float(sum(counts)),
+        "trainer/batch_parts": float(len(updates[0].micro_batches)),
+        "trainer/updates": float(len(updates)),
+        "trainer/skipped_updates": float(sum(one.result.is_skipped for one in updates)),
+        "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
+    }

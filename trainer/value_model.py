@@ -1,0 +1,93 @@
+"""A model that gives one number per token: a critic, or (read at the last token) a reward model.
+
+It is a Hugging Face sequence classifier with one label, so what one of them saves the other, or anyone, can load.
+
+Shape legend: R rows, L row length, K target tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.dataflow.errors import ConfigError, boundary
+from penstock.weights.model_config import ModelConfig
+
+
+class ValueModel(nn.Module):
+    """Wraps a `...ForSequenceClassification` of one label; called like a `PolicyModel`.
+
+    Attributes:
+        classifier: The Hugging Face model.
+    """
+
+    def __init__(self, classifier: Any) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    @property
+    def hf_model(self) -> Any:
+        """What is saved."""
+        return self.classifier
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        target_index: Tensor,
+        target_ids: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The value before each target token, which itself is not seen: `[K] float32` twice (there is no entropy).
+
+        Args:
+            input_ids: `[R, L] int64`.
+            position_ids: `[R, L] int64`, restarting with every sequence.
+            attention_mask: `[R, 1, L, L] bool` (True = attend), or None.
+            target_index: `[K] int64` into the flattened `[R·L]` positions.
+            target_ids: Not used.
+            temperature: Not used.
+        """
+        del target_ids, temperature
+        output = self.classifier.base_model(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
+        )
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+        values = self.classifier.score(hidden)[:, 0].float()
+        return values, values.detach()
+
+
+def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: bool) -> ValueModel:
+    """Load a classifier, or the body of a policy with a head of zeros: then every value is 0 at first.
+
+    Args:
+        path: Hugging Face directory or hub name.
+        model: Attention.
+        gradient_checkpointing: Recompute each layer in backward.
+
+    Raises:
+        ConfigError: If there is no such model, it cannot be loaded, or it has another number of labels.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it would warn of the new head
+    with boundary(ConfigError, f"critic or reward model: {path} cannot be loaded"):
+        classifier, loading = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=model.attention,
+            num_labels=1,
+            output_loading_info=True,
+        )
+    if "score.weight" in loading["missing_keys"]:
+        head = classifier.score.weight
+        with torch.no_grad():
+            getattr(head, "ds_tensor", head).zero_()  # under ZeRO-3 every rank has its part
+    if gradient_checkpointing:
+        classifier.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return ValueModel(classifier).train()
