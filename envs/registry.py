@@ -19,8 +19,11 @@ BUILT_IN = {
     "arithmetic": "penstock.envs.arithmetic:ArithmeticTasks",
     "calculator": "penstock.envs.calculator:CalculatorTasks",
     "countdown": "penstock.envs.countdown:CountdownTasks",
+    "dataset": "penstock.envs.adapters.rows:RowTasks",
     "guessing": "penstock.envs.guessing:GuessingGame",
+    "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
     "math": "penstock.envs.math_tasks:MathTasks",
+    "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
 }
 """Name -> import path of the factory."""
 
