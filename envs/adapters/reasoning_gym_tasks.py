@@ -94,7 +94,7 @@ class ReasoningGymTasks:
 
 def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> float:
     """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1."""
-    _, opening, after = trajectory.response.rpartition("<answer>")
+    _thoughts, opening, after = trajectory.response.rpartition("<answer>")
     if not opening:
         return 0.0
     return float(_scorer(dataset).score_answer(after.partition("</answer>")[0].strip(), entry))
