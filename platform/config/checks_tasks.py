@@ -117,9 +117,9 @@ def _first_train_tasks(config: RunConfig, source: TaskSource, command: Command) 
 
 
 def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
-    """One id is one task: it names the task in the ledger, and trajectories of one id share an engine's cache."""
+    """One id of a source is one task: failures are reported under it. Several streams number theirs alike, and may."""
     by_id: dict[str, str] = {}
-    for task in (*tasks.train, *tasks.held_out):
+    for task in (*(() if config.env.streams else tasks.train), *tasks.held_out):
         known = by_id.setdefault(task.task_id, _prompt_key(task))
         if known != _prompt_key(task):
             yield error(
