@@ -16,6 +16,7 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.versions import Span, Spans, num_tokens
 
 FinishReason = Literal["stop", "length", "abort"]
+EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,52 @@ class Task:
         task_id: Stable across runs of the same seed.
         prompt: Plain text, or chat messages `[{"role": ..., "content": ...}]` rendered once by the chat template.
         fields: Everything else of the row (`answer`, ...); handed to the reward as keyword arguments.
+        environment: Name of the stream whose environment answers the policy turn by turn; None is a single turn.
     """
 
     task_id: TaskId
     prompt: str | list[dict[str, str]]
     fields: Mapping[str, Any] = field(default_factory=dict)
+    environment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of an episode: what the policy sampled, then what the environment said to it.
+
+    Attributes:
+        response: Text of the sampled tokens without special tokens.
+        finish_reason: `length` marks a turn that was cut off.
+        num_tokens: Sampled in this turn.
+        observation: Text of the observation tokens that follow, template included; empty after the last turn.
+        num_observation_tokens: How many they are.
+        num_interruptions: How often an engine was lost or aborted it; it went on from its tokens.
+    """
+
+    response: str
+    finish_reason: FinishReason
+    num_tokens: int
+    observation: str = ""
+    num_observation_tokens: int = 0
+    num_interruptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened beside the tokens of a multi-turn trajectory.
+
+    Attributes:
+        end: `done` if the environment ended it; else the budget that ran out.
+        reward: Sum of what the environment gave; it counts only if the reward function says so.
+        parts: Named parts of it.
+        counts: What the environment counted (`tool_calls`, ...), summed over the turns.
+    """
+
+    turns: tuple[Turn, ...]
+    end: EpisodeEnd
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)  # not frozen: many are made, and frozen costs thrice the time
@@ -42,10 +84,11 @@ class Trajectory:
         loss_mask: `[T] bool`, True exactly on the tokens the policy sampled (I7).
         behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 where not sampled.
         spans: Version spans of the sampled tokens, in order (I4).
-        response: Text of the sampled tokens without special tokens.
-        finish_reason: `length` marks a truncated answer.
+        response: Text of the sampled tokens without special tokens, of all turns.
+        finish_reason: `length` marks a truncated answer, or an episode that ended before the environment said so.
         reward: Scalar used by the advantage; None until scored.
         reward_parts: Each named reward on its own.
+        episode: Its turns; None for a single-turn trajectory.
     """
 
     trajectory_id: TrajectoryId
@@ -59,6 +102,7 @@ class Trajectory:
     finish_reason: FinishReason
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    episode: Episode | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
@@ -137,4 +181,15 @@ class GroupRef:
         return histogram
 
 
-__all__ = ["FinishReason", "GroupPayload", "GroupRef", "Span", "Spans", "Task", "Trajectory"]
+__all__ = [
+    "Episode",
+    "EpisodeEnd",
+    "FinishReason",
+    "GroupPayload",
+    "GroupRef",
+    "Span",
+    "Spans",
+    "Task",
+    "Trajectory",
+    "Turn",
+]

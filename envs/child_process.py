@@ -1,4 +1,4 @@
-"""The parent's side of one reward process: its birth, its frames, its death. Knows nothing of calls or time-outs."""
+"""The parent's side of one process with user code: its birth, its frames, its death. Knows no calls or time-outs."""
 
 from __future__ import annotations
 
@@ -12,50 +12,80 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
-from penstock.envs.reward_result import Reply
 from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
 _LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
 
 
-class RewardProcess(asyncio.Protocol):
-    """A running `penstock.envs.reward_child` below its keeper, each in a session of its own.
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """Which program a process runs, and its limits.
+
+    Attributes:
+        label: What it loads, for messages: `reward.fn='my.reward'`.
+        section: Of the configuration, where the limits are.
+        module: Its `main(arguments)` serves frames until its socket closes.
+        arguments: Behind the number of its socket.
+    """
+
+    label: str
+    section: str
+    module: str
+    arguments: Sequence[str]
+    max_memory_gib: float | None
+    max_processes: int
+
+
+def reward_spec(reward: RewardConfig, sandbox: SandboxConfig) -> ChildSpec:
+    """The process of a reward function."""
+    return ChildSpec(
+        f"reward.fn={reward.label!r}",
+        "reward",
+        "penstock.envs.reward_child",
+        [str(reward.timeout_s), reward.model_dump_json(), sandbox.model_dump_json()],
+        reward.max_memory_gib,
+        reward.max_processes,
+    )
+
+
+class ChildProcess(asyncio.Protocol):
+    """A running child below its keeper, each in a session of its own.
+
+    Attributes:
+        hello: What it said when it had loaded what it serves.
 
     Args:
-        reward: The function and its limits.
-        sandbox: For rewards that run programs.
+        spec: What it runs.
         on_reply: Called with `(call_id, reply)` for every answer.
         on_exit: Called once if the process ends without having been asked to.
     """
 
     def __init__(
         self,
-        reward: RewardConfig,
-        sandbox: SandboxConfig,
-        on_reply: Callable[[int, Reply], None],
-        on_exit: Callable[[RewardProcess], None],
+        spec: ChildSpec,
+        on_reply: Callable[[int, Any], None],
+        on_exit: Callable[[ChildProcess], None],
     ) -> None:
-        self._reward = reward
-        self._sandbox = sandbox
+        self._spec = spec
         self._on_reply = on_reply
         self._on_exit = on_exit
         self._buffer = bytearray()
-        self._hello: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._hello: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
         self._is_closed = False
-        self.is_async = False
-        self.is_pure = False
+        self.hello: dict[str, Any] = {}
 
     async def start(self, startup_timeout_s: float) -> None:
         """Start the process and wait until it has loaded the function.
@@ -71,20 +101,21 @@ class RewardProcess(asyncio.Protocol):
             async with asyncio.timeout(startup_timeout_s):
                 hello = await self._hello
         except TimeoutError:
-            hello = {"error": f"reward.fn={self._reward.label!r} was not loaded within {startup_timeout_s:g} s."}
+            hello = {"error": f"{self._spec.label} was not loaded within {startup_timeout_s:g} s."}
         if "error" in hello:
             self.kill()
             raise ConfigError([hello["error"]])
-        self.is_async, self.is_pure = hello["is_async"], hello["is_pure"]
+        self.hello = hello
 
     def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        reward, sandbox = self._reward.model_dump_json(), self._sandbox.model_dump_json()
-        self._temporary = tempfile.mkdtemp(prefix="penstock-reward-")
-        memory_gib = self._reward.max_memory_gib
+        self._temporary = tempfile.mkdtemp(prefix=f"penstock-{self._spec.section}-")
+        memory_gib = self._spec.max_memory_gib
         settings = {
-            "serve": [str(connection.fileno()), str(self._reward.timeout_s), reward, sandbox],
+            "module": self._spec.module,
+            "serve": [str(connection.fileno()), *self._spec.arguments],
+            "section": self._spec.section,
             "max_memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
-            "max_processes": self._reward.max_processes,
+            "max_processes": self._spec.max_processes,
             "temporary": self._temporary,
         }
         return subprocess.Popen(
@@ -96,6 +127,11 @@ class RewardProcess(asyncio.Protocol):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    @property
+    def hello_came(self) -> bool:
+        """Whether it serves, and can be written to."""
+        return self._hello.done() and not self._is_closed
 
     @property
     def pid(self) -> int:
@@ -165,7 +201,7 @@ class RewardProcess(asyncio.Protocol):
             start = end
         del self._buffer[:start]
 
-    def _deliver(self, call_id: int, reply: Reply) -> None:
+    def _deliver(self, call_id: int, reply: dict[str, Any]) -> None:
         if self._is_closed:
             return
         if call_id == HELLO_ID and not self._hello.done():
@@ -177,8 +213,6 @@ class RewardProcess(asyncio.Protocol):
         if self._is_closed:
             return
         if not self._hello.done():
-            self._hello.set_result(
-                {"error": f"reward.fn={self._reward.label!r}: its process {self.end()} while loading it."}
-            )
+            self._hello.set_result({"error": f"{self._spec.label}: its process {self.end()} while loading it."})
         else:
             self._on_exit(self)

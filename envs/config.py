@@ -25,15 +25,41 @@ class StreamConfig(BaseModel):
     quota: float = Field(default=1.0, gt=0, le=1)
 
 
+class EpisodeConfig(BaseModel):
+    """Limits of multi-turn episodes; without effect on single-turn tasks.
+
+    Attributes:
+        max_turns: Turns of the policy in one episode.
+        max_tokens: Tokens of one episode, prompt and observations included; None is `model.max_context_tokens`.
+        timeout_s: Longest time for one reset or step; then the attempt fails (kind env), never reward 0.
+        startup_timeout_s: Longest time for loading the environment, seconds.
+        num_workers: Environment processes; each plays many episodes at a time.
+        max_memory_gib: Memory of a process with all it started, GiB; None is unbounded.
+        max_processes: Processes of a worker at a time.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_turns: int = Field(default=8, ge=1)
+    max_tokens: int | None = Field(default=None, ge=2)
+    timeout_s: float = Field(default=30.0, gt=0)
+    startup_timeout_s: float = Field(default=120.0, gt=0)
+    num_workers: int = Field(default=1, ge=1)
+    max_memory_gib: float | None = Field(default=None, gt=0)
+    max_processes: int = Field(default=256, ge=1)
+
+
 class EnvConfig(BaseModel):
     """The environment: where tasks come from.
 
     Attributes:
-        factory: Import path of a callable `(seed: int, **args) -> TaskSource` (envs/contract.py).
+        factory: Import path of a callable `(seed: int, **args) -> TaskSource` (envs/contract.py), or the name of an
+            installed environment (`penstock env list`).
         args: Keyword arguments of the factory.
         streams: Name -> stream of training tasks, mixed by weight; empty: one stream, that of the factory. Held-out
             tasks are always the factory's.
         curriculum: Import path of a `Curriculum` (dataflow/streams.py) that changes the weights; None is off.
+        episode: Limits of multi-turn episodes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -42,6 +68,7 @@ class EnvConfig(BaseModel):
     args: dict[str, Any] = Field(default_factory=dict)
     streams: dict[str, StreamConfig] = Field(default_factory=dict)
     curriculum: str | None = None
+    episode: EpisodeConfig = EpisodeConfig()
 
 
 class RewardPartConfig(BaseModel):

@@ -5,13 +5,14 @@ the child's end, for the end of its own standard input (the worker closed it, or
 the first of them, kills every descendant, says on its standard output how the child ended, removes the child's folder
 for temporary files, and ends. If it is killed itself, the child dies with it.
 
-`SETTINGS` is a JSON object: `serve` (the arguments of reward_child.main), `max_memory_bytes`, `max_processes`,
-`temporary`.
+`SETTINGS` is a JSON object: `module` (whose `main` is the child), `serve` (its arguments), `section` (of the
+configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -71,9 +72,7 @@ def _become_child(settings: Mapping[str, Any], keeper: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["TMPDIR"] = settings["temporary"]
     tempfile.tempdir = None
-    from penstock.envs.reward_child import main as serve
-
-    serve(settings["serve"])
+    importlib.import_module(settings["module"]).main(settings["serve"])
 
 
 def _watch(child: int, settings: Mapping[str, Any]) -> str:
@@ -81,16 +80,16 @@ def _watch(child: int, settings: Mapping[str, Any]) -> str:
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(_LIFELINE, select.POLLIN)
-    max_memory, max_processes = settings["max_memory_bytes"], settings["max_processes"]
+    max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
     while not poll.poll(_LOOK_EVERY_MS):
         members = [child, *process_tree.descendants(child)]
         usage = process_tree.measure(members)
         if len(members) > max_processes:
-            return f"was killed: it had {len(members)} processes, more than reward.max_processes={max_processes}"
+            return f"was killed: it had {len(members)} processes, more than {section}.max_processes={max_processes}"
         if max_memory is not None and usage.memory_bytes > max_memory:
             memory = process_tree.proportional_memory_bytes(members)
             if memory > max_memory:
-                limit = f"reward.max_memory_gib={max_memory / 2**30:g}"
+                limit = f"{section}.max_memory_gib={max_memory / 2**30:g}"
                 return f"was killed: it used {memory / 2**30:.2f} GiB, more than {limit}"
     return ""
 

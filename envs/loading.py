@@ -11,6 +11,7 @@ from penstock.envs.composition import BoundReward, WeightedPart, compose
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardContext, RewardFactory, RewardFunction, TaskSource
 from penstock.envs.import_path import load_object, nearest_hint
+from penstock.envs.registry import factory_path
 
 
 def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
@@ -19,7 +20,7 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     Raises:
         ConfigError: If the path does not resolve, the arguments do not fit, or the result is no task source.
     """
-    factory = load_object(config.factory, "env.factory")
+    factory = load_object(factory_path(config.factory), "env.factory")
     if not callable(factory):
         raise ConfigError([_not_callable("env.factory", config.factory, factory)])
     try:
@@ -35,6 +36,8 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
                 "A task source has train() and held_out(num_tasks); see penstock/envs/contract.py."
             ]
         )
+    if hasattr(source, "environment") and not callable(source.environment):
+        raise ConfigError([_not_callable("env.factory", f"{config.factory}.environment", source.environment)])
     return cast("TaskSource", source)
 
 

@@ -27,8 +27,8 @@ class RewardCache:
 
     def key_of(self, task: Task, trajectory: Trajectory) -> bytes | None:
         """A hash of all that a pure reward may depend on; None if nothing is remembered."""
-        if not self.is_on or self._max_entries == 0:
-            return None
+        if not self.is_on or self._max_entries == 0 or trajectory.episode is not None:
+            return None  # an episode hardly ever happens twice
         seen = (trajectory.prompt, trajectory.response, trajectory.finish_reason, sorted(task.fields.items()))
         try:
             return hashlib.blake2b(pickle.dumps(seen), digest_size=16).digest()

@@ -25,22 +25,26 @@ class Reply(TypedDict, total=False):
     is_pure: bool
 
 
-def to_reply(returned: object) -> Reply:
+def to_reply(returned: object, what: str = "the reward function returned") -> Reply:
     """Turn what the user's function returned into a reward and its parts, or into an error that says what it was.
 
     A dict names parts; the reward is its `reward` entry, or the sum.
+
+    Args:
+        returned: What the user's code gave.
+        what: The beginning of the sentence, if it is wrong.
     """
     if not isinstance(returned, Mapping):
-        number = _to_number(returned, "the reward function returned ")
+        number = _to_number(returned, f"{what} ")
         return {"error": number} if isinstance(number, str) else {"reward": number, "parts": {}}
     if not returned:
-        return {"error": "the reward function returned an empty dict; it needs at least one number"}
+        return {"error": f"{what} an empty dict; it needs at least one number"}
     if len(returned) > MAX_PARTS:
-        return {"error": f"the reward function returned a dict with {len(returned)} entries; at most {MAX_PARTS} fit"}
+        return {"error": f"{what} a dict with {len(returned)} entries; at most {MAX_PARTS} fit"}
     parts: dict[str, float] = {}
     for name, value in returned.items():
         label = str(name)[:_MAX_NAME_CHARACTERS]
-        number = _to_number(value, f"the reward function returned a dict with {label}=")
+        number = _to_number(value, f"{what} a dict with {label}=")
         if isinstance(number, str):
             return {"error": number}
         parts[label] = number

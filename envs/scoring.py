@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.envs.child_process import RewardProcess
+from penstock.envs.child_process import ChildProcess, reward_spec
 from penstock.envs.config import RewardConfig
 from penstock.envs.reward_cache import RewardCache
 from penstock.envs.reward_child import encode_frame
@@ -78,7 +78,7 @@ class RewardRunner:
         self._startup_timeout_s = startup_timeout_s
         self._cache = RewardCache(config.cache_entries)
         self._books = _Books()
-        self._process: RewardProcess | None = None
+        self._process: ChildProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._watchdog: asyncio.TimerHandle | None = None
         self._next_id = 1
@@ -203,9 +203,9 @@ class RewardRunner:
         if not call.outcome.done():
             call.outcome.set_exception(TrajectoryError("reward", f"{call.label}: {what}"))
 
-    def _deadline(self, process: RewardProcess, head: _Call) -> float:
+    def _deadline(self, process: ChildProcess, head: _Call) -> float:
         """Loop time at which the process must have answered `head`, the oldest call it has."""
-        if process.is_async:
+        if process.hello["is_async"]:
             return head.sent_at + self._timeout_s + _ASYNC_GRACE_S
         return max(head.sent_at, self._progress_at) + self._timeout_s
 
@@ -224,9 +224,9 @@ class RewardRunner:
                 self._replace_after_hang(process, head)
         self._arm_watchdog()
 
-    def _replace_after_hang(self, process: RewardProcess, head: _Call) -> None:
+    def _replace_after_hang(self, process: ChildProcess, head: _Call) -> None:
         """Kill the process. In a synchronous one `head` is what hangs; in an asynchronous one only if it was alone."""
-        if not process.is_async or head.is_alone:
+        if not process.hello["is_async"] or head.is_alone:
             del self._books.in_flight[head.call_id]
             self._fail(head, f"timed out after {self._timeout_s:g} s; its process was killed and replaced")
         else:
@@ -234,13 +234,13 @@ class RewardRunner:
         self._drop_process()
         self._requeue()
 
-    def _on_exit(self, process: RewardProcess) -> None:
+    def _on_exit(self, process: ChildProcess) -> None:
         """The process died by itself: the call that ran is suspect, the others are not."""
         how = process.end()
         if process is not self._process:
             return
         head = next(iter(self._books.in_flight.values()), None)
-        if head is not None and (not process.is_async or head.is_alone):
+        if head is not None and (not process.hello["is_async"] or head.is_alone):
             head.deaths += 1
             head.is_alone = True
             if head.deaths >= self._config.max_attempts:
@@ -280,7 +280,7 @@ class RewardRunner:
         return self._starting
 
     async def _start_process(self) -> None:
-        process = RewardProcess(self._config, self._sandbox, self._on_reply, self._on_exit)
+        process = ChildProcess(reward_spec(self._config, self._sandbox), self._on_reply, self._on_exit)
         try:
             await process.start(self._startup_timeout_s)
         except BaseException as error:
@@ -291,7 +291,7 @@ class RewardRunner:
         finally:
             self._starting = None
         self._process = process
-        self._cache.is_on = process.is_pure
+        self._cache.is_on = process.hello["is_pure"]
         self._pump()
 
     def _fail_all(self, error: Exception) -> None:

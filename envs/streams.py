@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 from penstock.dataflow.streams import TaskStream
+from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, StreamConfig
+from penstock.envs.contract import TaskSource
+from penstock.envs.environment import EnvironmentSource
 from penstock.envs.loading import load_task_source
+
+MAIN = ""
+"""Name of the stream that `env.factory` is."""
 
 
 def load_task_streams(config: EnvConfig, seed: int) -> list[TaskStream]:
@@ -14,11 +23,36 @@ def load_task_streams(config: EnvConfig, seed: int) -> list[TaskStream]:
         ConfigError: If a factory does not resolve, refuses its arguments or returns no task source.
     """
     if not config.streams:
-        return [TaskStream("", load_task_source(config, seed).train())]
-    return [
-        TaskStream(name, load_task_source(stream_env(config, stream), seed).train(), stream.weight, stream.quota)
-        for name, stream in config.streams.items()
-    ]
+        source = load_task_source(config, seed)
+        return [TaskStream(MAIN, named_tasks(source, MAIN, source.train()))]
+    streams = []
+    for name, stream in config.streams.items():
+        source = load_task_source(stream_env(config, stream), seed)
+        streams.append(TaskStream(name, named_tasks(source, name, source.train()), stream.weight, stream.quota))
+    return streams
+
+
+def load_held_out(config: EnvConfig, seed: int, num_tasks: int) -> list[Task]:
+    """The factory's held-out tasks.
+
+    Raises:
+        ConfigError: As `load_task_source`.
+        ValueError: If there are fewer.
+    """
+    source = load_task_source(config, seed)
+    return list(named_tasks(source, MAIN, source.held_out(num_tasks)))
+
+
+def named_tasks(source: TaskSource, name: str, tasks: Iterable[Task]) -> Iterator[Task]:
+    """Tasks of an `EnvironmentSource` carry the name of their stream, by which the episode host finds it."""
+    if not isinstance(source, EnvironmentSource):
+        return iter(tasks)
+    return (replace(task, environment=name) for task in tasks)
+
+
+def stream_factories(config: EnvConfig) -> dict[str, EnvConfig]:
+    """Name -> where its tasks and environments come from; of `env.factory` and every stream."""
+    return {MAIN: config} | {name: stream_env(config, stream) for name, stream in config.streams.items()}
 
 
 def stream_env(config: EnvConfig, stream: StreamConfig) -> EnvConfig:

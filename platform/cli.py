@@ -18,6 +18,10 @@ import typer
 from penstock.dataflow.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from rich.console import Console
+
     from penstock.platform.config.findings import Command
     from penstock.platform.config.schema import RunConfig
 
@@ -37,6 +41,8 @@ sweep = typer.Typer(help="Many runs that differ in one thing.", no_args_is_help=
 app.add_typer(sweep, name="sweep")
 sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
 app.add_typer(sandbox, name="sandbox")
+environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
+app.add_typer(environments, name="env")
 
 Overrides = Annotated[
     list[str] | None,
@@ -47,6 +53,10 @@ Overrides = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print configuration and placement; start nothing.")]
+Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
+EnvArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
+]
 ConfigDir = Annotated[
     Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own YAML, in the same groups as conf/.")
 ]
@@ -198,6 +208,36 @@ def sandbox_check(
     _exit_with(body)
 
 
+@environments.command("list")
+def env_list() -> None:
+    """List the environments that are built in or installed."""
+    _exit_with(lambda: _env().run_env_list(_console()))
+
+
+@environments.command("show")
+def env_show(factory: Factory, args: EnvArgs = None) -> None:
+    """Print what an environment takes, and its first tasks."""
+    _exit_with(lambda: _env().run_env_show(factory, args or [], _console()))
+
+
+@environments.command("check")
+def env_check(
+    factory: Factory,
+    args: EnvArgs = None,
+    *,
+    max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
+    timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
+) -> None:
+    """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
+    _exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, _console()))
+
+
+@environments.command("play")
+def env_play(factory: Factory, args: EnvArgs = None) -> None:
+    """Play one episode by hand; an empty line ends it."""
+    _exit_with(lambda: _env().run_env_play(factory, args or [], input, _console()))
+
+
 @app.command()
 def simulate(
     overrides: Annotated[
@@ -301,6 +341,18 @@ def _print_error(error: PenstockError) -> None:
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True).print("error:", str(error), style="red", markup=False)
+
+
+def _env() -> ModuleType:
+    from penstock.platform import cli_env
+
+    return cli_env
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
 
 
 def _train(config: RunConfig) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from penstock.actors.cluster import ray_session, start_rewards
 from penstock.dataflow.ports import WeightManifest
-from penstock.envs.loading import load_task_source
+from penstock.envs.streams import load_held_out
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.episodes import episode_player
 from penstock.platform.evaluation import Evaluation, Evaluator
 from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.roles import engine_side, model_path, start_engine_group
@@ -45,7 +46,7 @@ def run_eval(config: RunConfig) -> int:
 
 
 async def _evaluate(config: RunConfig) -> Evaluation:
-    tasks = load_task_source(config.env, config.seed).held_out(config.evaluation.num_tasks)
+    tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
     async with ray_session(config.cluster.address):
         rewards = start_rewards(config.reward, config.sandbox)
         engines = await start_engine_group(config, "eval")
@@ -54,9 +55,11 @@ async def _evaluate(config: RunConfig) -> Evaluation:
                 manifest = _publish(config, folder)
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
             pool = make_pool(engines, config.rollout, config.seed)
-            runner = TrajectoryRunner(pool, load_codec(model_path(config)), config.rollout.request_timeout_s)
-            evaluator = Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens)
-            return await evaluator.evaluate(0, tasks)
+            codec, limit_s = load_codec(model_path(config)), config.rollout.request_timeout_s
+            async with episode_player(config, codec) as episodes:
+                runner = TrajectoryRunner(pool, codec, limit_s, config.rollout.max_resumes, episodes)
+                evaluator = Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens)
+                return await evaluator.evaluate(0, tasks)
         finally:
             await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))
 

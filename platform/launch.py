@@ -10,10 +10,11 @@ from pathlib import Path
 
 from penstock import __version__
 from penstock.dataflow.ports import SamplingParams
-from penstock.envs.loading import load_task_source
+from penstock.envs.streams import load_held_out
 from penstock.platform import controller
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.episodes import episode_player
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
@@ -101,12 +102,14 @@ def header_facts(config: RunConfig) -> dict[str, str]:
 async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterator[Run]:
     """Everything a run needs, started; ended in reverse order, whatever happens."""
     async with AsyncExitStack() as stack:
-        tasks = load_task_source(config.env, config.seed)
+        held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
         actors = await stack.enter_async_context(start_actors(config))
         pool = make_pool(actors.engines, config.rollout, config.seed)
         codec = load_codec(actors.model_path)
-        runner = TrajectoryRunner(pool, codec, config.rollout.request_timeout_s, config.rollout.max_resumes)
+        episodes = await stack.enter_async_context(episode_player(config, codec))
+        limit_s, max_resumes = config.rollout.request_timeout_s, config.rollout.max_resumes
+        runner = TrajectoryRunner(pool, codec, limit_s, max_resumes, episodes)
         monitor = await stack.enter_async_context(
             EngineMonitor(pool, adapts_concurrency=config.rollout.adaptive_concurrency).running()
         )
@@ -128,9 +131,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
 
         publisher = actors.publisher(pool, config)
         stack.push_async_callback(publisher.close)
-        held_out = tasks.held_out(config.evaluation.num_tasks)
         prompts = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
-        limit_s = config.rollout.request_timeout_s
         probe = RatioProbe(pool, actors.trainer, prompts, sampling, config.model.dtype, limit_s)
         parts = Parts(
             trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,

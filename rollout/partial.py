@@ -40,6 +40,8 @@ class PartialTrajectory:
     Attributes:
         num_tokens: Sampled so far.
         resumed_with: Tokens it had when it was last resumed; 0 if it never was.
+        num_interruptions: So far, those of earlier turns included.
+        floor: Oldest version that may begin it: the newest that sampled an earlier turn; -1 is any.
     """
 
     prompt_ids: tuple[int, ...]
@@ -48,6 +50,7 @@ class PartialTrajectory:
     resumed_with: int = 0
     num_interruptions: int = 0
     finish_reason: FinishReason | None = None
+    floor: int = -1
     _deltas: list[TokenDelta] | None = None
 
     @property
@@ -76,7 +79,7 @@ class PartialTrajectory:
     @property
     def min_version(self) -> int:
         """Oldest version that may go on with it (I4); -1 is any."""
-        return next((delta.spans[-1].version for delta in reversed(self._deltas or []) if delta.spans), -1)
+        return next((delta.spans[-1].version for delta in reversed(self._deltas or []) if delta.spans), self.floor)
 
     def extend(self, delta: TokenDelta) -> None:
         """Keep what an engine reported."""

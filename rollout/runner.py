@@ -1,4 +1,4 @@
-"""One trajectory: a task, engines, the exact tokens.
+"""One trajectory: a task, engines, the exact tokens; of one turn, or of several with an environment (episodes.py).
 
 The prompt is rendered once; sampled ids are kept as they came and never re-tokenised. A trajectory whose engine is
 lost, silent, fenced off or aborts it goes on from its tokens, there or elsewhere. Ray-free: the engine is a port, so
@@ -24,6 +24,7 @@ from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
 from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.lease import Interruption, Lease, LeaseMaker
 from penstock.rollout.partial import PartialTrajectory, ResumeStats
 from penstock.rollout.pool import EnginePool
@@ -32,6 +33,21 @@ from penstock.rollout.tokenizers import TokenCodec
 LOOKS_PER_LIMIT = 8
 MAX_PROMPTS = 4096
 """Rendered prompts kept: the members of a group share theirs."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One trajectory on its way.
+
+    Attributes:
+        watcher: None after the first turn: the version that counts is that of the first token.
+    """
+
+    task: Task
+    trajectory_id: TrajectoryId
+    watcher: VersionWatcher | None
+    member: int
+    slots: LeaseMaker
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +67,25 @@ class VersionWatcher(Protocol):
 
 
 class TrajectoryRunner:
-    """Runs single-turn trajectories on a pool of engines.
+    """Runs trajectories on a pool of engines.
 
     Attributes:
+        episodes: Plays tasks that have an environment; None where there are none.
         silence_timeout_s: Longest wait for the next tokens of one request before its engine counts as silent.
         max_resumes: Interruptions that one trajectory survives.
         stats: What was resumed since the run began.
     """
 
-    def __init__(self, pool: EnginePool, codec: TokenCodec, silence_timeout_s: float, max_resumes: int = 3) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        codec: TokenCodec,
+        silence_timeout_s: float,
+        max_resumes: int = 3,
+        episodes: EpisodePlayer | None = None,
+    ) -> None:
         self.pool = pool
+        self.episodes = episodes
         self.codec = codec
         self.silence_timeout_s = silence_timeout_s
         self.max_resumes = max_resumes
@@ -81,7 +106,7 @@ class TrajectoryRunner:
         member: int = 0,
         slots: LeaseMaker | None = None,
     ) -> Trajectory:
-        """Sample one answer.
+        """Sample one answer, or play one episode.
 
         Args:
             task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
@@ -92,36 +117,51 @@ class TrajectoryRunner:
             slots: A gang to lease from; default is the pool.
 
         Raises:
-            TrajectoryError: kind `engine`, after more than `max_resumes` interruptions, or if no engine that may go
-                on with it comes up in time.
+            TrajectoryError: kind `env`, if its environment fails; kind `engine`, after more than `max_resumes`
+                interruptions, or if no engine that may go on with it comes up in time.
             EngineLostError: If no engine is left in service.
         """
+        attempt = _Attempt(task, trajectory_id, watcher, member, slots or self.pool)
+        if task.environment is not None:
+            assert self.episodes is not None, "tasks with an environment come with what plays them"
+            return await self.episodes.play(
+                task, trajectory_id, sampling, lambda turn: self._sample_turn(attempt, turn)
+            )
         partial = PartialTrajectory(self._rendered(task).token_ids, sampling)
+        await self._sample(attempt, partial)
+        return self._trajectory(task, trajectory_id, partial)
+
+    async def _sample_turn(self, attempt: _Attempt, partial: PartialTrajectory) -> None:
+        await self._sample(attempt, partial)
+        attempt.watcher = None
+
+    async def _sample(self, attempt: _Attempt, partial: PartialTrajectory) -> None:
+        """Sample to the end of a turn, over as many engines as it takes."""
         avoid: EngineId | None = None
         while True:
-            request_id = RequestId(f"{trajectory_id}#{next(self._serial)}")
-            lease = (slots or self.pool).lease(partial.remaining, task.task_id, partial.min_version, avoid)
+            request_id = RequestId(f"{attempt.trajectory_id}#{next(self._serial)}")
+            lease = attempt.slots.lease(partial.remaining, attempt.task.task_id, partial.min_version, avoid)
             await lease.acquire()
             try:
-                interruption = await self._generate(lease, request_id, partial, watcher, member)
+                interruption = await self._generate(lease, request_id, partial, attempt)
                 avoid = None if interruption is None or interruption.kind == "aborted" else lease.engine.engine_id
             finally:
                 lease.release()
-            if interruption is not None:
-                self._interrupted(partial, request_id, interruption)
-            if interruption is None or partial.settle():
-                return self._trajectory(task, trajectory_id, partial)
+            if interruption is None:
+                return
+            self._interrupted(partial, request_id, interruption)
+            if partial.settle():
+                return
 
     async def _generate(
         self,
         lease: Lease,
         request_id: RequestId,
         partial: PartialTrajectory,
-        watcher: VersionWatcher | None,
-        member: int,
+        attempt: _Attempt,
     ) -> Interruption | None:
         """Follow one request to its end, or to what interrupts it."""
-        engine = lease.engine
+        engine, watcher, member = lease.engine, attempt.watcher, attempt.member
         told = engine.version
         if watcher is not None and not partial.num_tokens:
             watcher.member_at(member, told)

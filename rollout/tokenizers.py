@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.rollout.turn_template import TurnTemplate
 
 PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
 EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
@@ -59,7 +61,7 @@ class TokenCodec:
             ConfigError: If the task gives messages and the tokenizer has no chat template.
             TrajectoryError: kind `env`, if the prompt is empty or holds a character that no token stands for.
         """
-        ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt)
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else self.turn_template.prompt_ids(prompt)
         if not ids:
             raise TrajectoryError("env", f"the prompt {prompt!r} has no tokens, so there is nothing to continue")
         return ids
@@ -79,16 +81,30 @@ class TokenCodec:
             return False
         return True
 
-    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        if not self.tokenizer.chat_template:
-            raise ConfigError(
-                ["env.prompt: the task gives chat messages but the tokenizer has no chat template. Give plain text."]
-            )
-        return tuple(
-            self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
+    def encode_observation(self, content: str | Sequence[dict[str, str]], last_token: int) -> tuple[int, ...]:
+        """Tokens that stand between a turn and the next: plain text as it is, or messages by the chat template.
+
+        Args:
+            content: What the environment says; may be empty text.
+            last_token: Last sampled token of the turn before: an end token that stands there is not repeated.
+
+        Raises:
+            ConfigError: If the template cannot place an observation (turn_template.py).
+            TrajectoryError: kind `env`, if the text holds a character that no token stands for.
+        """
+        if isinstance(content, str):
+            return self._encode_text(content)
+        end = str(self.tokenizer.decode([last_token])) if last_token in self.stop_token_ids else ""
+        return self._encode_text(self.turn_template.between(content, end))
+
+    @cached_property
+    def turn_template(self) -> TurnTemplate:
+        """The chat template.
+
+        Raises:
+            ConfigError: If there is none, or it cannot be used.
+        """
+        return TurnTemplate(self.tokenizer)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of token ids without special tokens; spaces stay as sampled."""

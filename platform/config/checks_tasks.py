@@ -15,7 +15,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.loading import load_reward, load_task_source
-from penstock.envs.streams import load_task_streams
+from penstock.envs.streams import MAIN, load_task_streams, named_tasks
 from penstock.platform.config.checks_lengths import check_examples, check_prompts
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
@@ -52,6 +52,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     tasks = yield from _read_tasks(config, source, command)
     if tasks is None:
         return
+    yield from _check_ids(config, tasks)
     yield from _check_overlap(tasks)
     if reward is not None:
         yield from _check_signature(config, reward, tasks)
@@ -69,7 +70,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def overlap(train: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
-    """Training tasks whose prompt is also held out."""
+    """Training tasks whose prompt, or that and the fields of an environment, is also held out."""
     unseen = {_prompt_key(task) for task in held_out}
     return [task for task in train if _prompt_key(task) in unseen]
 
@@ -82,7 +83,8 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
     if command in ("rm", "dpo") and config.preference is not None:
         key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
     try:
-        tasks = TaskSample(_first_train_tasks(config, source, command), source.held_out(num_held_out))
+        held_out = list(named_tasks(source, MAIN, source.held_out(num_held_out)))
+        tasks = TaskSample(_first_train_tasks(config, source, command), held_out)
     except ConfigError as problem:  # a dataset that cannot be had, says envs/math_tasks.py
         yield from (absent(violation, "env") for violation in problem.violations)
         return None
@@ -110,10 +112,25 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
 
 def _first_train_tasks(config: RunConfig, source: TaskSource, command: Command) -> list[Task]:
     """The same number of every stream; `sft` knows the factory's own tasks only."""
-    streams = [source.train()]
+    streams = [named_tasks(source, MAIN, source.train())]
     if command == "train" and config.env.streams:
         streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
     return [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
+
+
+def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
+    """One id of a source is one task: failures are reported under it. Several streams number theirs alike, and may."""
+    by_id: dict[str, str] = {}
+    for task in (*(() if config.env.streams else tasks.train), *tasks.held_out):
+        known = by_id.setdefault(task.task_id, _prompt_key(task))
+        if known != _prompt_key(task):
+            yield error(
+                f"env.factory={config.env.factory}: two different tasks have the id {task.task_id!r}, "
+                f"{known:.60} and {_prompt_key(task):.60}: a failure could not be told from the other's. Number them, "
+                "and put the split into the id.",
+                "env",
+            )
+            return
 
 
 def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
@@ -149,7 +166,11 @@ def _check_signature(config: RunConfig, reward: RewardFunction, tasks: TaskSampl
 
 
 def _prompt_key(task: Task) -> str:
-    return task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt, sort_keys=True)
+    """What the policy is asked; of an environment also what it does not see, which may be all that differs."""
+    if task.environment is None and isinstance(task.prompt, str):
+        return task.prompt
+    seen = task.prompt if task.environment is None else [task.prompt, dict(task.fields)]
+    return json.dumps(seen, sort_keys=True, default=repr)
 
 
 def _show(task: Task, limit: int = 60) -> str:

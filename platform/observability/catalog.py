@@ -16,6 +16,7 @@ import yaml
 
 _FAMILIES = {
     "reward": "What the policy earns.",
+    "env": "What happens in multi-turn episodes.",
     "length": "How long its answers are.",
     "loss": "The optimizer step.",
     "critic": "How well the critic of `algorithm.advantage: gae` foresees what is to come.",

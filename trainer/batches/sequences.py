@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import TrainingError
-from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
 from penstock.trainer.algorithms.advantages import is_zero_variance
@@ -162,6 +162,7 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
     everyone = np.concatenate(rewards)
     return {
         **_reward_parts(trajectories),
+        **_episode_means([one.episode for one in trajectories if one.episode is not None]),
         "reward/mean": float(everyone.mean()),
         "reward/std": float(everyone.std()),
         "reward/zero_variance_share": float(np.mean([is_zero_variance(group) for group in rewards])),
@@ -178,3 +179,21 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.reward_parts.items():
             values.setdefault(f"reward/part/{name}", []).append(value)
     return {name: float(np.mean(part)) for name, part in values.items()}
+
+
+def _episode_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means over the multi-turn trajectories of the batch; nothing without any."""
+    if not episodes:
+        return {}
+    names = sorted({name for episode in episodes for name in episode.counts})
+    return {
+        "env/turns": float(np.mean([len(episode.turns) for episode in episodes])),
+        "env/done_share": float(np.mean([episode.end == "done" for episode in episodes])),
+        "env/observation_tokens": float(
+            np.mean([sum(turn.num_observation_tokens for turn in episode.turns) for episode in episodes])
+        ),
+        **{
+            f"env/count/{name}": float(np.mean([episode.counts.get(name, 0.0) for episode in episodes]))
+            for name in names
+        },
+    }

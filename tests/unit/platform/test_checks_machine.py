@@ -23,7 +23,9 @@ def needs_solution(trajectory, solution):
     return 1.0
 
 class Source:
-    def __init__(self, seed, leaks=False, prompt_chars=4, first=0, num_tasks=None, gives=None, answer_chars=None):
+    def __init__(self, seed, leaks=False, prompt_chars=4, first=0, num_tasks=None, gives=None, answer_chars=None,
+                 same_id=False):
+        self.same_id = same_id
         self.leaks, self.prompt_chars, self.first = leaks, prompt_chars, first
         self.num_tasks, self.gives = num_tasks, gives
         if answer_chars:
@@ -39,7 +41,7 @@ class Source:
         return [self._task(index + (5 if self.leaks else 10_000)) for index in range(num_tasks)]
 
     def _task(self, index):
-        return Task(f"t{index}", str(index).zfill(self.prompt_chars), {"answer": "1"})
+        return Task("t7" if self.same_id else f"t{index}", str(index).zfill(self.prompt_chars), {"answer": "1"})
 
 def broken(seed):
     raise RuntimeError("no luck")
@@ -200,6 +202,7 @@ def test_a_folder_for_published_versions_that_is_none_is_refused(overrides):
         ("env.factory=my_plugin:broken", ["env.factory=my_plugin:broken", "RuntimeError: no luck"]),
         ("env.args={depth: 3}", ["env.args", "depth"]),
         ("env.args={leaks: true}", ["training tasks are also among the", "held-out", "hash"]),
+        ("env.args={same_id: true}", ["two different tasks have the id 't7', 0000 and 0001", "Number them"]),
         ("env.args={num_tasks: 0}", ["env.factory=my_plugin:Source", "train() gave no task"]),
         ("env.args={gives: text}", ["env.factory=my_plugin:Source", "train() gave a str", "Task"]),
         ("+env.streams.a.args={first: 10000}", ["1024 of the first 4096 training tasks are also among the"]),

@@ -1,0 +1,143 @@
+"""A `gymnasium.Env` as a multi-turn environment: `env=gymnasium env.args.id=my_package:MyEnv-v0`.
+
+Observations are shown as text: `str(observation)`, or what `render()` returns with `render_mode="ansi"`. The policy
+names an action by a word of `action_names`, or by its number; else the turn is answered with the choices and counted.
+Install with `pip install 'penstock[envs]'`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.environment import Action, Done, Environment, Observation
+from penstock.envs.generated_tasks import GeneratedTasks
+
+_MAX_SEED = 2**31 - 1
+_WORD = re.compile(r"[\w-]+")
+
+
+class GymnasiumTasks(GeneratedTasks):
+    """Task source over seeds of one environment.
+
+    Args:
+        seed: Order of the training stream.
+        id: As given to `gymnasium.make`; `module:Name-v0` imports the module first.
+        kwargs: Further arguments of `gymnasium.make`.
+        action_names: Word of each action of a discrete space, in order; None names them by number. Without effect on
+            other spaces: a text space gets the turn as it is.
+        instruction: Text before the first observation.
+        chat: Ask in chat messages.
+
+    Raises:
+        ConfigError: If gymnasium is not installed.
+        ValueError: If it knows no such environment, or the action space is neither discrete nor text.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        id: str,  # noqa: A002  gymnasium calls it that
+        kwargs: Mapping[str, Any] | None = None,
+        action_names: Sequence[str] | None = None,
+        instruction: str = "",
+        *,
+        chat: bool = True,
+    ) -> None:
+        super().__init__(seed)
+        self._id = id
+        self._kwargs = dict(kwargs or {})
+        self._chat = chat
+        self._instruction = instruction
+        self._played = self._make()
+        self._names = _action_names(self._played, action_names)
+
+    @property
+    def name(self) -> str:
+        """What task ids begin with."""
+        return f"gymnasium/{self._id}"
+
+    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+        """A seed, and the first observation under it."""
+        seed = rng.randint(0, _MAX_SEED)
+        observation, _ = self._played.reset(seed=seed)
+        choices = f"Actions: {', '.join(self._names)}." if self._names else ""
+        parts = [self._instruction, _as_text(self._played, observation), choices]
+        text = "\n".join(part for part in parts if part)
+        return {"prompt": [{"role": "user", "content": text}] if self._chat else text, "seed": seed}
+
+    def environment(self) -> Environment:
+        """A fresh environment, not shared with any other episode."""
+        return GymnasiumEpisode(self._make(), self._names)
+
+    def _make(self) -> Any:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ConfigError(
+                [f"env: gymnasium cannot be imported ({error}). Install it: pip install 'penstock[envs]'."]
+            ) from error
+        try:
+            return gymnasium.make(self._id, **self._kwargs)
+        except (gymnasium.error.Error, ModuleNotFoundError) as error:
+            raise ValueError(f"id={self._id!r}: gymnasium cannot make it: {error}") from error
+
+
+class GymnasiumEpisode(Environment):
+    """One episode; the reward is the sum of the rewards of its steps."""
+
+    def __init__(self, played: Any, names: Sequence[str]) -> None:
+        self._played = played
+        self._names = [name.lower() for name in names]
+
+    def reset(self, task: Task) -> Observation:
+        """Reset under the task's seed."""
+        self.task = task
+        self._played.reset(seed=task.fields["seed"])
+        return Observation(task.prompt)
+
+    def step(self, action: Action) -> Observation | Done:
+        """One step, if the turn names an action."""
+        chosen: Any = action.text
+        if self._names:
+            words = [word for word in _WORD.findall(action.text.lower()) if word in self._names]
+            if not words:
+                return Observation(f"No action. Choose one of: {', '.join(self._names)}.", counts={"no_action": 1.0})
+            chosen = self._names.index(words[-1])
+            chosen += int(self._played.action_space.start)
+        observation, reward, is_terminated, is_truncated, _ = self._played.step(chosen)
+        if is_terminated or is_truncated:
+            return Done(float(reward))
+        return Observation(_as_text(self._played, observation), reward=float(reward))
+
+    def close(self) -> None:
+        """Close it."""
+        self._played.close()
+
+
+def _as_text(played: Any, observation: object) -> str:
+    if isinstance(observation, str) or played.render_mode != "ansi":
+        return str(observation)
+    return str(played.render())
+
+
+def _action_names(played: Any, names: Sequence[str] | None) -> list[str]:
+    """Names of a discrete action space; none of a text space."""
+    import gymnasium
+
+    space = played.action_space
+    if isinstance(space, gymnasium.spaces.Text):
+        return []
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise ValueError(  # noqa: TRY004  a refusal of an argument, as the others
+            f"its action space is {space}; a policy writes Discrete or Text only. Wrap it."
+        )
+    if names is None:
+        return [str(int(space.start) + index) for index in range(int(space.n))]
+    if len(names) != space.n:
+        raise ValueError(f"action_names has {len(names)} names, the environment has {space.n} actions")
+    return [str(name) for name in names]

@@ -1,0 +1,120 @@
+"""Every task of reasoning-gym by name, scored by its own verifier: `env=reasoning_gym env.args.dataset=chain_sum`.
+
+Install with `pip install 'penstock[envs]'`. Training rows come from one seed range and held-out rows from another;
+questions that are held out are skipped in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache, cached_property
+from typing import Any
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.import_path import nearest_hint
+
+ROWS_PER_EPOCH = 4096
+MAX_HELD_OUT = 2048
+_HELD_OUT_SEED = 1_000_003
+_INSTRUCTION = "Give the final answer alone between <answer> and </answer>."
+
+
+class ReasoningGymTasks:
+    """Task source over one dataset of reasoning-gym.
+
+    Args:
+        seed: Of the training rows. Held-out rows do not depend on it.
+        dataset: Its name there.
+        config: Its own settings, e.g. `{min_terms: 2, max_terms: 3}`.
+
+    Raises:
+        ConfigError: If reasoning-gym is not installed.
+        ValueError: If there is no such dataset, or it refuses its settings.
+    """
+
+    def __init__(self, seed: int, dataset: str = "chain_sum", config: Mapping[str, Any] | None = None) -> None:
+        _reasoning_gym()
+        if dataset not in dataset_names():
+            raise ValueError(
+                f"dataset={dataset!r} is none of the {len(dataset_names())} of reasoning-gym."
+                f"{nearest_hint(dataset, dataset_names())}"
+            )
+        self._seed = seed
+        self._name = dataset
+        self._config = dict(config or {})
+        self._rows(seed, 1)  # settings that do not fit are refused now
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of rows, fresh ones in every epoch."""
+        held_out = {row["question"] for row in self._held_out}
+        epoch = 0
+        while True:
+            fresh = False
+            rows = self._rows(_HELD_OUT_SEED * (self._seed + 1) + 1 + epoch, ROWS_PER_EPOCH)
+            for index in range(ROWS_PER_EPOCH):
+                if (row := rows[index])["question"] not in held_out:
+                    fresh = True
+                    yield self._task(row, f"train/{epoch * ROWS_PER_EPOCH + index}")
+            if not fresh:
+                raise ConfigError([f"env: every row of {self._name} is held out: its settings allow too few."])
+            epoch += 1
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """The first `num_tasks` different questions of a fixed seed.
+
+        Raises:
+            ValueError: If there are fewer, with both numbers.
+        """
+        if num_tasks > len(self._held_out):
+            raise ValueError(f"{self._name} has {len(self._held_out)} held-out rows, {num_tasks} were asked for.")
+        return [self._task(row, f"held_out/{index}") for index, row in enumerate(self._held_out[:num_tasks])]
+
+    @cached_property
+    def _held_out(self) -> list[Any]:
+        rows = self._rows(_HELD_OUT_SEED, MAX_HELD_OUT)
+        return list({row["question"]: row for row in map(rows.__getitem__, range(MAX_HELD_OUT))}.values())
+
+    def _rows(self, seed: int, size: int) -> Any:
+        try:
+            return _reasoning_gym().create_dataset(self._name, seed=seed, size=size, **self._config)
+        except (AssertionError, TypeError) as error:
+            raise ValueError(f"config={self._config} does not fit {self._name}: {error}") from error
+
+    def _task(self, row: Mapping[str, Any], where: str) -> Task:
+        prompt = [{"role": "user", "content": f"{row['question']}\n\n{_INSTRUCTION}"}]
+        fields: dict[str, Any] = {"dataset": self._name, "entry": dict(row)}
+        return Task(TaskId(f"{self._name}/{where}"), prompt, fields)
+
+    def gold_response(self, task: Task) -> str:
+        """The answer that reasoning-gym gives; some tasks have several, and for those it may be None."""
+        return f"<answer>{task.fields['entry']['answer']}</answer>"
+
+
+def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> float:
+    """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1."""
+    _thoughts, opening, after = trajectory.response.rpartition("<answer>")
+    if not opening:
+        return 0.0
+    return float(_scorer(dataset).score_answer(after.partition("</answer>")[0].strip(), entry))
+
+
+def dataset_names() -> list[str]:
+    """All datasets by name."""
+    return sorted(_reasoning_gym().factory.DATASETS)
+
+
+@cache
+def _scorer(dataset: str) -> Any:
+    return _reasoning_gym().get_score_answer_fn(dataset).__self__
+
+
+def _reasoning_gym() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            [f"env: reasoning-gym cannot be imported ({error}). Install it: pip install 'penstock[envs]'."]
+        ) from error
+    return reasoning_gym

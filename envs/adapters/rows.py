@@ -1,0 +1,189 @@
+"""Rows of a dataset as single-turn tasks: JSONL, Parquet, a Hugging Face dataset, or what a function of yours returns.
+
+    env=dataset env.args.path=rows.jsonl env.args.prompt_field=question reward.fn=my_rewards:correct
+
+Every column except the prompt's becomes a field of the task, and so a keyword argument of the reward.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.generated_tasks import is_held_out, row_key
+from penstock.envs.import_path import load_object, nearest_hint
+
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+class RowTasks:
+    """Task source over rows. Rows are loaded when the first task is asked for.
+
+    A row is held out by a hash of its prompt, a tenth of them, whatever the seed; a prompt that occurs twice is so on
+    one side only.
+
+    Args:
+        seed: Order of the training stream.
+        path: A `.jsonl` or `.parquet` file, or the name of a Hugging Face dataset.
+        rows: Import path of a function without arguments that returns a list of dicts, instead of `path`.
+        split: Of a Hugging Face dataset.
+        prompt_field: Column of the prompt: text, or chat messages.
+        id_field: Column of the task id; None numbers the rows.
+        required_fields: Columns that every row must have, e.g. those that the reward takes.
+        system: Text of a system message before a prompt that is text; the prompt then becomes a user message.
+        chat: Turn a prompt that is text into a user message.
+
+    Raises:
+        ValueError: If not exactly one of `path` and `rows` is given.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        path: str | None = None,
+        rows: str | None = None,
+        *,
+        split: str = "train",
+        prompt_field: str = "prompt",
+        id_field: str | None = None,
+        required_fields: Iterable[str] = (),
+        system: str | None = None,
+        chat: bool = False,
+    ) -> None:
+        if (path is None) == (rows is None):
+            raise ValueError(f"path={path!r} and rows={rows!r}: give exactly one of the two")
+        self._seed = seed
+        self._path = path
+        self._rows = rows
+        self._split = split
+        self._prompt_field = prompt_field
+        self._id_field = id_field
+        self._required = [prompt_field, *([id_field] if id_field else []), *required_fields]
+        self._system = system
+        self._chat = chat or system is not None
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
+        rng = random.Random(f"rows/train/{self._seed}")
+        order = [task for task in self._tasks if not _is_held_out(task)]
+        if not order:
+            raise ConfigError([f"env: all {len(self._tasks)} rows of {self._where} are held out: there are too few."])
+        while True:
+            rng.shuffle(order)
+            yield from order
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once.
+
+        Raises:
+            ValueError: If there are fewer, with both numbers.
+        """
+        unique = {row_key({"prompt": task.prompt}): task for task in self._tasks if _is_held_out(task)}
+        tasks = list(unique.values())
+        random.Random("rows/held-out").shuffle(tasks)
+        if num_tasks > len(tasks):
+            raise ValueError(f"{self._where} has {len(tasks)} held-out rows, {num_tasks} were asked for.")
+        return tasks[:num_tasks]
+
+    @property
+    def _where(self) -> str:
+        return self._path or f"{self._rows}()"
+
+    @cached_property
+    def _tasks(self) -> list[Task]:
+        rows = self._load()
+        if not rows:
+            raise ConfigError([f"env: {self._where} has no rows."])
+        tasks = [self._task(index, row) for index, row in enumerate(rows)]
+        twice = [name for name, count in Counter(task.task_id for task in tasks).items() if count > 1]
+        if twice:
+            raise ConfigError(
+                [
+                    f"env.args.id_field={self._id_field}: {len(twice)} ids of {self._where} occur more than once, e.g. "
+                    f"{twice[0]!r}: tasks could not be told apart. Use another column, or null to number them."
+                ]
+            )
+        return tasks
+
+    def _task(self, index: int, row: Mapping[str, Any]) -> Task:
+        if not isinstance(row, Mapping):
+            raise ConfigError([f"env: row {index} of {self._where} is a {type(row).__name__}; expected a dict."])
+        for name in self._required:
+            if name not in row:
+                raise ConfigError(
+                    [
+                        f"env: row {index} of {self._where} has no field {name!r}; it has {sorted(row)}."
+                        f"{nearest_hint(name, row)}"
+                    ]
+                )
+        prompt = row[self._prompt_field]
+        if isinstance(prompt, str) and self._chat:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            prompt = [*system, {"role": "user", "content": prompt}]
+        name = str(row[self._id_field]) if self._id_field else f"rows/{index}"
+        fields = {key: value for key, value in row.items() if key != self._prompt_field and key.isidentifier()}
+        return Task(TaskId(name), prompt, fields)
+
+    def _load(self) -> list[dict[str, Any]]:
+        """Read all rows.
+
+        Raises:
+            ConfigError: If they cannot be had; it says what was looked for.
+        """
+        if self._rows is not None:
+            function = load_object(self._rows, "env.args.rows")
+            return list(function() if callable(function) else function)
+        assert self._path is not None, "one of the two"
+        path = Path(self._path).expanduser()
+        if path.suffix not in _SUFFIXES:
+            return self._load_dataset()
+        if not path.is_file():
+            raise ConfigError([f"env.args.path={self._path}: no such file (looked in {Path.cwd()})."])
+        return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+
+    def _load_dataset(self) -> list[dict[str, Any]]:
+        import datasets
+
+        try:
+            return list(datasets.load_dataset(self._path, split=self._split))
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                [
+                    f"env.args.path={self._path}: no {' or '.join(_SUFFIXES)} file, and no dataset of that name with "
+                    f"split {self._split!r} within reach ({type(error).__name__}: {error})."
+                ]
+            ) from error
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.strip():
+                    rows.append(json.loads(line))
+            except ValueError as error:
+                raise ConfigError([f"env.args.path={path}, line {number} is not JSON: {error}"]) from error
+    return rows
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_table(path).to_pylist())
+    except pa.ArrowInvalid as error:
+        raise ConfigError([f"env.args.path={path} is no Parquet file: {error}"]) from error
+
+
+def _is_held_out(task: Task) -> bool:
+    return is_held_out({"prompt": task.prompt})

@@ -1,0 +1,113 @@
+"""What a multi-turn task is made of: an environment that answers the policy, turn by turn.
+
+    class Echo(Environment):
+        def step(self, action):
+            return Done(1.0) if action.text == "bye" else Observation(action.text)
+
+One object plays one episode: `reset` once, then `step` for each turn of the policy until it returns `Done` or a budget
+runs out (`env.episode`), then `close`. Every method may be plain or `async`. An environment runs in a process of its
+own (episode_host.py); what raises or hangs there fails the attempt, and is never reward 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from penstock.dataflow.trajectory import Task
+from penstock.envs.contract import TaskSource
+
+Message = dict[str, str]
+Role = Literal["user", "tool", "system"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the policy said in one turn.
+
+    Attributes:
+        text: Without special tokens.
+        is_truncated: The turn was cut off at `rollout.sampling.max_new_tokens` or at the budget of the episode.
+        turn: Counted from 0.
+    """
+
+    text: str
+    is_truncated: bool = False
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the environment says.
+
+    Attributes:
+        content: Text, or several chat messages. A policy with plain prompts sees the text as it is; one with chat
+            messages sees it through its chat template.
+        role: Of the message, if `content` is text.
+        reward: For the turn that was just taken; rewards of an episode are summed.
+        counts: Numbers to be summed over the episode and logged as `env/count/NAME`.
+    """
+
+    content: str | Sequence[Message]
+    role: Role = "user"
+    reward: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Message]:
+        """As chat messages."""
+        return [{"role": self.role, "content": self.content}] if isinstance(self.content, str) else list(self.content)
+
+    @property
+    def text(self) -> str:
+        """As plain text."""
+        return self.content if isinstance(self.content, str) else "\n".join(part["content"] for part in self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of an episode.
+
+    Attributes:
+        reward: For the last turn; a dict names parts, as a reward function's.
+        counts: As in `Observation`.
+    """
+
+    reward: float | Mapping[str, float] = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """One episode. Keep what belongs to it on `self`; what is shared and expensive at the class or the module."""
+
+    task: Task
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Begin the episode of `task`; returns the whole prompt, by default that of the task."""
+        self.task = task
+        return Observation(task.prompt)
+
+    @abstractmethod
+    def step(self, action: Action) -> Observation | Done | Awaitable[Observation | Done]:
+        """Answer one turn of the policy."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Give back what the episode holds. Called at most once, also after an error; a process may die before it."""
+        return None
+
+
+@runtime_checkable
+class EnvironmentSource(TaskSource, Protocol):
+    """A task source whose tasks are played in several turns."""
+
+    def environment(self) -> Environment:
+        """A fresh environment for one episode."""
+        ...
+
+
+class GoldActions(Protocol):
+    """What `penstock env check` plays: one action after the other, up to full reward."""
+
+    def gold_actions(self, task: Task) -> list[str]: ...

@@ -1,0 +1,196 @@
+"""The process that plays episodes of the user's environments, and nothing else.
+
+Forked by its keeper (keeper.py) with `SOCKET_FD FACTORIES SEED`, the second a JSON object name -> `EnvConfig`. It
+consumes request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the
+socket closes.
+
+Every episode has a thread with an event loop of its own, so a step that blocks holds up nobody else's episode. Nobody
+can kill a thread: when a call hangs, the parent retires this process and starts another (episode_host.py).
+
+Request frame: as in reward_child.py, the body a pickle of `(episode, method, argument)`.
+Reply frame: a JSON object, an `EpisodeReply`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, TypedDict, get_args
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.config import EnvConfig
+from penstock.envs.environment import Done, Environment, EnvironmentSource, Observation, Role
+from penstock.envs.loading import load_task_source
+from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
+from penstock.envs.reward_result import to_failure, to_reply
+
+
+class EpisodeReply(TypedDict, total=False):
+    """An observation (`content`), or `done`, or `closed`, or an `error`."""
+
+    content: str | list[dict[str, str]]
+    role: str
+    done: bool
+    reward: float
+    parts: dict[str, float]
+    counts: dict[str, float]
+    closed: bool
+    error: str
+
+
+def to_episode_reply(returned: object, method: str) -> EpisodeReply:
+    """Turn what an environment returned into a reply, or into an error that says what was expected."""
+    if not isinstance(returned, Observation) and not (isinstance(returned, Done) and method == "step"):
+        expected = "Observation or Done" if method == "step" else "Observation"
+        return {"error": f"{method} returned {returned!r:.200} of type {type(returned).__name__}; expected {expected}"}
+    what = f"{method} returned {type(returned).__name__} with reward"
+    scored = to_reply(returned.reward, what)
+    counted = to_reply(dict(returned.counts) or 0.0, f"{method} returned {type(returned).__name__} with counts")
+    if "error" in scored or "error" in counted:
+        return {"error": scored.get("error") or counted["error"]}
+    reply: EpisodeReply = {"reward": scored["reward"], "parts": scored["parts"], "counts": counted["parts"]}
+    if isinstance(returned, Done):
+        reply["done"] = True
+        return reply
+    content = returned.content if isinstance(returned.content, str) else list(returned.content)
+    if not _is_content(content) or returned.role not in get_args(Role):
+        return {
+            "error": f"{method} returned an Observation with role {returned.role!r} and content {content!r:.200}; "
+            f"expected one of {', '.join(get_args(Role))}, and text or messages with role and content"
+        }
+    reply["content"], reply["role"] = content, returned.role
+    return reply
+
+
+def _is_content(content: object) -> bool:
+    """Text, or messages with role and content."""
+    if isinstance(content, str):
+        return True
+    return isinstance(content, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in content
+    )
+
+
+async def call_environment(environment: Environment, method: str, argument: Any) -> Any:
+    """Call a plain or asynchronous method."""
+    returned = getattr(environment, method)(*([] if method == "close" else [argument]))
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+class EpisodeThread:
+    """Plays one episode: calls come one after the other, until `close`."""
+
+    def __init__(self, make: Callable[[], Environment], answer: Callable[[int, EpisodeReply], None]) -> None:
+        self._make = make
+        self._answer = answer
+        self._calls: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Task[Any] | None = None
+        self._thread = threading.Thread(target=self._play, daemon=True)
+        self._thread.start()
+
+    def call(self, call_id: int, method: str, argument: Any) -> None:
+        """Queue a call. `close` also cancels what an asynchronous environment is waiting for."""
+        self._calls.put((call_id, method, argument))
+        if method == "close" and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+
+    def _play(self) -> None:
+        environment: Environment | None = None
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            while True:
+                call_id, method, argument = self._calls.get()
+                try:
+                    if environment is None:
+                        environment = self._make()
+                    reply = runner.run(self._call(environment, method, argument))
+                except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code is data
+                    reply = {"error": to_failure(error)["error"]}
+                if method == "close":
+                    break
+                self._answer(call_id, reply)
+        # Only now, after its loop has ended: a thread that it still waits for is a hang, too.
+        self._answer(call_id, {"closed": True})
+
+    async def _call(self, environment: Environment, method: str, argument: Any) -> EpisodeReply:
+        if method == "close":
+            await call_environment(environment, method, argument)
+            return {"closed": True}
+        self._running = asyncio.current_task()
+        try:
+            return to_episode_reply(await call_environment(environment, method, argument), method)
+        finally:
+            self._running = None
+
+
+class EpisodeServer:
+    """Reads frames, hands them to the episodes, writes their replies."""
+
+    def __init__(self, sources: dict[str, EnvironmentSource], connection: socket.socket) -> None:
+        self._sources = sources
+        self._connection = connection
+        self._episodes: dict[int, EpisodeThread] = {}
+        self._writing = threading.Lock()
+
+    def serve(self) -> None:
+        reader = self._connection.makefile("rb")
+        while header := reader.read(HEADER.size):
+            length, call_id = HEADER.unpack(header)
+            episode, method, argument = pickle.loads(reader.read(length))  # noqa: S301  our own parent wrote it
+            if method == "reset":
+                source = self._sources[argument.environment]
+                self._episodes[episode] = EpisodeThread(source.environment, self.answer)
+            if episode not in self._episodes:
+                self.answer(call_id, {"closed": True})  # given up before its reset was sent
+                continue
+            thread = self._episodes[episode]
+            if method == "close":
+                del self._episodes[episode]
+            thread.call(call_id, method, argument)
+
+    def answer(self, call_id: int, reply: EpisodeReply) -> None:
+        """Write one reply; any thread may."""
+        try:
+            body = json.dumps(reply).encode()
+        except (TypeError, ValueError) as error:
+            body = json.dumps({"error": f"counts or content are no plain data: {error}"}).encode()
+        if len(body) > MAX_REPLY_BYTES:
+            said = f"an observation of {len(body)} bytes; at most {MAX_REPLY_BYTES} fit"
+            body = json.dumps({"error": said}).encode()
+        with self._writing, contextlib.suppress(OSError):  # the parent has gone
+            self._connection.sendall(encode_frame(call_id, body))
+
+
+def main(arguments: list[str]) -> None:
+    """Load the environments, say hello, serve until the socket closes."""
+    socket_fd, factories, seed = arguments
+    connection = socket.socket(fileno=int(socket_fd))
+    sources: dict[str, EnvironmentSource] = {}
+    server = EpisodeServer(sources, connection)
+    try:
+        for name, config in json.loads(factories).items():
+            source = load_task_source(EnvConfig.model_validate(config), int(seed))
+            if isinstance(source, EnvironmentSource):
+                sources[name] = source
+    except ConfigError as error:
+        server.answer(HELLO_ID, {"error": " ".join(error.violations)})
+        return
+    except Exception as error:  # noqa: BLE001  user code: whatever it raises is reported
+        server.answer(HELLO_ID, {"error": to_failure(error)["error"]})
+        return
+    server.answer(HELLO_ID, {})
+    server.serve()

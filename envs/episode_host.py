@@ -1,0 +1,208 @@
+"""Where episodes are played: processes that can be killed, below the process that drives the run.
+
+User code may block, and a step that blocks in the driver's event loop would hold up every trajectory and the trainer.
+So no environment runs there, trusted or not: one crossing costs a fraction of a millisecond, a turn of the policy much
+more. Each episode has its own thread in a process (episode_child.py).
+
+What goes wrong is a `TrajectoryError` of kind `env`, never a reward. A call that raises costs its own episode. A call
+that hangs costs its own episode: its process gets no new ones, plays the others to their end, and is then killed. Only
+a process that dies costs all the episodes it had; they are repeated within the retry budget.
+
+Consumes: calls of trajectories. Waits for: the process's reply. Unblocked by: it, the time-out, or the process's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.child_process import ChildProcess, ChildSpec
+from penstock.envs.config import EnvConfig, EpisodeConfig
+from penstock.envs.environment import Action
+from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.reward_child import encode_frame
+from penstock.envs.streams import stream_factories
+
+
+class PlayedEpisode(Protocol):
+    """One episode as the trajectory runner sees it; every method raises `TrajectoryError` of kind `env`."""
+
+    async def reset(self) -> EpisodeReply: ...
+
+    async def step(self, action: Action) -> EpisodeReply: ...
+
+
+class _Worker:
+    """One process and what it plays.
+
+    Attributes:
+        episodes: Open ones.
+        stuck: Episodes that did not answer in time, and have not closed since.
+    """
+
+    def __init__(self, spec: ChildSpec, startup_timeout_s: float) -> None:
+        self.process = ChildProcess(spec, self._on_reply, self._on_exit)
+        self.episodes: set[int] = set()
+        self.stuck: set[int] = set()
+        self.end: str | None = None
+        self._startup_timeout_s = startup_timeout_s
+        self._calls: dict[int, asyncio.Future[EpisodeReply]] = {}
+        self._starting: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Wait until it has loaded the environments.
+
+        Raises:
+            ConfigError: If they do not load.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self.process.start(self._startup_timeout_s))
+        await asyncio.shield(self._starting)
+
+    @property
+    def is_usable(self) -> bool:
+        return self.end is None and not self.stuck
+
+    def send(self, call_id: int, body: bytes) -> asyncio.Future[EpisodeReply]:
+        future: asyncio.Future[EpisodeReply] = asyncio.get_running_loop().create_future()
+        if self.end is not None:
+            future.set_result({"error": f"its process {self.end}"})
+            return future
+        self._calls[call_id] = future
+        self.process.write(encode_frame(call_id, body))
+        return future
+
+    def kill(self) -> None:
+        if self.end is None:
+            self.end = "was ended"
+            if self._starting is not None:
+                self._starting.cancel()
+            self.process.kill()
+            self._fail_calls()
+
+    def _on_reply(self, call_id: int, reply: EpisodeReply) -> None:
+        future = self._calls.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def _on_exit(self, process: ChildProcess) -> None:
+        self.end = process.end()
+        self._fail_calls()
+
+    def _fail_calls(self) -> None:
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_result({"error": f"its process {self.end}"})
+
+
+class EpisodeHost:
+    """Plays episodes in `num_workers` processes. Use it from one event loop, and close it.
+
+    Args:
+        env: Where environments come from.
+        seed: As given to the task source.
+    """
+
+    def __init__(self, env: EnvConfig, seed: int) -> None:
+        self._limits: EpisodeConfig = env.episode
+        factories = {name: config.model_dump(mode="json") for name, config in stream_factories(env).items()}
+        self._spec = ChildSpec(
+            f"env.factory={env.factory!r}",
+            "env.episode",
+            "penstock.envs.episode_child",
+            [json.dumps(factories), str(seed)],
+            env.episode.max_memory_gib,
+            env.episode.max_processes,
+        )
+        self._workers: list[_Worker] = []
+        self._serial = itertools.count(1)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes that live."""
+        return [worker.process.pid for worker in self._workers if worker.end is None]
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[PlayedEpisode]:
+        """One episode of `task`; it is closed whatever happens, and nobody waits for that.
+
+        Raises:
+            ConfigError: If the environments do not load.
+        """
+        worker, episode = self._choose(), next(self._serial)
+        worker.episodes.add(episode)
+        try:
+            await worker.ready()
+            yield _Episode(self, worker, episode, task)
+        finally:
+            closing = asyncio.create_task(self._end(worker, episode))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End all processes with everything they started."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def call(self, worker: _Worker, episode: int, method: str, argument: Any) -> EpisodeReply:
+        """One call of one episode, within the time-out."""
+        try:
+            body = pickle.dumps((episode, method, argument), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
+            return {"error": f"the task cannot be sent: {error!r}"}
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await worker.send(next(self._serial), body)
+        except TimeoutError:
+            worker.stuck.add(episode)
+            return {"error": f"timed out after {self._limits.timeout_s:g} s (env.episode.timeout_s)"}
+
+    def _choose(self) -> _Worker:
+        """The usable process with the fewest episodes; a new one while there are too few."""
+        self._workers = [worker for worker in self._workers if worker.end is None]
+        usable = [worker for worker in self._workers if worker.is_usable]
+        if len(usable) < self._limits.num_workers:
+            usable.append(_Worker(self._spec, self._limits.startup_timeout_s))
+            self._workers.append(usable[-1])
+        return min(usable, key=lambda worker: len(worker.episodes))
+
+    async def _end(self, worker: _Worker, episode: int) -> None:
+        if worker.end is None and worker.process.hello_came:
+            was_stuck = episode in worker.stuck
+            if "closed" in await self.call(worker, episode, "close", None):
+                worker.stuck.discard(episode)
+            elif not was_stuck:
+                worker.stuck.add(episode)
+        worker.episodes.discard(episode)
+        if worker.stuck and not worker.episodes:
+            worker.kill()
+
+
+class _Episode:
+    def __init__(self, host: EpisodeHost, worker: _Worker, episode: int, task: Task) -> None:
+        self._host = host
+        self._worker = worker
+        self._episode = episode
+        self._task = task
+
+    async def reset(self) -> EpisodeReply:
+        return self._checked("reset", await self._host.call(self._worker, self._episode, "reset", self._task))
+
+    async def step(self, action: Action) -> EpisodeReply:
+        return self._checked("step", await self._host.call(self._worker, self._episode, "step", action))
+
+    def _checked(self, method: str, reply: EpisodeReply) -> EpisodeReply:
+        if "error" in reply:
+            raise TrajectoryError("env", f"{method} of {self._task.task_id}: {reply['error']}")
+        return reply

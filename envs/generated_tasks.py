@@ -1,0 +1,101 @@
+"""Tasks that are drawn, not stored: a user writes `draw`, and gets a reproducible stream and a disjoint held-out set.
+
+A task is held out if blake2b of its prompt and fields says so, and by nothing else, so train and held-out tasks are
+disjoint for every seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+
+HELD_OUT_PERCENT = 10
+_FRUITLESS_DRAWS = 20_000
+"""Draws in a row without a new task after which there are no more."""
+
+
+class GeneratedTasks(ABC):
+    """Task source over `draw`.
+
+    Args:
+        seed: Order of the training stream. Held-out tasks do not depend on it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Mapping[str, Any]:
+        """One task: `prompt` (text or chat messages), and the fields that environment and reward need."""
+
+    @property
+    def name(self) -> str:
+        """What task ids begin with."""
+        return type(self).__name__
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of tasks that are not held out, the same for the same seed.
+
+        Raises:
+            ValueError: If `draw` gives only held-out tasks, or no prompt.
+        """
+        rng = random.Random(f"{self.name}/train/{self.seed}")
+        index = fruitless = 0
+        while True:
+            row = self._drawn(rng)
+            fruitless += 1
+            if not is_held_out(row):
+                yield self._task(row, "train", index)
+                index, fruitless = index + 1, 0
+            elif fruitless >= _FRUITLESS_DRAWS:
+                raise ValueError(f"{self.name}.draw gave {fruitless} tasks in a row that are held out: draw more kinds")
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """The first `num_tasks` distinct held-out tasks of one fixed stream.
+
+        Raises:
+            ValueError: If there are fewer, with both numbers.
+        """
+        rng = random.Random(f"{self.name}/held-out")
+        rows: dict[bytes, Mapping[str, Any]] = {}
+        fruitless = 0
+        while len(rows) < num_tasks and fruitless < _FRUITLESS_DRAWS:
+            row = self._drawn(rng)
+            key = row_key(row)
+            fruitless += 1
+            if is_held_out(row) and key not in rows:
+                rows[key], fruitless = row, 0
+        if len(rows) < num_tasks:
+            raise ValueError(
+                f"{self.name} drew {len(rows)} different held-out tasks, {num_tasks} were asked for. Ask for fewer "
+                "(evaluation.num_tasks), or let draw give more kinds."
+            )
+        return [self._task(row, "held_out", index) for index, row in enumerate(rows.values())]
+
+    def _drawn(self, rng: random.Random) -> Mapping[str, Any]:
+        row = self.draw(rng)
+        if not isinstance(row, Mapping) or "prompt" not in row:
+            got = f"keys {sorted(row)}" if isinstance(row, Mapping) else f"a {type(row).__name__}"
+            raise ValueError(f"{self.name}.draw(rng) gave {got}; expected a dict with 'prompt' and the task's fields")
+        return row
+
+    def _task(self, row: Mapping[str, Any], side: str, index: int) -> Task:
+        fields = {name: value for name, value in row.items() if name != "prompt"}
+        return Task(TaskId(f"{self.name}/{side}/{index}"), row["prompt"], fields)
+
+
+def row_key(row: Mapping[str, Any]) -> bytes:
+    """What two equal rows share."""
+    return blake2b(json.dumps(row, sort_keys=True, default=repr).encode(), digest_size=8).digest()
+
+
+def is_held_out(row: Mapping[str, Any]) -> bool:
+    """Side of the split: below `HELD_OUT_PERCENT` in a hundred."""
+    return int.from_bytes(row_key(row), "big") % 100 < HELD_OUT_PERCENT

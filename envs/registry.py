@@ -1,0 +1,67 @@
+"""Environments by name: the built-in ones, and those that installed packages offer.
+
+A package offers one by an entry point of the group `penstock.envs`, in its pyproject.toml:
+
+    [project.entry-points."penstock.envs"]
+    maze = "my_package.maze:Maze"
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.metadata import entry_points
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.import_path import nearest_hint
+
+GROUP = "penstock.envs"
+BUILT_IN = {
+    "arithmetic": "penstock.envs.arithmetic:ArithmeticTasks",
+    "calculator": "penstock.envs.calculator:CalculatorTasks",
+    "countdown": "penstock.envs.countdown:CountdownTasks",
+    "dataset": "penstock.envs.adapters.rows:RowTasks",
+    "guessing": "penstock.envs.guessing:GuessingGame",
+    "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
+    "math": "penstock.envs.math_tasks:MathTasks",
+    "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
+}
+"""Name -> import path of the factory."""
+
+
+def known_factories() -> dict[str, str]:
+    """Name -> import path; a package cannot replace what is built in.
+
+    Raises:
+        ConfigError: If two packages offer one name.
+    """
+    offered = [(point.name, point.value) for point in entry_points(group=GROUP)]
+    twice = [name for name, count in Counter(name for name, _ in set(offered)).items() if count > 1]
+    if twice:
+        paths = [value for name, value in sorted(set(offered)) if name == twice[0]]
+        raise ConfigError(
+            [
+                f"env.factory: {len(paths)} installed packages offer an environment {twice[0]!r} (entry points of "
+                f"{GROUP}): {', '.join(paths)}. Write the import path of the one you mean."
+            ]
+        )
+    return {**dict(offered), **BUILT_IN}
+
+
+def factory_path(name_or_path: str) -> str:
+    """The import path that a name stands for; an import path is returned as it is.
+
+    Raises:
+        ConfigError: If it is a name that nobody offers.
+    """
+    if "." in name_or_path or ":" in name_or_path:
+        return name_or_path
+    known = known_factories()
+    if name_or_path not in known:
+        raise ConfigError(
+            [
+                f"env.factory={name_or_path!r} is no environment that is built in or installed: "
+                f"{', '.join(sorted(known))}.{nearest_hint(name_or_path, known)} Your own is named by import path, "
+                "`package.module:name`."
+            ]
+        )
+    return known[name_or_path]

@@ -1,0 +1,20 @@
+"""The reward that an environment gave, as a reward function: `reward=episode`."""
+
+from __future__ import annotations
+
+from penstock.dataflow.trajectory import Trajectory
+
+
+def episode_reward(trajectory: Trajectory, **_: object) -> dict[str, float]:
+    """Sum of the rewards of an episode's turns, with its named parts.
+
+    Raises:
+        ValueError: If the task has no environment: there is nothing that could have given a reward.
+    """
+    episode = trajectory.episode
+    if episode is None:
+        raise ValueError(
+            f"{trajectory.task_id} is a single-turn task, so no environment gave a reward. Name a function in "
+            "reward.fn, or use a task source with environment() (envs/environment.py)."
+        )
+    return {**episode.parts, "reward": episode.reward}

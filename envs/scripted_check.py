@@ -1,0 +1,157 @@
+"""Plays an environment with a scripted agent, without a model: what `penstock env check` prints.
+
+The agent says the gold actions, then garbage. Everything runs in an environment process as in training, so a check that
+hangs or dies is a line of the table, not of the terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig
+from penstock.envs.contract import TaskSource
+from penstock.envs.environment import Action, EnvironmentSource
+from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.loading import load_task_source
+from penstock.envs.streams import MAIN, named_tasks
+
+NUM_TASKS = 8
+GARBAGE = ("", "???", "<tool_call>{not json</tool_call>", "0" * 500, "né ✓ \u202e", "I do not know.")
+FULL_REWARD = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table; `is_good` is None where nothing could be checked."""
+
+    name: str
+    is_good: bool | None
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One scripted episode."""
+
+    replies: list[dict[str, Any]]
+    reward: float
+    is_done: bool
+    step_s: list[float]
+
+
+def _good(name: str, found: str) -> Finding:
+    return Finding(name, is_good=True, found=found)
+
+
+def _bad(name: str, found: str) -> Finding:
+    return Finding(name, is_good=False, found=found)
+
+
+async def check_environment(config: EnvConfig) -> list[Finding]:
+    """All checks, in the order in which a user would look at them.
+
+    Raises:
+        ConfigError: If the factory does not resolve or refuses its arguments.
+    """
+    source = load_task_source(config, 0)
+    findings, tasks = _check_tasks(config, source)
+    if not tasks:
+        return findings
+    if not isinstance(source, EnvironmentSource):
+        return [*findings, Finding("episodes", None, "single-turn tasks: the reward function scores the answer")]
+    host = EpisodeHost(config, 0)
+    try:
+        return [*findings, *await _check_episodes(host, source, tasks, config)]
+    finally:
+        await host.close()
+
+
+def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], list[Task]]:
+    try:
+        tasks = list(islice(named_tasks(source, MAIN, source.train()), NUM_TASKS))
+        again = load_task_source(config, 0)
+        same = list(islice(named_tasks(again, MAIN, again.train()), NUM_TASKS))
+    except Exception as error:  # noqa: BLE001  user code: whatever it raises is a finding
+        return [_bad("train()", f"raised {type(error).__name__}: {error}")], []
+    strange = next((task for task in tasks if not isinstance(task, Task)), None)
+    if strange is not None or not tasks:
+        return [_bad("train()", f"gave {strange!r:.80}; expected Task objects")], []
+    ids = [task.task_id for task in tasks]
+    return [
+        _good("train()", f"{len(tasks)} tasks, the first is {ids[0]}"),
+        Finding("same seed, same tasks", tasks == same, "equal" if tasks == same else "the second source differs"),
+        Finding("ids are unique", len(set(ids)) == len(ids), f"{len(set(ids))} ids for {len(ids)} tasks"),
+        _check_held_out(source),
+    ], tasks
+
+
+def _check_held_out(source: TaskSource) -> Finding:
+    try:
+        held_out = source.held_out(1)
+    except Exception as error:  # noqa: BLE001  user code
+        return _bad("held_out(1)", f"raised {type(error).__name__}: {error}")
+    is_good = len(held_out) == 1 and isinstance(held_out[0], Task)
+    return Finding("held_out(1)", is_good, f"gave {len(held_out)} tasks" if is_good else f"gave {held_out!r:.80}")
+
+
+async def _check_episodes(
+    host: EpisodeHost, source: EnvironmentSource, tasks: Sequence[Task], config: EnvConfig
+) -> list[Finding]:
+    max_turns = config.episode.max_turns
+    gold_actions = getattr(source, "gold_actions", None)
+    script = list(GARBAGE[:max_turns])
+    try:
+        first, second = await _play(host, tasks[0], script), await _play(host, tasks[0], script)
+        garbage = [await _play(host, task, script) for task in tasks]
+    except TrajectoryError as failure:
+        return [_bad("garbage", failure.detail.strip().splitlines()[-1])]
+    times = [seconds for played in garbage for seconds in played.step_s]
+    is_same = first.replies == second.replies
+    findings = [
+        _good("garbage is no failure", f"{len(times)} steps"),
+        Finding("same actions, same replies", is_same, "equal" if is_same else "the second episode differs"),
+        _good("time per step", f"median {1000 * median(times):.2f} ms, longest {1000 * max(times):.2f} ms"),
+    ]
+    best = max(played.reward for played in garbage)
+    findings.append(Finding("garbage gets no full reward", best < FULL_REWARD, f"at most {best:g}"))
+    if gold_actions is None:
+        return [*findings, Finding("gold gets full reward", None, "it has no gold_actions(task)")]
+    return [*findings, await _check_gold(host, tasks, gold_actions, max_turns)]
+
+
+async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: Any, max_turns: int) -> Finding:
+    name = "gold gets full reward"
+    for task in tasks:
+        actions = gold_actions(task)
+        if len(actions) > max_turns:
+            return _bad(name, f"{task.task_id} takes {len(actions)} turns, env.episode.max_turns={max_turns}")
+        try:
+            played = await _play(host, task, actions)
+        except TrajectoryError as failure:
+            return _bad(name, failure.detail.strip().splitlines()[-1])
+        if not played.is_done or played.reward < FULL_REWARD:
+            end = "ended" if played.is_done else "did not end"
+            return _bad(name, f"{task.task_id} {end} with reward {played.reward:g} for {actions!r:.80}")
+    return _good(name, f"{len(tasks)} of {len(tasks)} tasks")
+
+
+async def _play(host: EpisodeHost, task: Task, actions: Sequence[str]) -> _Played:
+    """Say `actions` one after the other, as far as the episode goes."""
+    async with host.open(task) as played:
+        replies: list[dict[str, Any]] = [dict(await played.reset())]
+        step_s: list[float] = []
+        for turn, text in enumerate(actions):
+            started = time.perf_counter()
+            replies.append(dict(await played.step(Action(text, turn=turn))))
+            step_s.append(time.perf_counter() - started)
+            if replies[-1].get("done"):
+                break
+    reward = sum(reply.get("reward", 0.0) for reply in replies)
+    return _Played(replies, reward, bool(replies[-1].get("done")), step_s)

@@ -1,0 +1,67 @@
+"""An environment that runs the tools a policy calls, and scores the turn in which it calls none: its answer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+
+from penstock.dataflow.trajectory import Task
+from penstock.envs.contract import RewardResult
+from penstock.envs.environment import Action, Done, Environment, Message, Observation
+from penstock.envs.tools import Tool, Toolbox, parse_calls
+
+
+class ToolEnvironment(Environment):
+    """Subclass it with `tools` and `score`.
+
+    Attributes:
+        tools: Functions the policy may call; methods of the environment keep state between calls.
+        tool_timeout_s: Longest time for one call, seconds. Keep the sum over a turn below `env.episode.timeout_s`.
+        max_calls_per_turn: Further ones are answered with an error.
+    """
+
+    tools: Sequence[Tool] = ()
+    tool_timeout_s: float = 10.0
+    max_calls_per_turn: int = 8
+
+    def __init__(self) -> None:
+        self.toolbox = Toolbox(self.tools, self.tool_timeout_s)
+
+    @abstractmethod
+    def score(self, task: Task, answer: str) -> RewardResult | Awaitable[RewardResult]:
+        """Reward of the final answer, the text of the turn without a call."""
+
+    def reset(self, task: Task) -> Observation:
+        """The prompt; chat messages get the tools in their system message."""
+        self.task = task
+        if isinstance(task.prompt, str):
+            return Observation(task.prompt)
+        return Observation(with_tools(task.prompt, self.toolbox))
+
+    async def step(self, action: Action) -> Observation | Done:
+        """Run the calls of a turn one after the other, or score the answer."""
+        calls = parse_calls(action.text)
+        if not calls:
+            scored = self.score(self.task, action.text)
+            return Done(await scored if isinstance(scored, Awaitable) else scored)
+        results = [await self.toolbox.run(call) for call in calls[: self.max_calls_per_turn]]
+        counts: Counter[str] = Counter({"tool_calls": len(calls)})
+        counts["tool_errors"] = sum(result.outcome != "ok" for result in results)
+        counts.update(f"tool_{result.outcome}" for result in results if result.outcome != "ok")
+        messages = [{"role": "tool", "content": result.text} for result in results]
+        if left := len(calls) - len(results):
+            messages.append({"role": "tool", "content": f"error: {left} more calls were ignored; {len(results)} fit"})
+        return Observation(messages, role="tool", counts=_floats(counts))
+
+
+def with_tools(messages: Sequence[Message], toolbox: Toolbox) -> list[Message]:
+    """Messages whose first one is a system message that ends in the description of the tools."""
+    first, rest = messages[0], list(messages[1:])
+    if first["role"] == "system":
+        return [{"role": "system", "content": f"{first['content']}\n\n{toolbox.describe()}"}, *rest]
+    return [{"role": "system", "content": toolbox.describe()}, first, *rest]
+
+
+def _floats(counts: Mapping[str, int]) -> dict[str, float]:
+    return {name: float(value) for name, value in counts.items()}

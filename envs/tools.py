@@ -1,0 +1,177 @@
+"""Python functions as tools: their schema from the signature, their calls parsed from what the model writes.
+
+    def add(a: int, b: int) -> int:
+        \"\"\"Add two numbers.\"\"\"
+        return a + b
+
+    Toolbox([add]).schemas()[0]["function"]["parameters"]["required"] == ["a", "b"]
+
+The form of a call is that of Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`,
+any number of them in a turn. What the model gets wrong (bad JSON, no such tool, arguments that do not fit), and what a
+tool raises or takes too long for, is said to the model and counted. It never ends the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
+
+Tool = Callable[..., object]
+Outcome = Literal["ok", "bad_json", "unknown_tool", "bad_arguments", "error", "timeout"]
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_MAX_RESULT_CHARACTERS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as the model wrote it.
+
+    Attributes:
+        problem: What is wrong with its form; empty if it can be tried.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model is told about one call."""
+
+    outcome: Outcome
+    text: str
+
+
+def parse_calls(text: str) -> list[ToolCall]:
+    """Every call in a turn, in order; a call that is not closed counts, as far as it is complete JSON."""
+    return [_parse(match.group(1).strip()) for match in _CALL.finditer(text)]
+
+
+def _parse(body: str) -> ToolCall:
+    form = 'write <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"not JSON ({error}); {form}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", {}, f"no name; {form}")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall("", {}, f"arguments is a {type(arguments).__name__}, not an object; {form}")
+    return ToolCall(call["name"], arguments)
+
+
+class Toolbox:
+    """Tools by name.
+
+    Args:
+        tools: Functions, plain or asynchronous, with a type hint for each parameter and a docstring for the model.
+        timeout_s: Longest time for one call, seconds.
+
+    Raises:
+        TypeError: If a parameter has no type hint, or two tools have one name.
+    """
+
+    def __init__(self, tools: Iterable[Tool], timeout_s: float = 10.0) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._arguments: dict[str, Any] = {}
+        self._timeout_s = timeout_s
+        for tool in tools:
+            name = getattr(tool, "__name__", type(tool).__name__)
+            if name in self._tools:
+                raise TypeError(f"two tools are called {name!r}; the model could not tell them apart. Rename one.")
+            self._tools[name], self._arguments[name] = tool, _argument_model(name, tool)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """As OpenAI and chat templates describe tools."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": inspect.getdoc(tool) or "",
+                    "parameters": _plain_schema(self._arguments[name].model_json_schema()),
+                },
+            }
+            for name, tool in self._tools.items()
+        ]
+
+    def describe(self) -> str:
+        """What to put into a system prompt: the tools, and the form of a call."""
+        tools = "\n".join(json.dumps(schema) for schema in self.schemas())
+        return (
+            f"You may call these functions:\n<tools>\n{tools}\n</tools>\nFor each call write\n"
+            '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+        )
+
+    async def run(self, call: ToolCall) -> ToolResult:
+        """Make one call; whatever happens is a result. A plain function runs in a thread that is left behind at the
+        time-out; `env.episode.timeout_s` is the limit that ends a process.
+        """
+        if call.problem:
+            return ToolResult("bad_json", f"error: {call.problem}")
+        if call.name not in self._tools:
+            near = get_close_matches(call.name, self._tools, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            return ToolResult("unknown_tool", f"error: no tool {call.name!r:.60}; there are {list(self._tools)}.{hint}")
+        try:
+            model = self._arguments[call.name].model_validate(call.arguments)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+            return ToolResult("bad_arguments", f"error: {call.name}: {wrong}")
+        arguments = {name: getattr(model, name) for name in type(model).model_fields}
+        return await self._call(call.name, arguments)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        tool = self._tools[name]
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                if inspect.iscoroutinefunction(tool):
+                    returned = await tool(**arguments)
+                else:
+                    returned = await asyncio.to_thread(tool, **arguments)
+        except Exception as error:  # noqa: BLE001  user code: the model is told
+            if deadline.expired():
+                return ToolResult("timeout", f"error: {name} took longer than {self._timeout_s:g} s")
+            return ToolResult("error", f"error: {type(error).__name__}: {error}"[:_MAX_RESULT_CHARACTERS])
+        text = returned if isinstance(returned, str) else json.dumps(returned, default=str)
+        return ToolResult("ok", text[:_MAX_RESULT_CHARACTERS])
+
+
+def _argument_model(name: str, tool: Tool) -> Any:
+    """A pydantic model of a function's parameters."""
+    hints = get_type_hints(tool)
+    parameters: dict[str, Any] = {}
+    for parameter in inspect.signature(tool).parameters.values():
+        if parameter.kind not in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}:
+            raise TypeError(f"tool {name}{inspect.signature(tool)}: {parameter} cannot be named in a call. Name it.")
+        if parameter.name not in hints:
+            raise TypeError(
+                f"tool {name}{inspect.signature(tool)}: parameter {parameter.name!r} has no type hint, so the model "
+                "cannot be told what it takes. Write e.g. `: int`."
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        TypeAdapter(hints[parameter.name])  # a type without a schema is refused here, not at the first call
+        parameters[parameter.name] = (hints[parameter.name], default)
+    return create_model(name, __config__=ConfigDict(extra="forbid"), **parameters)
+
+
+def _plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema without the titles that pydantic invents."""
+    properties = {
+        name: {key: value for key, value in part.items() if key != "title"}
+        for name, part in schema.get("properties", {}).items()
+    }
+    kept = {key: value for key, value in schema.items() if key not in {"title", "additionalProperties"}}
+    return {**kept, "properties": properties, "required": schema.get("required", [])}

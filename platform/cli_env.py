@@ -1,0 +1,122 @@
+"""`penstock env list | show | check | play`: look at an environment without a model, an engine or Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig, EpisodeConfig
+from penstock.envs.environment import Action, EnvironmentSource
+from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.import_path import load_object
+from penstock.envs.loading import load_task_source
+from penstock.envs.registry import factory_path, known_factories
+from penstock.envs.scripted_check import Finding, check_environment
+from penstock.envs.streams import MAIN, named_tasks
+
+_MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
+
+
+def parse_args(pairs: list[str]) -> dict[str, Any]:
+    """`KEY=VALUE` words as keyword arguments; values are read as YAML, as on the command line of `train`.
+
+    Raises:
+        ConfigError: If a word has no `=`.
+    """
+    from omegaconf import OmegaConf
+
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise ConfigError([f"{wrong[0]!r} is no KEY=VALUE; write arguments of the environment like high=100."])
+    loaded = OmegaConf.to_container(OmegaConf.from_dotlist(pairs))
+    assert isinstance(loaded, dict)
+    return {str(key): value for key, value in loaded.items()}
+
+
+def run_env_list(console: Console) -> int:
+    """One line per environment that is built in or installed."""
+    table = Table("name", "import path")
+    for name, path in sorted(known_factories().items()):
+        table.add_row(name, path)
+    console.print(table)
+    return 0
+
+
+def run_env_show(factory: str, pairs: list[str], console: Console) -> int:
+    """What a factory takes, what its tasks look like, and whether they have several turns."""
+    path = factory_path(factory)
+    made_by = load_object(path, "env.factory")
+    source = load_task_source(EnvConfig(factory=factory, args=parse_args(pairs)), 0)
+    console.print(f"{path}{inspect.signature(made_by)}", markup=False)
+    if documentation := inspect.getdoc(made_by):
+        console.print(documentation, markup=False)
+    kind = "several turns, with an environment" if isinstance(source, EnvironmentSource) else "a single turn"
+    console.print(f"\ntasks of {kind}; the first two:")
+    for task in islice(source.train(), 2):
+        console.print(f"- {task.task_id}: prompt {task.prompt!r}\n  fields {dict(task.fields)!r}", markup=False)
+    return 0
+
+
+def run_env_check(factory: str, pairs: list[str], max_turns: int, timeout_s: float, console: Console) -> int:
+    """Play it with a scripted agent; 1 if something is wrong, else 0."""
+    limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s)
+    findings: list[Finding] = asyncio.run(
+        check_environment(EnvConfig(factory=factory, args=parse_args(pairs), episode=limits))
+    )
+    table = Table("check", "verdict", "what was found")
+    for finding in findings:
+        table.add_row(finding.name, _MARK[finding.is_good], finding.found.replace("[", r"\["))
+    console.print(table)
+    bad = [finding.name for finding in findings if finding.is_good is False]
+    console.print(f"{len(bad)} of {len(findings)} checks failed" if bad else "no check failed")
+    return int(bool(bad))
+
+
+def run_env_play(factory: str, pairs: list[str], ask: Callable[[], str], console: Console) -> int:
+    """Play one episode by hand; an empty line, or the end of the input, ends it."""
+    config = EnvConfig(factory=factory, args=parse_args(pairs))
+    source = load_task_source(config, 0)
+    if not isinstance(source, EnvironmentSource):
+        raise ConfigError(
+            [f"env.factory={factory!r} has tasks of a single turn: there is nothing to play. See `penstock env show`."]
+        )
+    task = next(named_tasks(source, MAIN, source.train()))
+    return asyncio.run(_play(config, task, ask, console))
+
+
+async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: Console) -> int:
+    host = EpisodeHost(config, 0)
+    try:
+        async with host.open(task) as played:
+            console.print((await played.reset())["content"], markup=False)
+            for turn in range(config.episode.max_turns):
+                text = await asyncio.to_thread(_line, ask)
+                if not text:
+                    return 0
+                reply = await played.step(Action(text, turn=turn))
+                if reply.get("done"):
+                    console.print(f"done: reward {reply['reward']:g} {reply['parts']}", markup=False)
+                    return 0
+                console.print(reply["content"], markup=False)
+            console.print(f"env.episode.max_turns={config.episode.max_turns} turns are over")
+            return 0
+    except TrajectoryError as failure:
+        console.print(f"the environment failed: {failure.detail}", markup=False)
+        return 1
+    finally:
+        await host.close()
+
+
+def _line(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except EOFError:
+        return ""

@@ -1,0 +1,23 @@
+"""What plays the episodes of a run; without an environment in the configuration nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from penstock.envs.episode_host import EpisodeHost
+from penstock.platform.config.schema import RunConfig
+from penstock.rollout.episodes import EpisodeBudget, EpisodePlayer
+from penstock.rollout.tokenizers import TokenCodec
+
+
+@asynccontextmanager
+async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[EpisodePlayer]:
+    """A player whose processes start with the first episode and end with the context."""
+    limits, context = config.env.episode, config.model.max_context_tokens
+    budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context))
+    host = EpisodeHost(config.env, config.seed)
+    try:
+        yield EpisodePlayer(host, codec, budget)
+    finally:
+        await host.close()

@@ -1,0 +1,153 @@
+"""Datasets, gymnasium and reasoning-gym as task sources; the last two need the extra `envs`."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.adapters.gymnasium_env import GymnasiumTasks
+from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, dataset_names, reasoning_gym_reward
+from penstock.envs.adapters.rows import RowTasks
+from penstock.envs.environment import Action, Done, Observation
+
+ROWS = [{"key": f"k{index}", "question": f"{index}+1=", "answer": str(index + 1)} for index in range(100)]
+
+
+def trajectory(text: str) -> Trajectory:
+    return Trajectory(
+        TrajectoryId("0/0"),
+        TaskId("t"),
+        np.array([1], np.int32),
+        np.array([True]),
+        np.zeros(1, np.float32),
+        (Span(0, 1),),
+        "",
+        text,
+        "stop",
+    )
+
+
+def written(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> str:
+    path = folder / f"rows{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_of_a_file_are_tasks_and_the_sides_are_disjoint(tmp_path: Path, suffix: str) -> None:
+    source = RowTasks(0, written(tmp_path, suffix, ROWS), prompt_field="question", id_field="key")
+    held_out = source.held_out(5)
+    trained = list(islice(source.train(), 300))
+    assert not {task.prompt for task in held_out} & {task.prompt for task in trained}
+    assert {task.task_id for task in trained} < {row["key"] for row in ROWS}
+    assert all(task.fields["answer"] == str(int(str(task.prompt).partition("+")[0]) + 1) for task in trained)
+    assert [task.task_id for task in RowTasks(0, written(tmp_path, suffix, ROWS), prompt_field="question").held_out(3)]
+
+
+def test_rows_of_a_function_become_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rows.py").write_text("def rows():\n    return [{'prompt': str(i)} for i in range(50)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = next(RowTasks(0, rows="my_rows:rows", system="Be brief.").train())
+    assert [message["role"] for message in task.prompt] == ["system", "user"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (ROWS, {"prompt_field": "questoin"}, "row 0 of .* has no field 'questoin'.*Did you mean 'question'"),
+        (
+            [*ROWS, {"question": "?"}],
+            {"prompt_field": "question", "required_fields": ["answer"]},
+            "row 100 of .*'answer'",
+        ),
+        ([*ROWS, ROWS[3]], {"prompt_field": "question", "id_field": "key"}, "1 ids of .* more than once, e.g. 'k3'"),
+        ([], {}, "has no rows"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, rows: list[Any], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        next(RowTasks(0, written(tmp_path, ".jsonl", rows), **settings).train())
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        next(RowTasks(0, str(tmp_path / "none.jsonl")).train())
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1"}\n{oops\n')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2 is not JSON"):
+        next(RowTasks(0, str(tmp_path / "bad.jsonl")).train())
+    (tmp_path / "bad.parquet").write_text("oops")
+    with pytest.raises(ConfigError, match=r"bad\.parquet is no Parquet file"):
+        next(RowTasks(0, str(tmp_path / "bad.parquet")).train())
+    with pytest.raises(ValueError, match="exactly one of the two"):
+        RowTasks(0)
+
+
+WALK = {"kwargs": {"render_mode": "ansi", "is_slippery": False}, "action_names": ["left", "down", "right", "up"]}
+
+
+def test_a_gymnasium_environment_is_played_by_words() -> None:
+    pytest.importorskip("gymnasium", reason="needs the extra `envs`")
+    source = GymnasiumTasks(0, "FrozenLake-v1", **WALK)  # type: ignore[arg-type]
+    task = next(source.train())
+    environment = source.environment()
+    opening = environment.reset(task)
+    assert isinstance(opening, Observation)
+    assert "Actions: left, down, right, up." in opening.messages[0]["content"]
+    lost = environment.step(Action("I would rather not"))
+    assert isinstance(lost, Observation)
+    assert lost.counts == {"no_action": 1.0}
+    for word in ["down", "down", "right", "right", "down", "right"]:  # the way over the 4x4 map without holes
+        reply = environment.step(Action(f"I go {word}."))
+    assert reply == Done(1.0)
+    environment.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"id": "FrozenLaek-v1"}, "gymnasium cannot make it"),
+        ({"id": "FrozenLake-v1", "action_names": ["left"]}, "action_names has 1 names, the environment has 4"),
+        ({"id": "Pendulum-v1"}, "a policy writes Discrete or Text only"),
+    ],
+)
+def test_what_gymnasium_cannot_play_is_said(settings: dict[str, Any], message: str) -> None:
+    pytest.importorskip("gymnasium", reason="needs the extra `envs`")
+    with pytest.raises(ValueError, match=message):
+        GymnasiumTasks(0, **settings)
+
+
+def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
+    pytest.importorskip("reasoning_gym", reason="needs the extra `envs`")
+    source = ReasoningGymTasks(0, "chain_sum", {"min_terms": 2, "max_terms": 3})
+    held_out = {str(task.prompt) for task in source.held_out(20)}
+    for task in islice(source.train(), 50):
+        assert str(task.prompt) not in held_out
+        assert reasoning_gym_reward(trajectory(source.gold_response(task)), **task.fields) == 1.0
+        assert reasoning_gym_reward(trajectory("I do not know"), **task.fields) == 0.0
+    assert len(dataset_names()) > 90
+    with pytest.raises(ValueError, match=r"'chian_sum' is none of the \d+ of reasoning-gym. Did you mean 'chain_sum'"):
+        ReasoningGymTasks(0, "chian_sum")
+
+
+def test_without_the_extra_the_command_that_installs_it_is_said() -> None:
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"pip install 'penstock\[envs\]'"):
+            GymnasiumTasks(0, "FrozenLake-v1")
+    else:
+        pytest.skip("gymnasium is installed")

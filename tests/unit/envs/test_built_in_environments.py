@@ -1,0 +1,138 @@
+"""The built-in multi-turn and generated tasks: gold gets full reward, garbage does not, splits are disjoint."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.ids import TrajectoryId
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.calculator import CalculatorTasks
+from penstock.envs.countdown import CountdownTasks, countdown_reward, solves
+from penstock.envs.countdown_expressions import evaluate
+from penstock.envs.environment import Action, Done
+from penstock.envs.episode_child import call_environment
+from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.guessing import GuessingGame
+
+SOURCES: list[Callable[[int], GeneratedTasks]] = [
+    lambda seed: GuessingGame(seed, 100, 7),
+    lambda seed: GuessingGame(seed, 1000, 3, chat=True),
+    CalculatorTasks,
+    CountdownTasks,
+    lambda seed: CountdownTasks(seed, 3, 9, 30, chat=False),
+]
+
+
+@pytest.mark.parametrize("make", SOURCES)
+def test_tasks_are_the_same_for_the_same_seed_and_held_out_ones_for_every_seed(
+    make: Callable[[int], GeneratedTasks],
+) -> None:
+    first, again, other = (list(islice(make(seed).train(), 50)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    assert make(0).held_out(5) == make(1).held_out(5)
+    held_out = {repr((task.prompt, task.fields)) for task in make(0).held_out(5)}
+    assert len(held_out) == 5
+    assert not held_out & {repr((task.prompt, task.fields)) for task in islice(make(3).train(), 2000)}
+
+
+def test_too_few_held_out_tasks_are_said_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match=r"GuessingGame drew \d different held-out tasks, 50 were asked for"):
+        GuessingGame(0, 30).held_out(50)
+
+
+def test_a_draw_without_a_prompt_is_said() -> None:
+    class Mine(GeneratedTasks):
+        def draw(self, rng: random.Random) -> dict[str, Any]:
+            return {"question": "?"}
+
+    with pytest.raises(ValueError, match=r"Mine.draw\(rng\) gave keys \['question'\]; expected a dict with 'prompt'"):
+        next(Mine(0).train())
+
+
+@pytest.mark.parametrize("source", [GuessingGame(0, 100, 7), GuessingGame(0, 100, 2), CalculatorTasks(0)])
+async def test_gold_actions_get_full_reward_and_garbage_none(source: GuessingGame | CalculatorTasks) -> None:
+    for task in islice(source.train(), 50):
+        assert await played(source, task, source.gold_actions(task)) == 1.0
+        assert await played(source, task, ["no", "garbage"] * 5) == 0.0
+
+
+async def played(source: Any, task: Task, actions: list[str]) -> object:
+    environment = source.environment()
+    await call_environment(environment, "reset", task)
+    for turn, text in enumerate(actions):
+        reply = await call_environment(environment, "step", Action(text, turn=turn))
+        if isinstance(reply, Done):
+            return reply.reward
+    return None
+
+
+def random_tree(rng: random.Random, depth: int) -> tuple[str, Fraction | None]:
+    """An expression with minimal parentheses nowhere, and its value by Python; None where it divides by zero."""
+    if depth == 0 or rng.random() < 0.2:
+        number = rng.randint(0, 20)
+        return str(number), Fraction(number)
+    (left, a), (right, b), sign = random_tree(rng, depth - 1), random_tree(rng, depth - 1), rng.choice("+-*/")
+    if a is None or b is None or (sign == "/" and b == 0):
+        return f"({left}{sign}{right})", None
+    return f"({left} {sign} {right})", {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else None}[sign]
+
+
+def test_the_evaluator_agrees_with_fractions_on_a_thousand_trees_and_with_python_on_precedence() -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        text, value = random_tree(rng, 3)
+        if value is None:
+            with pytest.raises(ValueError, match="division by zero"):
+                evaluate(text)
+        else:
+            assert evaluate(text).value == value
+        flat = "".join(f"{rng.randint(1, 9)}{rng.choice('+-*')}" for _ in range(5)) + "7"
+        assert evaluate(flat).value == eval(flat)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1+", "(1", "1)", "2**3", "1 2", "x", "__import__('os')", "1//2", "9" * 201, "(" * 150]
+)
+def test_what_is_no_expression_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        evaluate(text)
+
+
+@pytest.mark.parametrize(
+    ("expression", "is_right"),
+    [("(1+2)*3", True), ("3*2+1*3", False), ("1+2+3+3", False), ("3*3", False), ("9", False), ("3*(2+1)", True)],
+)
+def test_countdown_counts_every_number_once(expression: str, is_right: bool) -> None:
+    assert solves(expression, [1, 2, 3], 9) == is_right
+
+
+@pytest.mark.parametrize("make", SOURCES[3:])
+def test_the_gold_trace_of_countdown_solves_it(make: Callable[[int], CountdownTasks]) -> None:
+    source = make(0)
+    for task in islice(source.train(), 1000):
+        assert countdown_reward(response(task, source.gold_response(task)), **task.fields) == 1.0
+        assert countdown_reward(response(task, "<answer>1+1</answer> garbage"), **task.fields) in {0.0, 1.0}
+        assert countdown_reward(response(task, str(task.fields["target"] * 1000)), **task.fields) == 0.0
+
+
+def response(task: Task, text: str) -> Trajectory:
+    return Trajectory(
+        TrajectoryId("0/0"),
+        task.task_id,
+        np.array([1], np.int32),
+        np.array([True]),
+        np.zeros(1, np.float32),
+        (Span(0, 1),),
+        "",
+        text,
+        "stop",
+    )

@@ -1,0 +1,199 @@
+"""What an environment does wrong costs its own episode and is never a reward; other episodes go on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig, EpisodeConfig, StreamConfig
+from penstock.envs.environment import Action
+from penstock.envs.episode_host import EpisodeHost
+
+ENVIRONMENTS = """
+import asyncio, os, time
+from penstock.envs.environment import Done, Environment, Observation
+from penstock.envs.generated_tasks import GeneratedTasks
+
+class Play(Environment):
+    def __init__(self, greeting):
+        self.greeting = greeting
+
+    async def reset(self, task):
+        self.task = task
+        if task.fields.get("breaks") == "reset":
+            raise RuntimeError("no board")
+        return Observation(self.greeting + task.prompt)
+
+    async def step(self, action):
+        text = action.text
+        if text == "block": time.sleep(60)
+        if text == "spin":
+            while True: pass
+        if text == "sleep": await asyncio.sleep(60)
+        if text == "raise": raise RuntimeError("the board fell")
+        if text == "exit": os._exit(3)
+        if text == "leave": raise SystemExit(2)
+        if text == "end": return Done({"won": 1, "tidy": 0.5}, {"moves": 2})
+        if text == "huge": return Observation("x" * (2 << 20))
+        bad = {"none": None, "word": "text", "nan": Done(float("nan")), "count": Observation("", counts={"a": "b"}),
+               "role": Observation("", "assistant"), "content": Observation([{"role": "user"}])}
+        return bad[text] if text in bad else Observation(f"{action.turn}:{text}", "tool", 0.25, {"moves": 1})
+
+class Plain(Play):
+    def reset(self, task): return Observation([{"role": "user", "content": task.prompt}])
+    def step(self, action): return Done(1.0)
+
+class Tasks(GeneratedTasks):
+    kind, greeting = Play, "hello "
+    def draw(self, rng): return {"prompt": str(rng.random())}
+    def environment(self): return self.kind(self.greeting)
+
+class Others(Tasks):
+    kind = Plain
+"""
+
+
+@pytest.fixture
+def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    (tmp_path / "planted_envs.py").write_text(ENVIRONMENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    @asynccontextmanager
+    async def opened(timeout_s: float = 20.0, factory: str = "planted_envs:Tasks") -> AsyncIterator[EpisodeHost]:
+        streams = {"other": StreamConfig(factory="planted_envs:Others")}
+        limits = EpisodeConfig(timeout_s=timeout_s)
+        host = EpisodeHost(EnvConfig(factory=factory, streams=streams, episode=limits), 0)
+        try:
+            yield host
+        finally:
+            await host.close()
+
+    return opened
+
+
+def task(environment: str = "", **fields: object) -> Task:
+    return Task(TaskId("t/0"), "world", fields, environment)
+
+
+async def test_an_episode_is_played_and_every_stream_has_its_own_environment(make_host: Callable[..., Any]) -> None:
+    async with make_host() as host:
+        async with host.open(task()) as played:
+            assert (await played.reset())["content"] == "hello world"
+            reply = await played.step(Action("left", turn=3))
+            assert (reply["content"], reply["role"], reply["reward"]) == ("3:left", "tool", 0.25)
+            assert reply["counts"] == {"moves": 1}
+            reply = await played.step(Action("end"))
+            assert (reply["done"], reply["reward"], reply["parts"]) == (True, 1.5, {"won": 1.0, "tidy": 0.5})
+        async with host.open(task("other")) as played:
+            assert (await played.reset())["content"] == [{"role": "user", "content": "world"}]
+            assert (await played.step(Action("")))["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise", "RuntimeError: the board fell"),
+        ("leave", "SystemExit: 2"),
+        ("none", "step returned None of type NoneType; expected Observation or Done"),
+        ("word", "step returned 'text' of type str; expected Observation or Done"),
+        ("nan", "step returned Done with reward nan; expected a finite number"),
+        ("count", "with counts a dict with a='b' of type str"),
+        ("role", "role 'assistant'.*expected one of user, tool, system"),
+        ("content", "expected one of user, tool, system, and text or messages"),
+        ("huge", "an observation of 2.* bytes; at most 1048576 fit"),
+        ("exit", "its process ended with exit code 3"),
+    ],
+)
+async def test_what_goes_wrong_in_a_step_is_an_env_failure(
+    make_host: Callable[..., Any], text: str, message: str
+) -> None:
+    async with make_host() as host:
+        async with host.open(task()) as played:
+            await played.reset()
+            with pytest.raises(TrajectoryError, match=rf"(?s)step of t/0: .*{message}") as caught:
+                await played.step(Action(text))
+            assert caught.value.kind == "env"
+        async with host.open(task()) as played:
+            assert (await played.reset())["content"] == "hello world"
+
+
+async def test_a_reset_that_raises_is_an_env_failure(make_host: Callable[..., Any]) -> None:
+    async with make_host() as host, host.open(task(breaks="reset")) as played:
+        with pytest.raises(TrajectoryError, match=r"(?s)reset of t/0: .*no board"):
+            await played.reset()
+
+
+@pytest.mark.parametrize("text", ["block", "spin"])
+async def test_a_hang_costs_its_own_episode_and_the_process_only_when_the_others_have_ended(
+    make_host: Callable[..., Any], text: str
+) -> None:
+    async with make_host(timeout_s=2.0) as host, host.open(task()) as bystander:
+        await bystander.reset()
+        (first,) = host.pids
+        async with host.open(task()) as played:
+            await played.reset()
+            with pytest.raises(TrajectoryError, match=r"timed out after 2 s \(env.episode.timeout_s\)"):
+                await played.step(Action(text))
+        assert (await bystander.step(Action("still here")))["content"] == "0:still here"
+        async with host.open(task()) as newcomer:
+            await newcomer.reset()
+            assert len(host.pids) == 2, "new episodes go to a fresh process"
+        await bystander.step(Action("end"))
+        assert first in host.pids
+    assert host.pids == []
+
+
+async def test_the_process_of_a_hang_is_killed_when_it_has_no_other_episode(make_host: Callable[..., Any]) -> None:
+    async with make_host(timeout_s=0.5) as host:
+        with contextlib.suppress(TrajectoryError):
+            async with host.open(task()) as played:
+                await played.reset()
+                await played.step(Action("block"))
+        await eventually(lambda: host.pids == [])
+
+
+async def test_an_asynchronous_hang_is_cancelled_and_the_process_stays(make_host: Callable[..., Any]) -> None:
+    async with make_host(timeout_s=1.0) as host:
+        async with host.open(task()) as played:
+            await played.reset()
+            before = host.pids
+            with pytest.raises(TrajectoryError, match="timed out after 1 s"):
+                await played.step(Action("sleep"))
+        await asyncio.sleep(0.3)
+        async with host.open(task()) as played:
+            await played.reset()
+        assert host.pids == before
+
+
+async def test_two_hundred_episodes_at_a_time_do_not_mix(make_host: Callable[..., Any]) -> None:
+    async def play(index: int) -> list[str]:
+        async with host.open(Task(TaskId(f"t/{index}"), str(index), {}, "")) as played:
+            said = [(await played.reset())["content"]]
+            said += [(await played.step(Action(f"{index}", turn=turn)))["content"] for turn in range(3)]
+        return said
+
+    async with make_host() as host:
+        for index, said in enumerate(await asyncio.gather(*(play(index) for index in range(200)))):
+            assert said == [f"hello {index}", f"0:{index}", f"1:{index}", f"2:{index}"]
+
+
+async def test_an_environment_that_does_not_load_stops_the_run(make_host: Callable[..., Any]) -> None:
+    async with make_host(factory="planted_envs:Tsks") as host:
+        with pytest.raises(ConfigError, match=r"has no attribute 'Tsks'\. Did you mean 'Tasks'"):
+            async with host.open(task()):
+                pass
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - processes have no events
+            await asyncio.sleep(0.02)

@@ -1,0 +1,48 @@
+"""The code of the guides is written to a folder and checked as a user would check it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import RewardConfig
+from penstock.envs.scoring import RewardRunner
+from tests.unit.envs.test_adapters import trajectory
+
+GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    written = 0
+    for guide in GUIDES.glob("*.md"):
+        for name, code in PYTHON.findall(guide.read_text()):
+            (tmp_path / name).write_text(code)
+            written += 1
+    assert written == 4
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["my_env:Echo"], ["my_tools:Products"], ["dataset", "rows=my_rows:rows"]])
+def test_the_environments_of_the_guides_pass_their_check(folder: Path, words: list[str]) -> None:
+    from penstock.platform.cli import app
+
+    result = CliRunner().invoke(app, ["env", "check", *words], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "no check failed" in result.output
+
+
+async def test_the_reward_of_the_guide_scores(folder: Path) -> None:
+    runner = RewardRunner(RewardConfig(fn="my_reward:correct"))
+    try:
+        score = await runner.score(Task(TaskId("t"), "1+1=", {"answer": "2"}), trajectory("1+1+0=2;2"))
+    finally:
+        await runner.shutdown()
+    assert (score.reward, score.parts) == (1.1, {"right": 1.0, "short": 0.1})

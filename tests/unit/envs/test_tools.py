@@ -1,0 +1,131 @@
+"""What the model gets wrong about a tool is said to it and counted; it never ends the episode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.environment import Action, Done, Observation
+from penstock.envs.tool_environment import ToolEnvironment
+from penstock.envs.tools import Toolbox, ToolCall, parse_calls
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def search(words: list[str]) -> dict[str, int]:
+    return {word: len(word) for word in words}
+
+
+def fails() -> None:
+    raise KeyError("shelf")
+
+
+def sleeps() -> None:
+    time.sleep(0.5)
+
+
+BOX = Toolbox([add, search, fails, sleeps], timeout_s=0.2)
+
+
+def test_the_schema_comes_from_the_signature() -> None:
+    assert BOX.schemas()[0] == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 1}},
+                "required": ["a"],
+            },
+        },
+    }
+    assert BOX.schemas()[1]["function"]["parameters"]["properties"]["words"] == {
+        "type": "array",
+        "items": {"type": "string"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "said"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', "ok", "5"),
+        ('I think\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call> so', "ok", "3"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 2}}', "ok", "3"),
+        ('<tool_call>{"name": "search", "arguments": {"words": ["né"]}}</tool_call>', "ok", '{"n\\u00e9": 2}'),
+        ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "unknown_tool", "Did you mean 'add'"),
+        ("<tool_call>add(1, 2)</tool_call>", "bad_json", "not JSON"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "bad_json", "no name"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "bad_json", "arguments is a list"),
+        ('<tool_call>{"name": "add", "arguments": {"a": "x"}}</tool_call>', "bad_arguments", "a: Input should be"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1, "c": 2}}</tool_call>', "bad_arguments", "c: Extra inputs"),
+        ('<tool_call>{"name": "fails"}</tool_call>', "error", "KeyError: 'shelf'"),
+        ('<tool_call>{"name": "sleeps"}</tool_call>', "timeout", "took longer than 0.2 s"),
+        ("<tool_call>" + "[" * 5000, "bad_json", "not JSON"),
+    ],
+)
+async def test_every_call_has_an_outcome(text: str, outcome: str, said: str) -> None:
+    (call,) = parse_calls(text)
+    result = await BOX.run(call)
+    assert result.outcome == outcome
+    assert said in result.text
+
+
+def test_text_without_a_call_has_none_and_several_keep_their_order() -> None:
+    assert parse_calls("the tool_call is add(1)") == []
+    calls = parse_calls('<tool_call>{"name":"a"}</tool_call><tool_call>{"name":"b"}</tool_call>')
+    assert calls == [ToolCall("a", {}), ToolCall("b", {})]
+
+
+def test_a_tool_that_cannot_be_described_is_refused() -> None:
+    def untyped(a) -> None: ...  # type: ignore[no-untyped-def]
+
+    def many(*numbers: int) -> None: ...
+
+    with pytest.raises(TypeError, match=r"tool untyped\(a\).*'a' has no type hint"):
+        Toolbox([untyped])
+    with pytest.raises(TypeError, match="cannot be named in a call"):
+        Toolbox([many])
+    with pytest.raises(TypeError, match="two tools are called 'add'"):
+        Toolbox([add, add])
+
+
+class Sums(ToolEnvironment):
+    tools = (add, fails)
+    max_calls_per_turn = 2
+
+    def score(self, task: Task, answer: str) -> dict[str, float]:
+        return {"right": float(answer == task.fields["answer"])}
+
+
+def test_tools_are_described_in_the_system_message() -> None:
+    user = {"role": "user", "content": "2+3?"}
+    said = Sums().reset(Task(TaskId("t"), [user])).messages
+    assert [message["role"] for message in said] == ["system", "user"]
+    assert '"name": "add"' in said[0]["content"]
+    said = Sums().reset(Task(TaskId("t"), [{"role": "system", "content": "Be brief."}, user])).messages
+    assert said[0]["content"].startswith("Be brief.\n\nYou may call")
+    assert said[1:] == [user]
+
+
+async def test_results_are_tool_messages_errors_are_counted_and_the_answer_is_scored() -> None:
+    environment = Sums()
+    environment.reset(Task(TaskId("t"), [{"role": "user", "content": "2+3?"}], {"answer": "5"}))
+    calls = ['{"name": "add", "arguments": {"a": 2, "b": 3}}', '{"name": "fails"}', '{"name": "add"}']
+    said = await environment.step(Action("".join(f"<tool_call>{call}</tool_call>" for call in calls)))
+    assert isinstance(said, Observation)
+    assert [message["content"] for message in said.messages] == [
+        "5",
+        "error: KeyError: 'shelf'",
+        "error: 1 more calls were ignored; 2 fit",
+    ]
+    assert said.counts == {"tool_calls": 3.0, "tool_errors": 1.0, "tool_error": 1.0}
+    assert await environment.step(Action("5")) == Done({"right": 1.0})
+    await asyncio.sleep(0)

@@ -1,0 +1,112 @@
+"""`penstock env`: an environment is looked at and played without a model; what is wrong with it is a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from penstock.platform.cli import app
+from penstock.platform.cli_env import run_env_play
+
+PLANTED = """
+import time, random
+from penstock.envs.environment import Done, Environment, Observation
+from penstock.envs.generated_tasks import GeneratedTasks
+
+class Tasks(GeneratedTasks):
+    def draw(self, rng): return {"prompt": str(rng.random())}
+    def environment(self): return self.kind()
+    def gold_actions(self, task): return ["right"]
+
+class GoodEpisode(Environment):
+    def step(self, action): return Done(float(action.text == "right"))
+class Good(Tasks): kind = GoodEpisode
+
+class HangingEpisode(Environment):
+    def step(self, action): time.sleep(60)
+class Hanging(Tasks): kind = HangingEpisode
+
+class RaisingEpisode(Environment):
+    def step(self, action): return Done(1.0 / len(action.text))
+class Raising(Tasks): kind = RaisingEpisode
+
+class GenerousEpisode(Environment):
+    def step(self, action): return Done(1.0)
+class Generous(Tasks): kind = GenerousEpisode
+
+class MiserlyEpisode(Environment):
+    def step(self, action): return Done(0.0)
+class Miserly(Tasks): kind = MiserlyEpisode
+
+class RandomEpisode(Environment):
+    def step(self, action): return Observation(str(random.random()))
+class Random(Tasks): kind = RandomEpisode
+"""
+
+
+@pytest.fixture(autouse=True)
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checked_envs.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["env", *words], env={"COLUMNS": "300"})
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "found"),
+    [
+        ("Good", 0, "no check failed"),
+        ("Hanging", 1, "timed out after 0.5 s"),
+        ("Raising", 1, "ZeroDivisionError"),
+        ("Generous", 1, "at most 1"),
+        ("Miserly", 1, "ended with reward 0 for ['right']"),
+        ("Random", 1, "the second episode differs"),
+    ],
+)
+def test_check_finds_what_is_wrong(name: str, code: int, found: str) -> None:
+    exit_code, output = invoke("check", f"checked_envs:{name}", "--timeout-s", "0.5" if name == "Hanging" else "20")
+    assert found in output
+    assert exit_code == code
+
+
+@pytest.mark.parametrize("words", [["guessing", "high=100"], ["calculator"], ["countdown"], ["arithmetic", "digits=2"]])
+def test_what_is_built_in_passes(words: list[str]) -> None:
+    exit_code, output = invoke("check", *words)
+    assert exit_code == 0, output
+
+
+def test_list_and_show_say_what_there_is() -> None:
+    assert "penstock.envs.guessing:GuessingGame" in invoke("list")[1]
+    exit_code, output = invoke("show", "guessing", "high=50")
+    assert exit_code == 0
+    assert "tasks of several turns" in output
+    assert "?1-50" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "gessing"], "Did you mean 'guessing'?"),
+        (["show", "guessing", "hihg=3"], "Did you mean 'high'?"),
+        (["show", "guessing", "high=1"], "high=1 is outside 2..1000000"),
+        (["show", "guessing", "high"], "'high' is no KEY=VALUE"),
+        (["play", "arithmetic"], "tasks of a single turn"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], said: str) -> None:
+    exit_code, output = invoke(*words)
+    assert exit_code == 2
+    assert said in output
+
+
+def test_play_shows_what_the_environment_says() -> None:
+    console = Console(record=True, width=200)
+    answers = iter(["9", "right", ""])
+    assert run_env_play("checked_envs:Good", [], lambda: next(answers), console) == 0
+    assert "done: reward 0" in console.export_text()

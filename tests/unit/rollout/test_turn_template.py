@@ -1,0 +1,76 @@
+"""Observations are rendered once, from the end of the answer before them; templates that cannot do that are named."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError
+from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.turn_template import TurnTemplate
+from tests.chat_tokenizers import chat_tokenizer
+
+TOOL = [{"role": "tool", "content": "4"}]
+
+
+def with_template(template: str) -> TokenCodec:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = template
+    return TokenCodec(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "expected"),
+    [
+        ("chatml", "<|im_end|>", "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"),
+        ("chatml", "", "<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"),
+        ("chatml", "<|eot_id|>", "<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"),
+        ("llama", "<|eot_id|>", "<|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>"),
+        ("llama", "", "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>"),
+    ],
+)
+def test_the_end_of_a_turn_stands_there_exactly_once(template: str, end: str, expected: str) -> None:
+    header = {"chatml": "<|im_start|>assistant\n", "llama": "<|start_header_id|>assistant<|end_header_id|>\n\n"}
+    assert TurnTemplate(chat_tokenizer(template)).between(TOOL, end) == expected + header[template]
+
+
+def test_plain_observations_are_written_as_they_are() -> None:
+    codec = TokenCodec(character_tokenizer())
+    assert codec.decode(codec.encode_observation("<7", last_token=1)) == "<7"
+    assert codec.encode_observation("", last_token=1) == ()
+
+
+def test_a_template_without_a_generation_prompt_is_refused() -> None:
+    codec = with_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+    with pytest.raises(ConfigError, match=r"no generation prompt.*an answer begins behind '<\|im_start\|>assistant"):
+        codec.encode_prompt([{"role": "user", "content": "?"}])
+
+
+def test_a_template_whose_generation_prompt_is_the_end_of_the_question_is_fine() -> None:
+    codec = with_template(
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
+        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+    )
+    assert codec.decode(codec.encode_prompt([{"role": "user", "content": "?"}])) == "[INST] ? [/INST]"
+    assert codec.turn_template.between(TOOL, "</s>") == "[INST] 4 [/INST]"
+
+
+def test_a_template_that_drops_earlier_answers_cannot_place_an_observation() -> None:
+    codec = with_template(
+        "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(ConfigError, match="renders an assistant message 0 times where another follows"):
+        codec.encode_observation(TOOL, last_token=2)
+
+
+def test_a_template_that_refuses_a_role_is_quoted() -> None:
+    codec = with_template(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    with pytest.raises(
+        ConfigError, match=r"refuses messages with roles \['user', 'assistant', 'tool'\].*no tools here"
+    ):
+        codec.encode_observation(TOOL, last_token=2)
