@@ -104,6 +104,38 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
         "wall_clock",
     ),
     _case(
+        "hides memory in files without a name",
+        """
+        import os
+        held = []
+        try:
+            while len(held) < 20:
+                held.append(os.memfd_create("hoard"))
+                os.write(held[-1], bytes(8 << 20))
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
+    _case(
+        "hides memory in detached segments",
+        """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.shmat.restype = ctypes.c_void_p
+        held = []
+        while len(held) < 4 and (segment := libc.shmget(0, ctypes.c_size_t(40 << 20), 0o1600)) >= 0:
+            held.append(segment)
+            address = ctypes.c_void_p(libc.shmat(segment, None, 0))
+            ctypes.memset(address, 1, 40 << 20)
+            libc.shmdt(address)
+        for segment in held:
+            libc.shmctl(segment, 0, None)
+        if len(held) == 4:
+            print("LEAK")
+        """,
+    ),
+    _case(
         "fills the disk",
         """
         written = 0

@@ -22,6 +22,7 @@ from penstock.envs.sandbox.contract import Limits, Program
 _SOURCE = "program.py"
 _OWN_TASKS = 1  # the cell's first process
 _CANNOT_START = 127
+_MAX_OPEN_FILES = 256  # said in docs/guides/sandbox.md; pipes and sockets hold memory that no process shows
 
 
 def become_program(
@@ -50,6 +51,8 @@ def become_program(
         _limit_resources(limits, is_isolated=is_isolated)
         kernel.set_dumpable(1)
         kernel.drop_privileges()
+        with contextlib.nullcontext() if is_isolated else contextlib.suppress(OSError):  # server.py has tried it
+            kernel.refuse_hidden_memory()
         if program.argv:
             os.execvp(program.argv[0], program.argv)  # noqa: S606  no shell is what we want
         _run_python(program.code or "")
@@ -66,6 +69,7 @@ def _limit_resources(limits: Limits, *, is_isolated: bool) -> None:
     cpu_s = math.ceil(limits.cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits.max_file_bytes, limits.max_file_bytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
     reserved = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes + reserved,) * 2)
     if is_isolated:  # counted per cell; outside one it would count everything that this user runs

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -114,6 +115,21 @@ async def test_the_environment_holds_nothing_of_ours(sandbox: Sandbox, monkeypat
     result = await run(sandbox, "import os; print(sorted(os.environ)); assert os.environ['HOME'] == os.getcwd()")
     names = "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']\n"
     assert (result.stdout, result.stderr) == (names, "")
+
+
+async def test_memory_that_no_process_shows_is_refused_and_open_files_are_few(sandbox: Sandbox) -> None:
+    code = """
+    import ctypes, errno, os, resource
+    libc = ctypes.CDLL(None, use_errno=True)
+    calls = {"memfd_create": (b"x", 0), "shmget": (0, ctypes.c_size_t(4096), 0o1600), "msgget": (0, 0o1600)}
+    for name, arguments in calls.items():
+        assert getattr(libc, name)(*arguments) == -1, name
+        assert ctypes.get_errno() == errno.ENOSYS, name
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 256)
+    print("refused")
+    """
+    result = await run(sandbox, dedent(code))
+    assert (result.stdout, result.stderr) == ("refused\n", "")
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ""])
