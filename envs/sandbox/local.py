@@ -25,6 +25,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.sandbox.cell import LENGTH
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import (
+    FORK_SERVER,
     Limits,
     Program,
     SandboxResult,
@@ -68,7 +69,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.envs.sandbox.server",
+                [sys.executable, "-P", "-m", FORK_SERVER,
                  str(theirs.fileno()), str(os.getpid()), json.dumps(settings)],
                 pass_fds=[theirs.fileno()],
                 env=_environment(),

@@ -19,6 +19,8 @@ from penstock.envs.loading import load_reward
 from penstock.envs.rewards import formats
 from penstock.envs.rewards.python_code import PythonCodeReward, last_code_block
 from penstock.envs.sandbox.config import LimitsConfig, SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResult
+from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
 
 SANDBOX = SandboxConfig(allow_unisolated=True, limits=LimitsConfig(wall_s=3.0))
@@ -75,6 +77,53 @@ async def test_cases_are_judged_from_outside_by_standard_input_and_output(code: 
     response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     cases = [["1 2", "3"], ["4 5\n", "9 \n"], ["1 1", "3"], ["x", "0"]]
     assert await code(trajectory(response), cases=cases) == {"reward": 0.5, "passed": 2}
+
+
+async def test_after_a_case_that_hits_a_limit_no_other_is_run() -> None:
+    sandbox = Recorder(LocalSandbox(SANDBOX))
+    reward = PythonCodeReward(sandbox, Limits(wall_s=0.5), "share")
+    response = "```python\nn = int(input())\nwhile n == 2: pass\nprint(n)\n```"
+    got = await reward(trajectory(response), cases=[["1", "1"], ["0", "1"], ["2", "2"], ["3", "3"], ["4", "4"]])
+    assert got == {"reward": 0.2, "passed": 1}
+    assert sandbox.outcomes == ["exited", "exited", "wall_clock"]
+    await sandbox.close()
+
+
+class Recorder:
+    """Passes programs on to a sandbox and notes how they ended."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self.outcomes: list[str] = []
+
+    async def run(self, program: Program, limits: Limits) -> SandboxResult:
+        result = await self._sandbox.run(program, limits)
+        self.outcomes.append(result.outcome)
+        return result
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+
+async def test_what_programs_in_the_sandbox_use_is_not_the_worker_s() -> None:
+    busy = """```python
+import os, time
+hoard = b"x" * (300 << 20)
+for _ in range(8):
+    if os.fork() == 0:
+        time.sleep(0.6)
+        os._exit(0)
+time.sleep(0.6)
+```"""
+    fn = "penstock.envs.rewards.python_code:PythonCodeReward"
+    sandbox = SANDBOX.model_copy(update={"limits": LimitsConfig(wall_s=20.0)})
+    config = RewardConfig(fn=fn, max_processes=6, max_memory_gib=0.25, timeout_s=60)
+    runner = RewardRunner(config, sandbox)
+    try:
+        score = await runner.score(Task(TaskId("t/0"), "?", {"tests": ["assert len(hoard)"]}), trajectory(busy))
+    finally:
+        await runner.shutdown()
+    assert score.reward == 1.0
 
 
 async def test_all_or_nothing() -> None:

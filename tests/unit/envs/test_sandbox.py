@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs.keeper import how_it_ended
 from penstock.envs.sandbox.config import LimitsConfig, RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import (
     Limits,
@@ -86,6 +87,13 @@ async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> Non
     assert "1 / 0  # here" in failed.stderr
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "penstock" not in failed.stderr
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "signal 35"), (40, "signal 40"), (63, "signal 63")])
+async def test_the_signal_that_killed_a_program_is_named(sandbox: Sandbox, number: int, name: str) -> None:
+    result = await run(sandbox, f"import os; os.kill(os.getpid(), {number})")
+    assert (result.outcome, result.detail) == ("killed", f"by {name}")
+    assert how_it_ended(-number) == f"was killed by {name}"
 
 
 async def test_commands_standard_input_and_files_work(sandbox: Sandbox) -> None:
