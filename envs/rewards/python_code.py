@@ -88,7 +88,8 @@ class PythonCodeReward:
         Args:
             trajectory: Its response holds the code.
             tests: Python statements.
-            cases: Pairs of standard input and expected standard output; blanks at line ends do not count.
+            cases: Pairs of standard input and expected standard output; blanks at line ends and empty
+                lines at the end do not count.
 
         Raises:
             ValueError: If the task has neither.
@@ -137,4 +138,5 @@ def _is_python(language: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    """Without blanks at line ends and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

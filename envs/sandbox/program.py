@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import linecache
 import math
 import os
@@ -97,9 +98,26 @@ def _run_python(code: str) -> NoReturn:
         exit_code = 1
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001  the only way to run them without tearing down the interpreter
-        sys.stdout.flush()
-        sys.stderr.flush()
+    _flush_standard_streams()
+    with contextlib.suppress(BaseException):
+        _let_go_of(main)
+    _flush_standard_streams()  # of what that has printed
     os._exit(exit_code)
+
+
+def _let_go_of(module: ModuleType) -> None:
+    """Forget its names as the interpreter does at its end, so that files that nobody closed are written."""
+    for name in [name for name in module.__dict__ if name != "__builtins__"]:
+        module.__dict__[name] = None
+    gc.collect()
+
+
+def _flush_standard_streams() -> None:
+    """Those of now and those of the beginning: a program may have put others in their places."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(BaseException):
+            if stream is not None:
+                stream.flush()
 
 
 def _exit_code(code: object) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import RewardConfig, RewardPartConfig
-from penstock.envs.contract import RewardContext
+from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
 from penstock.envs.rewards import formats
 from penstock.envs.rewards.python_code import PythonCodeReward, last_code_block
@@ -77,6 +79,14 @@ async def test_cases_are_judged_from_outside_by_standard_input_and_output(code: 
     response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     cases = [["1 2", "3"], ["4 5\n", "9 \n"], ["1 1", "3"], ["x", "0"]]
     assert await code(trajectory(response), cases=cases) == {"reward": 0.5, "passed": 2}
+
+
+async def test_blanks_count_in_front_and_not_at_the_end(code: PythonCodeReward) -> None:
+    response = "```python\nprint(input().replace('/', chr(10)))\n```"
+    right = [["  a/b", "  a\nb"], ["a  /b//", "a\nb"], ["/a", "\na\n\n"]]
+    wrong = [["a/b", "  a\nb"], ["  a/b", "a\nb"], ["/a", "a"], ["a", "\na"], ["a//b", "a\nb"]]
+    assert (await code(trajectory(response), cases=right))["passed"] == 3
+    assert (await code(trajectory(response), cases=wrong))["passed"] == 0
 
 
 async def test_after_a_case_that_hits_a_limit_no_other_is_run() -> None:
@@ -199,6 +209,14 @@ def length(trajectory, scale=1.0, **_): return scale * len(trajectory.response)
 async def judge(trajectory, **_):
     await asyncio.sleep(0)
     return {"tone": 0.5, "truth": 0.25}
+cancelled = []
+async def patient(trajectory, **_):
+    try: await asyncio.sleep(60)
+    except asyncio.CancelledError: cancelled.append("patient"); raise
+async def hasty(trajectory, **_):
+    await asyncio.sleep(0)
+    raise RuntimeError("the judge broke")
+def sudden(trajectory, **_): raise RuntimeError("broke at once")
 def broken(trajectory, **_): return float("nan")
 @pure
 def counted(trajectory, **_):
@@ -248,11 +266,28 @@ async def test_a_part_that_fails_fails_the_sum_by_name(module: str) -> None:
     assert "reward.parts.broken: the reward function returned nan" in failure.detail
 
 
+async def test_a_part_that_fails_ends_the_others_and_synchronous_parts_come_first(
+    module: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    def sum_of(*names: str) -> RewardFunction:
+        return load_reward(RewardConfig(parts={name: RewardPartConfig(fn=f"{module}:{name}") for name in names}))
+
+    with pytest.raises(RuntimeError, match="the judge broke"):
+        await sum_of("patient", "hasty")(trajectory("x"))  # type: ignore[misc]
+    assert importlib.import_module(module).cancelled == ["patient"]
+    with pytest.raises(RuntimeError, match="broke at once"):
+        await sum_of("patient", "sudden")(trajectory("x"))  # type: ignore[misc]
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
+
+
 def test_sums_that_make_no_sense_are_refused(module: str) -> None:
     fn = f"{module}:length"
     wrong = {
         "one reward function, or named parts": RewardConfig(fn=fn, parts={"a": RewardPartConfig(fn=fn)}),
         "reward.fn=None with 0 reward.parts": RewardConfig(),
+        "would reach none of them": RewardConfig(parts={"a": RewardPartConfig(fn=fn)}, args={"scale": 2.0}),
+        "only a sum of reward.parts is normalized": RewardConfig(fn=fn, normalize=True),
         "called 'reward'": RewardConfig(parts={"reward": RewardPartConfig(fn=fn)}),
         "nothing to normalize by": RewardConfig(parts={"a": RewardPartConfig(fn=fn, weight=0)}, normalize=True),
         "the lowest value is above": RewardConfig(parts={"a": RewardPartConfig(fn=fn, clip=(1, 0))}),

@@ -75,6 +75,10 @@ async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> Non
         "import sys; print('é'); sys.stderr.write('warned')": (0, "é\n", "warned"),
         "import atexit; atexit.register(print, 'bye'); print('hello')": (0, "hello\nbye\n", ""),
         "import threading; threading.Thread(target=print, args=('late',)).start()": (0, "late\n", ""),
+        "import io, sys; print('early'); sys.stdout = io.StringIO()": (0, "early\n", ""),
+        "import sys; print('early'); sys.stderr.close(); sys.stdout = None": (0, "early\n", ""),
+        "out = open(1, 'w', closefd=False); out.write('hello')": (0, "hello", ""),
+        "class A:\n def __del__(self): print('gone')\na = A(); a.a = a; b = A()": (0, "gone\ngone\n", ""),
         "if __name__ == '__main__': print(__name__)": (0, "__main__\n", ""),
         "class A: pass\nimport pickle; print(type(pickle.loads(pickle.dumps(A()))).__name__)": (0, "A\n", ""),
     }
