@@ -190,6 +190,36 @@ async def test_a_fork_server_that_was_killed_is_replaced() -> None:
     await sandbox.close()
 
 
+@pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
+async def test_a_cell_that_dies_costs_the_other_programs_nothing(isolate: bool) -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=isolate)
+    await sandbox.start()
+    server, naps = sandbox._server, (f"716.{os.getpid()}", f"717.{os.getpid()}")
+    kept, lost = (asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60))) for nap in naps)
+    await until(lambda: all(nap in processes() for nap in naps))
+    for nap in naps[::-1]:  # the cell of the second is killed, then the first program itself
+        (pid,) = (int(line.split()[0]) for line in processes().splitlines() if line.endswith(f" sleep {nap}"))
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent if nap == naps[1] else pid, signal.SIGKILL)
+        await until(lambda pid=pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
+    assert (await kept).detail == "by SIGKILL"
+    await until(lambda: naps[1] in processes())  # its second attempt
+    assert sandbox._server is server
+    lost.cancel()
+    await sandbox.close()
+
+
+async def test_a_fork_server_that_makes_no_cells_is_replaced() -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=False)
+    await sandbox.start()
+    server = sandbox._server
+    assert server is not None
+    os.kill(server._process.pid, signal.SIGSTOP)
+    assert (await sandbox.run(Program("print('again')"), Limits(wall_s=1.0))).stdout == "again\n"
+    assert sandbox._server is not server
+    await sandbox.close()
+
+
 def test_the_fork_server_dies_with_the_process_that_started_it() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ | path_of_ours())
     assert parent.stdout is not None
@@ -271,7 +301,7 @@ def test_the_configuration_is_in_the_units_it_says_and_chooses_the_sandbox() -> 
 
 
 def processes() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
