@@ -185,6 +185,29 @@ def sandbox_check(
     _exit_with(body)
 
 
+@sandbox.command("serve")
+def sandbox_serve(
+    overrides: Overrides = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="TCP port to listen on.", min=1, max=65535)] = 8080,
+    token_variable: Annotated[
+        str | None, typer.Option(help="Environment variable with the token that clients must send; none asks for none.")
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Run programs for reward workers on other machines (sandbox=remote there), within the limits of `sandbox`."""
+
+    def body() -> int:
+        from penstock.platform.cli_sandbox import run_sandbox_service
+        from penstock.platform.config.load import load_config
+
+        config = load_config("train", overrides or [], config_dir=config_dir, dry_run=True).config.sandbox
+        return run_sandbox_service(config, host, port, token_variable)
+
+    _exit_with(body)
+
+
 @app.command()
 def simulate(
     overrides: Annotated[
