@@ -73,8 +73,8 @@ def run_sandbox_service(config: SandboxConfig, host: str, port: int, token_varia
 async def _try_all(*, isolate: bool) -> tuple[Isolation, list[tuple[HostileCase, Verdict]]]:
     sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True), isolate=isolate)
     try:
-        isolation = await sandbox.start()
         with lay_trap() as trap:
+            isolation = await sandbox.start()
             verdicts = [
                 (case, await try_case(sandbox, case, trap, is_isolated=isolation.is_isolated)) for case in HOSTILE_CASES
             ]
