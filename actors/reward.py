@@ -45,4 +45,6 @@ class RewardActor:
             result = await self._runner.score(task, trajectory)
         except (TrajectoryError, PenstockError) as error:
             result = error
+        except Exception as error:  # noqa: BLE001  a job that is not answered would be waited for for ever
+            result = TrajectoryError("reward", f"{trajectory.trajectory_id}: {type(error).__name__}: {error}")
         self._outbox.send((number, result))

@@ -92,10 +92,15 @@ class ChildProcess(asyncio.Protocol):
 
         Raises:
             ConfigError: If the function does not load, or not in time.
+            OSError: If the machine has no process, memory, file or disk space left for it.
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = self._spawn(theirs)
+            try:
+                self._process = self._spawn(theirs)
+            except BaseException:
+                ours.close()
+                raise
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         try:
             async with asyncio.timeout(startup_timeout_s):
@@ -148,9 +153,7 @@ class ChildProcess(asyncio.Protocol):
         self._is_closed = True
         if self._transport is not None:
             self._transport.abort()
-        if self._process is None:
-            return "was never started"
-        how = self._end_keeper(self._process)
+        how = "was never started" if self._process is None else self._end_keeper(self._process)
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None

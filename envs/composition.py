@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,13 +79,30 @@ class SyncWeightedSum(WeightedSum):
 
 
 class AsyncWeightedSum(WeightedSum):
-    """A sum of rewards at least one of which is asynchronous; those run at the same time."""
+    """A sum of rewards at least one of which is asynchronous; those run at the same time, after the synchronous.
+
+    The first part that fails ends the others.
+    """
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
-        returned = {name: part.function(trajectory, **fields) for name, part in self._parts.items()}
-        waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
-        values = await asyncio.gather(*waiting.values())
-        return self.combine({**returned, **dict(zip(waiting, values, strict=True))})
+        functions = sorted(
+            ((name, part.function) for name, part in self._parts.items()), key=lambda item: is_async_function(item[1])
+        )
+        returned = {name: function(trajectory, **fields) for name, function in functions}
+        try:
+            async with asyncio.TaskGroup() as group:
+                waiting = {
+                    name: group.create_task(_wait_for(value))
+                    for name, value in returned.items()
+                    if inspect.isawaitable(value)
+                }
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return self.combine({**returned, **{name: task.result() for name, task in waiting.items()}})
+
+
+async def _wait_for(value: Awaitable[object]) -> object:
+    return await value
 
 
 def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> RewardFunction:

@@ -26,6 +26,7 @@ from typing import Any
 
 from penstock.envs import process_tree
 from penstock.envs.sandbox import kernel_calls as kernel
+from penstock.envs.sandbox.contract import FORK_SERVER
 
 _LOOK_EVERY_MS = 50
 _LIFELINE = 0
@@ -56,7 +57,7 @@ def how_it_ended(returncode: int | None) -> str:
     if returncode is None:
         return "did not end"
     if returncode < 0:
-        return f"was killed by {signal.Signals(-returncode).name}"
+        return f"was killed by {process_tree.signal_name(-returncode)}"
     return f"ended with exit code {returncode}"
 
 
@@ -76,13 +77,16 @@ def _become_child(settings: Mapping[str, Any], keeper: int) -> None:
 
 
 def _watch(child: int, settings: Mapping[str, Any]) -> str:
-    """Wait until the child has to end or has ended; why it had to, or nothing."""
+    """Wait until the child has to end or has ended; why it had to, or nothing.
+
+    Programs in the sandbox have limits of their own: they count neither as processes nor as memory of the reward.
+    """
     poll = select.poll()
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(_LIFELINE, select.POLLIN)
     max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
     while not poll.poll(_LOOK_EVERY_MS):
-        members = [child, *process_tree.descendants(child)]
+        members = [child, *process_tree.descendants_outside(child, FORK_SERVER)]
         usage = process_tree.measure(members)
         if len(members) > max_processes:
             return f"was killed: it had {len(members)} processes, more than {section}.max_processes={max_processes}"

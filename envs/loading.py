@@ -55,6 +55,20 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
                 "named parts that are added up. Set one of the two, the other to null or {}."
             ]
         )
+    if config.parts and config.args:
+        raise ConfigError(
+            [
+                f"reward.args={config.args} with {len(config.parts)} reward.parts: it would reach none of them. Move "
+                "it to the part that takes it, reward.parts.<name>.args, and set reward.args={}."
+            ]
+        )
+    if config.fn is not None and config.normalize:
+        raise ConfigError(
+            [
+                f"reward.normalize=true with reward.fn={config.fn!r}: only a sum of reward.parts is normalized. Set "
+                "reward.normalize=false, or make the function a part."
+            ]
+        )
     context = context or RewardContext()
     if config.fn is not None:
         return _load_one(config.fn, config.args, "reward", context)

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,6 +38,15 @@ def descendants(pid: int) -> list[int]:
     found = list(children(pid))
     for child in found:  # grows while it is walked
         found += children(child)
+    return found
+
+
+def descendants_outside(pid: int, module: str) -> list[int]:
+    """The same without those below a process that was started as `python -m module`, which itself counts."""
+    found = list(children(pid))
+    for child in found:  # grows while it is walked
+        if not _runs(child, module):
+            found += children(child)
     return found
 
 
@@ -107,6 +117,22 @@ def children(pid: int) -> Iterator[int]:
     for thread in threads:
         with contextlib.suppress(OSError):
             yield from map(int, (thread / "children").read_bytes().split())
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL`; `signal 40` where there is no name, as for most real-time signals."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def _runs(pid: int, module: str) -> bool:
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(pair == (b"-m", module.encode()) for pair in pairwise(arguments))
 
 
 def _send(pid: int, signum: signal.Signals) -> None:

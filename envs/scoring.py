@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.child_process import ChildProcess, reward_spec
@@ -95,6 +95,7 @@ class RewardRunner:
 
         Raises:
             ConfigError: If the function does not load.
+            TrajectoryError: kind `reward`, if the machine cannot start the process now; the next call tries again.
         """
         if self._process is None:
             await asyncio.shield(self._ensure_starting())
@@ -283,14 +284,20 @@ class RewardRunner:
         process = ChildProcess(reward_spec(self._config, self._sandbox), self._on_reply, self._on_exit)
         try:
             await process.start(self._startup_timeout_s)
-        except BaseException as error:
-            process.kill()
-            if isinstance(error, Exception):
-                self._fail_all(error)
+        except PenstockError as error:
+            self._fail_all(error)
             raise
+        except Exception as error:
+            what = f"{self._config.label}: its process cannot be started: {type(error).__name__}: {error}"
+            failure = TrajectoryError("reward", what)
+            self._fail_all(failure)
+            raise failure from error
+        else:
+            self._process = process
         finally:
             self._starting = None
-        self._process = process
+            if self._process is not process:
+                process.kill()
         self._cache.is_on = process.hello["is_pure"]
         self._pump()
 

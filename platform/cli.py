@@ -15,17 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.dataflow.errors import PenstockError
+from penstock.platform.cli_exit import EXIT_CONFIG, EXIT_SIGNAL, ConfigDir, DryRun, Overrides, exit_with, print_error
+from penstock.platform.cli_groups import GROUPS
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
-    from rich.console import Console
-
     from penstock.platform.config.findings import Command
     from penstock.platform.config.schema import RunConfig
-
-EXIT_FAILED, EXIT_CONFIG, EXIT_SIGNAL = 1, 2, 128
 
 app = typer.Typer(
     name="penstock",
@@ -35,31 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
-app.add_typer(weights, name="weights")
-sweep = typer.Typer(help="Many runs that differ in one thing.", no_args_is_help=True)
-app.add_typer(sweep, name="sweep")
-sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
-app.add_typer(sandbox, name="sandbox")
-environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
-app.add_typer(environments, name="env")
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="experiment=NAME [KEY=VALUE]...",
-        help="Hydra overrides: GROUP=CHOICE or KEY=VALUE, e.g. rollout/engine=torch dataflow.max_staleness=0",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print configuration and placement; start nothing.")]
-Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
-EnvArgs = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
-]
-ConfigDir = Annotated[
-    Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own YAML, in the same groups as conf/.")
-]
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
 
 
 @app.command()
@@ -100,14 +73,14 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
         from penstock.platform.observability.report import write_report
 
         if not run.is_dir():
-            _print_error(
+            print_error(
                 PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise.")
             )
             return EXIT_CONFIG
         typer.echo(write_report(run))
         return 0
 
-    _exit_with(write)
+    exit_with(write)
 
 
 @app.command()
@@ -119,7 +92,7 @@ def doctor() -> None:
 
         return run_doctor()
 
-    _exit_with(check)
+    exit_with(check)
 
 
 @app.command()
@@ -136,106 +109,7 @@ def algorithms(
 
         return run_algorithms(kind, Console())
 
-    _exit_with(body)
-
-
-@sweep.command("staleness")
-def sweep_staleness(
-    overrides: Overrides = None,
-    *,
-    algorithms: Annotated[str, typer.Option(metavar="A,B,…", help="Presets of conf/algorithm.")] = "grpo",
-    staleness: Annotated[str, typer.Option(metavar="0,4,…", help="Bounds: dataflow.max_staleness.")] = "0,4,16",
-    seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds of each cell.")] = "0:1",
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Runs and results.")] = Path("runs/sweep-staleness"),
-    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
-    uncorrected: Annotated[bool, typer.Option(help="Also train as if nothing were stale.")] = True,
-) -> None:
-    """Final accuracy over algorithm x staleness bound: one table, one plot; goes on where it was interrupted."""
-
-    def body() -> int:
-        from rich.console import Console
-
-        from penstock.platform.cli_sweep import run_staleness_sweep
-
-        return run_staleness_sweep(
-            overrides or [],
-            algorithms=algorithms,
-            staleness=staleness,
-            seeds=seeds,
-            folder=folder,
-            cell_timeout_s=cell_timeout_s,
-            with_uncorrected=uncorrected,
-            console=Console(),
-        )
-
-    _exit_with(body)
-
-
-@weights.command("plan")
-def weights_plan(
-    overrides: Overrides = None,
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    config_dir: ConfigDir = None,
-) -> None:
-    """Print bytes per link, lower bound, egress and buckets of one publish; nothing is started."""
-
-    def body() -> int:
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        from penstock.platform.cli_weights import run_weights_plan
-        from penstock.platform.config.load import load_config
-
-        loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
-        return run_weights_plan(loaded.config, as_json=as_json)
-
-    _exit_with(body)
-
-
-@sandbox.command("check")
-def sandbox_check(
-    *,
-    isolate: Annotated[
-        bool, typer.Option("--isolate/--no-isolate", help="Without: what a host gives that allows no isolation.")
-    ] = True,
-) -> None:
-    """Run hostile programs on this machine: which isolation was found, and what it contains. Exit code 1 if not all."""
-
-    def body() -> int:
-        from penstock.platform.cli_sandbox import run_sandbox_check
-
-        return run_sandbox_check(isolate=isolate)
-
-    _exit_with(body)
-
-
-@environments.command("list")
-def env_list() -> None:
-    """List the environments that are built in or installed."""
-    _exit_with(lambda: _env().run_env_list(_console()))
-
-
-@environments.command("show")
-def env_show(factory: Factory, args: EnvArgs = None) -> None:
-    """Print what an environment takes, and its first tasks."""
-    _exit_with(lambda: _env().run_env_show(factory, args or [], _console()))
-
-
-@environments.command("check")
-def env_check(
-    factory: Factory,
-    args: EnvArgs = None,
-    *,
-    max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
-    timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
-) -> None:
-    """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
-    _exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, _console()))
-
-
-@environments.command("play")
-def env_play(factory: Factory, args: EnvArgs = None) -> None:
-    """Play one episode by hand; an empty line ends it."""
-    _exit_with(lambda: _env().run_env_play(factory, args or [], input, _console()))
+    exit_with(body)
 
 
 @app.command()
@@ -263,7 +137,7 @@ def simulate(
 
         return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
 
-    _exit_with(body)
+    exit_with(body)
 
 
 def main() -> None:
@@ -301,7 +175,7 @@ def _run(
         print_warnings(loaded.warnings, Console(stderr=True))
         return _start(start, loaded.config)
 
-    _exit_with(body)
+    exit_with(body)
 
 
 def _start(start: Callable[[RunConfig], int], config: RunConfig) -> int:
@@ -320,39 +194,6 @@ def _start(start: Callable[[RunConfig], int], config: RunConfig) -> int:
             raise
         last_line = (str(error).strip().splitlines() or [""])[-1]
         raise PenstockError(f"{type(error).__name__}: {last_line}\nThe whole traceback is in {trace}.") from error
-
-
-def _exit_with(body: Callable[[], int]) -> None:
-    """Run a command's body; turn what it returns or raises into an exit code and at most one readable error."""
-    try:
-        code = body()
-    except ConfigError as error:
-        _print_error(error)
-        code = EXIT_CONFIG
-    except PenstockError as error:
-        _print_error(error)
-        code = EXIT_FAILED
-    except KeyboardInterrupt:
-        code = EXIT_SIGNAL + 2
-    raise typer.Exit(code)
-
-
-def _print_error(error: PenstockError) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False, soft_wrap=True).print("error:", str(error), style="red", markup=False)
-
-
-def _env() -> ModuleType:
-    from penstock.platform import cli_env
-
-    return cli_env
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
 
 
 def _train(config: RunConfig) -> int:

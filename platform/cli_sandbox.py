@@ -1,17 +1,20 @@
-"""`penstock sandbox check`: run hostile programs on this machine and say which are contained."""
+"""`penstock sandbox check`: what this machine contains. `penstock sandbox serve`: programs of other machines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from rich.console import Console
 from rich.table import Table
 
+from penstock.dataflow.errors import ConfigError
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.hostile import Verdict, lay_trap, try_case
 from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
 from penstock.envs.sandbox.local import Isolation, LocalSandbox
+from penstock.envs.sandbox.service import serve
 
 _WORDS = {True: "[green]contained[/green]", False: "[bold red]NOT CONTAINED[/bold red]", None: "not run"}
 
@@ -42,11 +45,36 @@ def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
     return int(bool(bad))
 
 
+def run_sandbox_service(config: SandboxConfig, host: str, port: int, token_variable: str | None) -> int:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        config: Isolation, slots, and the largest limits that a job may ask for.
+        host: Address to listen on.
+        port: TCP port to listen on.
+        token_variable: Environment variable that holds the token; None asks for none.
+
+    Raises:
+        ConfigError: If the configuration is that of a client, the token is not there, or the host allows no isolation.
+    """
+    if config.remote is not None:
+        raise ConfigError(
+            [f"sandbox.remote.url={config.remote.url}: a service runs programs itself. Use sandbox=local."]
+        )
+    token = None if token_variable is None else os.environ.get(token_variable, "")
+    if token == "":
+        raise ConfigError(
+            [f"--token-variable {token_variable}: this environment variable is not set, or empty. Set it."]
+        )
+    serve(config, host, port, token)
+    return 0
+
+
 async def _try_all(*, isolate: bool) -> tuple[Isolation, list[tuple[HostileCase, Verdict]]]:
     sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True), isolate=isolate)
     try:
-        isolation = await sandbox.start()
         with lay_trap() as trap:
+            isolation = await sandbox.start()
             verdicts = [
                 (case, await try_case(sandbox, case, trap, is_isolated=isolation.is_isolated)) for case in HOSTILE_CASES
             ]

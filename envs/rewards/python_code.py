@@ -42,6 +42,9 @@ class PythonCodeReward:
     is hit fails the tests that had not passed until then. A response without a code block, or whose code fails, scores
     0: that is the policy's fault. A sandbox that does not work fails the trajectory instead.
 
+    A case that hits a limit fails all cases after it too, which are not run: an endless loop costs one `wall_s` however
+    many cases there are, so that it scores 0 instead of exceeding `reward.timeout_s`.
+
     What it does not defend against: code that is written to cheat, from inside the same interpreter, can find the
     harness and report success (it cannot guess the token, but it can look for it). Where that matters give the tests
     as `stdin` / `stdout` pairs, `cases`: each is a program of its own and is judged from outside.
@@ -85,7 +88,8 @@ class PythonCodeReward:
         Args:
             trajectory: Its response holds the code.
             tests: Python statements.
-            cases: Pairs of standard input and expected standard output; blanks at line ends do not count.
+            cases: Pairs of standard input and expected standard output; blanks at line ends and empty
+                lines at the end do not count.
 
         Raises:
             ValueError: If the task has neither.
@@ -98,8 +102,7 @@ class PythonCodeReward:
         passed = 0
         if code is not None:
             passed = await self._run_tests(code, tests) if tests else 0
-            for given, wanted in cases:
-                passed += await self._run_case(code, given, wanted)
+            passed += await self._run_cases(code, cases)
         share = passed / num_tests
         return {"reward": share if self._mode == "share" else float(passed == num_tests), "passed": float(passed)}
 
@@ -114,9 +117,14 @@ class PythonCodeReward:
         passed = re.findall(rf"^{token} passed (\d+)$", result.stdout, re.MULTILINE)
         return len(set(passed) & {str(number) for number in range(len(tests))})
 
-    async def _run_case(self, code: str, given: str, wanted: str) -> bool:
-        result = await self._sandbox.run(Program(code=code, stdin=given.encode()), self._limits)
-        return result.is_ok and _lines(result.stdout) == _lines(wanted)
+    async def _run_cases(self, code: str, cases: Sequence[Sequence[str]]) -> int:
+        passed = 0
+        for given, wanted in cases:
+            result = await self._sandbox.run(Program(code=code, stdin=given.encode()), self._limits)
+            if result.hit_a_limit:
+                break
+            passed += result.is_ok and _lines(result.stdout) == _lines(wanted)
+        return passed
 
 
 def last_code_block(text: str) -> str | None:
@@ -130,4 +138,5 @@ def _is_python(language: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    """Without blanks at line ends and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

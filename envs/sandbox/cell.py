@@ -217,4 +217,4 @@ class _Cell:
             return "exited", "", code
         if -code == signal.SIGXCPU:
             return "cpu_time", f"more than {math.ceil(self._limits.cpu_s)} s of processor time", None
-        return "killed", f"by signal {signal.Signals(-code).name}" if -code < signal.NSIG else f"by {-code}", None
+        return "killed", f"by {process_tree.signal_name(-code)}", None

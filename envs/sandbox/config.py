@@ -52,6 +52,7 @@ class RemoteConfig(BaseModel):
 
     Attributes:
         url: Its address, e.g. `http://sandbox:8080`.
+        token_variable: Environment variable of the reward workers that holds the service's token; None sends none.
         connect_timeout_s: Longest wait for a connection, seconds.
         grace_s: How much longer than the program's own wall-clock limit an answer may take, seconds.
         max_attempts: Tries of one program, the first included.
@@ -63,6 +64,7 @@ class RemoteConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(pattern=r"^https?://")
+    token_variable: str | None = None
     connect_timeout_s: float = Field(default=5.0, gt=0)
     grace_s: float = Field(default=10.0, gt=0)
     max_attempts: int = Field(default=4, ge=1)

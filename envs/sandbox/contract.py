@@ -17,6 +17,8 @@ Outcome = Literal["exited", "killed", "wall_clock", "cpu_time", "memory", "proce
 """`exited`: it ended by itself. `killed`: by a signal that no limit of ours sent. The rest: which limit ended it."""
 
 MAX_SUMMARY_CHARACTERS = 300
+FORK_SERVER = "penstock.envs.sandbox.server"
+"""The module below whose process all programs on this machine run."""
 
 
 class SandboxUnavailableError(PenstockError):
@@ -95,6 +97,11 @@ class SandboxResult:
     @property
     def is_ok(self) -> bool:
         return self.outcome == "exited" and self.exit_code == 0
+
+    @property
+    def hit_a_limit(self) -> bool:
+        """Was it ended by a limit, and not by itself or a signal?"""
+        return self.outcome not in ("exited", "killed")
 
     @property
     def summary(self) -> str:

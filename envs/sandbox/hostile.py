@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResu
 from penstock.envs.sandbox.hostile_cases import LEAK, HostileCase
 
 _MIB = 1 << 20
-_SURVIVOR_WAIT_S = 1.0
+_LOOK_EVERY_S, _MAX_LOOKS, _EMPTY_LOOKS = 0.05, 40, 3
 SMALL_LIMITS = Limits(
-    wall_s=2.0,
+    wall_s=3.0,
     cpu_s=5.0,
     memory_bytes=128 * _MIB,
     max_processes=16,
@@ -91,19 +92,24 @@ async def try_case(sandbox: Sandbox, case: HostileCase, trap: Trap, *, is_isolat
 
 
 async def survives(trap: Trap) -> bool:
-    """Is a process still alive that a program left behind? The dead may need a moment."""
-    waited_s = 0.0
-    while any(trap.nap_s.encode() in line.split(b"\0")[:2] for line in _command_lines()):
-        if waited_s >= _SURVIVOR_WAIT_S:
-            return True
-        waited_s += 0.05
-        await asyncio.sleep(0.05)
-    return False
+    """Is a process still alive that a program left behind? The dead need a moment; one look may miss a birth."""
+    num_empty_looks = 0
+    for _ in range(_MAX_LOOKS):
+        seen = any(trap.nap_s.encode() in line.split(b"\0")[:2] for line in _command_lines())
+        num_empty_looks = 0 if seen else num_empty_looks + 1
+        if num_empty_looks == _EMPTY_LOOKS:
+            return False
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return True
 
 
 @contextmanager
 def lay_trap() -> Iterator[Trap]:
-    """A secret in the environment and in a file, a listening socket, and a name for survivors. Gone afterwards."""
+    """A secret in the environment and in a file, a listening socket, and a name for survivors. Gone afterwards.
+
+    Lay it before the sandbox starts, so that what the sandbox inherits is seen. A process on the host has the secret in
+    the environment that it was started with, which is what `/proc` shows.
+    """
     secret, name = secrets.token_hex(8), "PENSTOCK_SANDBOX_TRAP"
     nap_s = f"{600 + secrets.randbelow(10**6) / 10**6:.6f}"
     with tempfile.TemporaryDirectory(prefix="penstock-trap-") as folder, socket.create_server(("127.0.0.1", 0)) as door:
@@ -111,10 +117,13 @@ def lay_trap() -> Iterator[Trap]:
         file = Path(folder, "secret.txt")
         file.write_text(secret)
         os.environ[name] = secret
+        decoy = subprocess.Popen(["sleep", "3600"], stdin=subprocess.DEVNULL)
         try:
             yield Trap(file, door.getsockname()[1], nap_s)
         finally:
             del os.environ[name]
+            decoy.kill()
+            decoy.wait()
 
 
 def _is_bounded(result: SandboxResult) -> bool:

@@ -82,13 +82,14 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
     _case(
         "memory bomb",
         """
+        import time
         hoard = []
         while True:
-            hoard.append(bytearray(4 << 20))
+            hoard.append(b"x" * (4 << 20))
+            time.sleep(0.01)
         """,
         "memory",
         "exited",
-        "wall_clock",
     ),
     _case(
         "memory bomb in many processes",
@@ -101,7 +102,38 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
         time.sleep(1000)
         """,
         "memory",
-        "wall_clock",
+    ),
+    _case(
+        "hides memory in files without a name",
+        """
+        import os
+        held = []
+        try:
+            while len(held) < 20:
+                held.append(os.memfd_create("hoard"))
+                os.write(held[-1], bytes(8 << 20))
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
+    _case(
+        "hides memory in detached segments",
+        """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.shmat.restype = ctypes.c_void_p
+        held = []
+        while len(held) < 4 and (segment := libc.shmget(0, ctypes.c_size_t(40 << 20), 0o1600)) >= 0:
+            held.append(segment)
+            address = ctypes.c_void_p(libc.shmat(segment, None, 0))
+            ctypes.memset(address, 1, 40 << 20)
+            libc.shmdt(address)
+        for segment in held:
+            libc.shmctl(segment, 0, None)
+        if len(held) == 4:
+            print("LEAK")
+        """,
     ),
     _case(
         "fills the disk",
@@ -149,11 +181,13 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
     _case(
         "leaves a daemon",
         """
-        import os
+        import os, time
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
                 os.execvp("sleep", ["sleep", "$NAP"])
+            os._exit(0)
+        time.sleep(0.3)  # until it is a program of its own
         """,
     ),
     _case(

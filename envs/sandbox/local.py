@@ -1,7 +1,7 @@
 """The sandbox on this machine: a warm fork server in a jail, and one cell per program.
 
-A program's cell ends when its socket closes, so a cancelled `run` ends its program. A fork server that dies is
-replaced.
+A program's cell ends when its socket closes, so a cancelled `run` ends its program. A fork server that dies, or makes
+no cells any more, is replaced; one cell that fails is no reason to end the programs in the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.sandbox.cell import LENGTH
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import (
+    FORK_SERVER,
     Limits,
     Program,
     SandboxResult,
@@ -68,7 +70,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.envs.sandbox.server",
+                [sys.executable, "-P", "-m", FORK_SERVER,
                  str(theirs.fileno()), str(os.getpid()), json.dumps(settings)],
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
@@ -101,6 +103,16 @@ class ForkServer:
                 ours.close()
                 raise
         return ours
+
+    @property
+    def is_alive(self) -> bool:
+        """Is the other end of the control socket open?"""
+        poll = select.poll()
+        try:
+            poll.register(self._control, 0)  # a hang-up is reported unasked
+        except ValueError:  # closed by us
+            return False
+        return not poll.poll(0)
 
     def close(self) -> None:
         """End it with all programs that run. Safe to call again."""
@@ -203,7 +215,8 @@ class LocalSandbox:
                         return await self._run(program, limits, isolation)
                 except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                     problem = f"{type(error).__name__}: {error}"
-                    self._drop(server)
+                    if server is not None and not await _makes_cells(server):
+                        self._drop(server)
         raise SandboxUnavailableError(f"sandbox: a cell did not answer, {_MAX_ATTEMPTS} times in a row: {problem}")
 
     async def close(self) -> None:
@@ -236,6 +249,19 @@ class LocalSandbox:
         if "error" in reply:
             raise SandboxUnavailableError(f"sandbox: the cell could not be made: {reply['error']}")
         return decode_result(reply["result"])
+
+
+async def _makes_cells(server: ForkServer) -> bool:
+    """Try it: a cell whose client leaves before it has sent a job ends at once."""
+    try:
+        with server.open_cell() as connection:
+            connection.settimeout(0)
+            connection.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(_GRACE_S):
+                await asyncio.get_running_loop().sock_recv(connection, 1)
+    except OSError:  # a time-out is one
+        return False
+    return server.is_alive
 
 
 def _environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import linecache
 import math
 import os
@@ -22,6 +23,7 @@ from penstock.envs.sandbox.contract import Limits, Program
 _SOURCE = "program.py"
 _OWN_TASKS = 1  # the cell's first process
 _CANNOT_START = 127
+_MAX_OPEN_FILES = 256  # said in docs/guides/sandbox.md; pipes and sockets hold memory that no process shows
 
 
 def become_program(
@@ -50,6 +52,8 @@ def become_program(
         _limit_resources(limits, is_isolated=is_isolated)
         kernel.set_dumpable(1)
         kernel.drop_privileges()
+        with contextlib.nullcontext() if is_isolated else contextlib.suppress(OSError):  # server.py has tried it
+            kernel.refuse_hidden_memory()
         if program.argv:
             os.execvp(program.argv[0], program.argv)  # noqa: S606  no shell is what we want
         _run_python(program.code or "")
@@ -66,6 +70,7 @@ def _limit_resources(limits: Limits, *, is_isolated: bool) -> None:
     cpu_s = math.ceil(limits.cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limits.max_file_bytes, limits.max_file_bytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
     reserved = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes + reserved,) * 2)
     if is_isolated:  # counted per cell; outside one it would count everything that this user runs
@@ -93,9 +98,26 @@ def _run_python(code: str) -> NoReturn:
         exit_code = 1
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()  # noqa: SLF001  the only way to run them without tearing down the interpreter
-        sys.stdout.flush()
-        sys.stderr.flush()
+    _flush_standard_streams()
+    with contextlib.suppress(BaseException):
+        _let_go_of(main)
+    _flush_standard_streams()  # of what that has printed
     os._exit(exit_code)
+
+
+def _let_go_of(module: ModuleType) -> None:
+    """Forget its names as the interpreter does at its end, so that files that nobody closed are written."""
+    for name in [name for name in module.__dict__ if name != "__builtins__"]:
+        module.__dict__[name] = None
+    gc.collect()
+
+
+def _flush_standard_streams() -> None:
+    """Those of now and those of the beginning: a program may have put others in their places."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(BaseException):
+            if stream is not None:
+                stream.flush()
 
 
 def _exit_code(code: object) -> int:

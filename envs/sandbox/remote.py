@@ -7,6 +7,7 @@ that a service that is down costs each program an instant and not a time-out.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from http import HTTPStatus
 from typing import Any
@@ -106,6 +107,17 @@ class RemoteSandbox:
         if self._session is not None:
             await self._session.close()
 
+    def _headers(self) -> dict[str, str]:
+        variable = self._config.token_variable
+        if variable is None:
+            return {}
+        if not os.environ.get(variable):
+            raise SandboxUnavailableError(
+                f"sandbox.remote.token_variable={variable}: this environment variable is not set here. The service "
+                "would refuse every program. Set it where the reward workers run."
+            )
+        return {"Authorization": f"Bearer {os.environ[variable]}"}
+
     def _backoff_s(self, attempt: int) -> float:
         longest = min(self._config.backoff_s * _BACKOFF_FACTOR ** (attempt - 1), _MAX_BACKOFF_S)
         return longest * random.uniform(0.5, 1.0)
@@ -118,7 +130,7 @@ class RemoteSandbox:
             SandboxUnavailableError: If it refuses the job or does not speak the protocol.
         """
         if self._session is None:
-            self._session = aiohttp.ClientSession()
+            self._session = aiohttp.ClientSession(headers=self._headers())
         timeout = aiohttp.ClientTimeout(
             total=limits.wall_s + self._config.grace_s, sock_connect=self._config.connect_timeout_s
         )

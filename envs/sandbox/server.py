@@ -65,6 +65,8 @@ def _try_isolation(read_only_paths: Sequence[str]) -> str:
                 process_tree.reap_children()
             else:
                 enter_cell(Limits())
+                kernel.drop_privileges()
+                kernel.refuse_hidden_memory()
                 os.write(writer, b"ok")
         except OSError as error:
             os.write(writer, str(error).encode())

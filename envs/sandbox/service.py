@@ -1,20 +1,23 @@
 """A sandbox as an HTTP service: the other side of remote.py, and the definition of its protocol.
 
     POST /run      a job, application/json -> 200 and a result; 400 if it is no job; 503 if the sandbox failed
+                   401 without the token, if the service has one: `Authorization: Bearer TOKEN`
     GET  /health   200 and `{"ok": true}`
 
 A job is `{"code": str | null, "argv": [str], "stdin": base64, "files": {path: base64}, "limits": {...}}`, a result
 `{"outcome", "exit_code", "stdout", "stderr", "wall_s", "detail"}`; the fields are those of `Program`, `Limits` and
-`SandboxResult` in contract.py. Limits above the service's own are cut to them. There is no authentication: whoever
-reaches the port may use the machine's processors, so let only the reward workers reach it.
+`SandboxResult` in contract.py. Limits above the service's own are cut to them. Nothing is encrypted, and without a
+token whoever reaches the port may use the machine's processors: let only the reward workers reach it.
 """
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import asdict
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import (
     Limits,
     Sandbox,
@@ -22,19 +25,43 @@ from penstock.envs.sandbox.contract import (
     decode_job,
     encode_result,
 )
+from penstock.envs.sandbox.local import LocalSandbox
 
+_SHUTDOWN_S = 2.0
 _MAX_JOB_BYTES = 64 << 20
 
 
-def make_service(sandbox: Sandbox, most: Limits) -> web.Application:
+def serve(config: SandboxConfig, host: str, port: int, token: str | None) -> None:
+    """Serve this machine's sandbox until SIGINT or SIGTERM. A client that leaves ends its program.
+
+    Raises:
+        ConfigError: If the host allows no isolation and `sandbox.allow_unisolated` is off.
+        OSError: If the address is in use.
+    """
+    sandbox = LocalSandbox(config)
+
+    async def start(_: web.Application) -> None:
+        await sandbox.start()
+
+    service = make_service(sandbox, config.limits.limits(), token=token)
+    service.on_startup.append(start)
+    web.run_app(service, host=host, port=port, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, access_log=None)
+
+
+def make_service(sandbox: Sandbox, most: Limits, *, token: str | None = None) -> web.Application:
     """The service over `sandbox`, which is closed with it.
 
     Args:
         sandbox: Where programs run.
         most: The largest limits a job may ask for.
+        token: What a client has to know; None asks for nothing.
     """
+    wanted = None if token is None else f"Bearer {token}".encode()
 
     async def run(request: web.Request) -> web.Response:
+        said = request.headers.get(hdrs.AUTHORIZATION, "").encode()
+        if wanted is not None and not hmac.compare_digest(said, wanted):
+            return web.Response(status=401, text="the token is missing or wrong")
         try:
             program, limits = decode_job(await request.json())
             limits = cut_limits(limits, most)
@@ -59,6 +86,14 @@ def make_service(sandbox: Sandbox, most: Limits) -> web.Application:
 
 
 def cut_limits(limits: Limits, most: Limits) -> Limits:
-    """The smaller of each."""
-    allowed = asdict(most)
+    """The smaller of each.
+
+    Raises:
+        ValueError: If one is no positive number, or no integer where it counts something.
+    """
+    allowed, ordinary = asdict(most), asdict(Limits())
+    for name, value in asdict(limits).items():
+        kinds = (int, float) if isinstance(ordinary[name], float) else (int,)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:  # NaN is not
+            raise ValueError(f"limits.{name}={value!r} is no positive {kinds[-1].__name__}")
     return Limits(**{name: min(value, allowed[name]) for name, value in asdict(limits).items()})

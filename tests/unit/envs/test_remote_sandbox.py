@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -11,7 +12,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
-from penstock.envs.sandbox.contract import Limits, Program, SandboxResult, SandboxUnavailableError
+from penstock.envs.sandbox.contract import Limits, Program, SandboxResult, SandboxUnavailableError, encode_job
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.sandbox.remote import CircuitBreaker, RemoteSandbox
 from penstock.envs.sandbox.service import cut_limits, make_service
@@ -152,6 +153,13 @@ async def test_the_service_refuses_nonsense_and_cuts_limits() -> None:
             async with session.post(server.make_url("/run"), json=body) as response:
                 assert response.status == 400, body
                 assert "not a job" in await response.text()
+        job = encode_job(Program("print(1)"), Limits())
+        for name, value in (("wall_s", math.nan), ("wall_s", 0), ("cpu_s", "1"), ("max_processes", -1),
+                            ("memory_bytes", 1.5), ("max_file_bytes", math.inf), ("max_processes", True)):  # fmt: skip
+            body = {**job, "limits": {**job["limits"], name: value}}
+            async with session.post(server.make_url("/run"), json=body) as response:
+                assert response.status == 400, (name, value)
+                assert f"limits.{name}=" in await response.text()
         async with session.get(server.make_url("/health")) as response:
             assert await response.json() == {"ok": True}
         client = RemoteSandbox(RemoteConfig(url=str(server.make_url("/"))), 1)
@@ -159,3 +167,15 @@ async def test_the_service_refuses_nonsense_and_cuts_limits() -> None:
         assert (result.outcome, result.detail) == ("wall_clock", "more than 0.3 s")
         await client.close()
     assert cut_limits(Limits(wall_s=5, max_processes=2), Limits(wall_s=1)) == Limits(wall_s=1, max_processes=2)
+
+
+async def test_a_service_with_a_token_runs_nothing_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True))
+    async with TestServer(make_service(sandbox, Limits(), token="sésame")) as server:
+        url = str(server.make_url("/"))
+        with pytest.raises(SandboxUnavailableError, match="refused a job: HTTP 401: the token is missing or wrong"):
+            await ask(url)
+        with pytest.raises(SandboxUnavailableError, match=r"token_variable=SANDBOX_TOKEN: .* not set here"):
+            await ask(url, token_variable="SANDBOX_TOKEN")
+        monkeypatch.setenv("SANDBOX_TOKEN", "sésame")
+        assert (await ask(url, wall_s=10.0, token_variable="SANDBOX_TOKEN")).stdout == "2\n"

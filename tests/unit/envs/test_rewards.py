@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,11 +16,13 @@ from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import RewardConfig, RewardPartConfig
-from penstock.envs.contract import RewardContext
+from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
 from penstock.envs.rewards import formats
 from penstock.envs.rewards.python_code import PythonCodeReward, last_code_block
 from penstock.envs.sandbox.config import LimitsConfig, SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResult
+from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
 
 SANDBOX = SandboxConfig(allow_unisolated=True, limits=LimitsConfig(wall_s=3.0))
@@ -75,6 +79,61 @@ async def test_cases_are_judged_from_outside_by_standard_input_and_output(code: 
     response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     cases = [["1 2", "3"], ["4 5\n", "9 \n"], ["1 1", "3"], ["x", "0"]]
     assert await code(trajectory(response), cases=cases) == {"reward": 0.5, "passed": 2}
+
+
+async def test_blanks_count_in_front_and_not_at_the_end(code: PythonCodeReward) -> None:
+    response = "```python\nprint(input().replace('/', chr(10)))\n```"
+    right = [["  a/b", "  a\nb"], ["a  /b//", "a\nb"], ["/a", "\na\n\n"]]
+    wrong = [["a/b", "  a\nb"], ["  a/b", "a\nb"], ["/a", "a"], ["a", "\na"], ["a//b", "a\nb"]]
+    assert (await code(trajectory(response), cases=right))["passed"] == 3
+    assert (await code(trajectory(response), cases=wrong))["passed"] == 0
+
+
+async def test_after_a_case_that_hits_a_limit_no_other_is_run() -> None:
+    sandbox = Recorder(LocalSandbox(SANDBOX))
+    reward = PythonCodeReward(sandbox, Limits(wall_s=0.5), "share")
+    response = "```python\nn = int(input())\nwhile n == 2: pass\nprint(n)\n```"
+    got = await reward(trajectory(response), cases=[["1", "1"], ["0", "1"], ["2", "2"], ["3", "3"], ["4", "4"]])
+    assert got == {"reward": 0.2, "passed": 1}
+    assert sandbox.outcomes == ["exited", "exited", "wall_clock"]
+    await sandbox.close()
+
+
+class Recorder:
+    """Passes programs on to a sandbox and notes how they ended."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self.outcomes: list[str] = []
+
+    async def run(self, program: Program, limits: Limits) -> SandboxResult:
+        result = await self._sandbox.run(program, limits)
+        self.outcomes.append(result.outcome)
+        return result
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+
+async def test_what_programs_in_the_sandbox_use_is_not_the_worker_s() -> None:
+    busy = """```python
+import os, time
+hoard = b"x" * (300 << 20)
+for _ in range(8):
+    if os.fork() == 0:
+        time.sleep(0.6)
+        os._exit(0)
+time.sleep(0.6)
+```"""
+    fn = "penstock.envs.rewards.python_code:PythonCodeReward"
+    sandbox = SANDBOX.model_copy(update={"limits": LimitsConfig(wall_s=20.0)})
+    config = RewardConfig(fn=fn, max_processes=6, max_memory_gib=0.25, timeout_s=60)
+    runner = RewardRunner(config, sandbox)
+    try:
+        score = await runner.score(Task(TaskId("t/0"), "?", {"tests": ["assert len(hoard)"]}), trajectory(busy))
+    finally:
+        await runner.shutdown()
+    assert score.reward == 1.0
 
 
 async def test_all_or_nothing() -> None:
@@ -150,6 +209,14 @@ def length(trajectory, scale=1.0, **_): return scale * len(trajectory.response)
 async def judge(trajectory, **_):
     await asyncio.sleep(0)
     return {"tone": 0.5, "truth": 0.25}
+cancelled = []
+async def patient(trajectory, **_):
+    try: await asyncio.sleep(60)
+    except asyncio.CancelledError: cancelled.append("patient"); raise
+async def hasty(trajectory, **_):
+    await asyncio.sleep(0)
+    raise RuntimeError("the judge broke")
+def sudden(trajectory, **_): raise RuntimeError("broke at once")
 def broken(trajectory, **_): return float("nan")
 @pure
 def counted(trajectory, **_):
@@ -199,11 +266,28 @@ async def test_a_part_that_fails_fails_the_sum_by_name(module: str) -> None:
     assert "reward.parts.broken: the reward function returned nan" in failure.detail
 
 
+async def test_a_part_that_fails_ends_the_others_and_synchronous_parts_come_first(
+    module: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    def sum_of(*names: str) -> RewardFunction:
+        return load_reward(RewardConfig(parts={name: RewardPartConfig(fn=f"{module}:{name}") for name in names}))
+
+    with pytest.raises(RuntimeError, match="the judge broke"):
+        await sum_of("patient", "hasty")(trajectory("x"))  # type: ignore[misc]
+    assert importlib.import_module(module).cancelled == ["patient"]
+    with pytest.raises(RuntimeError, match="broke at once"):
+        await sum_of("patient", "sudden")(trajectory("x"))  # type: ignore[misc]
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
+
+
 def test_sums_that_make_no_sense_are_refused(module: str) -> None:
     fn = f"{module}:length"
     wrong = {
         "one reward function, or named parts": RewardConfig(fn=fn, parts={"a": RewardPartConfig(fn=fn)}),
         "reward.fn=None with 0 reward.parts": RewardConfig(),
+        "would reach none of them": RewardConfig(parts={"a": RewardPartConfig(fn=fn)}, args={"scale": 2.0}),
+        "only a sum of reward.parts is normalized": RewardConfig(fn=fn, normalize=True),
         "called 'reward'": RewardConfig(parts={"reward": RewardPartConfig(fn=fn)}),
         "nothing to normalize by": RewardConfig(parts={"a": RewardPartConfig(fn=fn, weight=0)}, normalize=True),
         "the lowest value is above": RewardConfig(parts={"a": RewardPartConfig(fn=fn, clip=(1, 0))}),

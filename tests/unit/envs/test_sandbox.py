@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs.keeper import how_it_ended
 from penstock.envs.sandbox.config import LimitsConfig, RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import (
     Limits,
@@ -73,6 +75,10 @@ async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> Non
         "import sys; print('é'); sys.stderr.write('warned')": (0, "é\n", "warned"),
         "import atexit; atexit.register(print, 'bye'); print('hello')": (0, "hello\nbye\n", ""),
         "import threading; threading.Thread(target=print, args=('late',)).start()": (0, "late\n", ""),
+        "import io, sys; print('early'); sys.stdout = io.StringIO()": (0, "early\n", ""),
+        "import sys; print('early'); sys.stderr.close(); sys.stdout = None": (0, "early\n", ""),
+        "out = open(1, 'w', closefd=False); out.write('hello')": (0, "hello", ""),
+        "class A:\n def __del__(self): print('gone')\na = A(); a.a = a; b = A()": (0, "gone\ngone\n", ""),
         "if __name__ == '__main__': print(__name__)": (0, "__main__\n", ""),
         "class A: pass\nimport pickle; print(type(pickle.loads(pickle.dumps(A()))).__name__)": (0, "A\n", ""),
     }
@@ -85,6 +91,13 @@ async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> Non
     assert "1 / 0  # here" in failed.stderr
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "penstock" not in failed.stderr
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "signal 35"), (40, "signal 40"), (63, "signal 63")])
+async def test_the_signal_that_killed_a_program_is_named(sandbox: Sandbox, number: int, name: str) -> None:
+    result = await run(sandbox, f"import os; os.kill(os.getpid(), {number})")
+    assert (result.outcome, result.detail) == ("killed", f"by {name}")
+    assert how_it_ended(-number) == f"was killed by {name}"
 
 
 async def test_commands_standard_input_and_files_work(sandbox: Sandbox) -> None:
@@ -114,6 +127,21 @@ async def test_the_environment_holds_nothing_of_ours(sandbox: Sandbox, monkeypat
     result = await run(sandbox, "import os; print(sorted(os.environ)); assert os.environ['HOME'] == os.getcwd()")
     names = "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']\n"
     assert (result.stdout, result.stderr) == (names, "")
+
+
+async def test_memory_that_no_process_shows_is_refused_and_open_files_are_few(sandbox: Sandbox) -> None:
+    code = """
+    import ctypes, errno, os, resource
+    libc = ctypes.CDLL(None, use_errno=True)
+    calls = {"memfd_create": (b"x", 0), "shmget": (0, ctypes.c_size_t(4096), 0o1600), "msgget": (0, 0o1600)}
+    for name, arguments in calls.items():
+        assert getattr(libc, name)(*arguments) == -1, name
+        assert ctypes.get_errno() == errno.ENOSYS, name
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, 256)
+    print("refused")
+    """
+    result = await run(sandbox, dedent(code))
+    assert (result.stdout, result.stderr) == ("refused\n", "")
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", ""])
@@ -159,6 +187,36 @@ async def test_a_fork_server_that_was_killed_is_replaced() -> None:
     assert sandbox._server is not None
     os.kill(sandbox._server._process.pid, signal.SIGKILL)
     assert (await run(sandbox, "print('again')")).stdout == "again\n"
+    await sandbox.close()
+
+
+@pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
+async def test_a_cell_that_dies_costs_the_other_programs_nothing(isolate: bool) -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=isolate)
+    await sandbox.start()
+    server, naps = sandbox._server, (f"716.{os.getpid()}", f"717.{os.getpid()}")
+    kept, lost = (asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60))) for nap in naps)
+    await until(lambda: all(nap in processes() for nap in naps))
+    for nap in naps[::-1]:  # the cell of the second is killed, then the first program itself
+        (pid,) = (int(line.split()[0]) for line in processes().splitlines() if line.endswith(f" sleep {nap}"))
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(parent if nap == naps[1] else pid, signal.SIGKILL)
+        await until(lambda pid=pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
+    assert (await kept).detail == "by SIGKILL"
+    await until(lambda: naps[1] in processes())  # its second attempt
+    assert sandbox._server is server
+    lost.cancel()
+    await sandbox.close()
+
+
+async def test_a_fork_server_that_makes_no_cells_is_replaced() -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=False)
+    await sandbox.start()
+    server = sandbox._server
+    assert server is not None
+    os.kill(server._process.pid, signal.SIGSTOP)
+    assert (await sandbox.run(Program("print('again')"), Limits(wall_s=1.0))).stdout == "again\n"
+    assert sandbox._server is not server
     await sandbox.close()
 
 
@@ -243,7 +301,7 @@ def test_the_configuration_is_in_the_units_it_says_and_chooses_the_sandbox() -> 
 
 
 def processes() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -207,6 +207,24 @@ async def test_a_function_that_does_not_load_is_a_config_error_for_every_caller(
         await runner.score_many([pair("a"), pair("b")])
 
 
+@pytest.mark.parametrize("lacking", ["temporary folder", "interpreter"])
+async def test_a_process_that_cannot_be_started_fails_its_calls_and_the_next_call_tries_again(
+    runner_of: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    runner, folder = runner_of("obey"), tmp_path / "temporary"
+    folder.mkdir()
+    with monkeypatch.context() as broken:
+        broken.setattr("tempfile.tempdir", str(folder / "gone" if lacking == "temporary folder" else folder))
+        if lacking == "interpreter":
+            broken.setattr("sys.executable", str(tmp_path / "gone"))
+        (result,) = await runner.score_many([pair("fine")])
+        assert isinstance(result, TrajectoryError)
+        assert result.kind == "reward"
+        assert "its process cannot be started: FileNotFoundError" in result.detail
+    assert list(folder.iterdir()) == []
+    assert await runner.score(*pair("fine")) == Score(1.0, {})
+
+
 async def test_shutdown_ends_the_child_and_fails_what_is_unfinished(runner_of: Factory) -> None:
     runner = runner_of("obey")
     await runner.start()

@@ -1,19 +1,24 @@
-"""`penstock sandbox check` and the guide's example, as a user runs them."""
+"""`penstock sandbox check` and `serve`, and the guide's example, as a user runs them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program, SandboxUnavailableError
 from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES
 from penstock.envs.sandbox.local import ForkServer
+from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.platform.cli_sandbox import run_sandbox_check
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "sandbox.md"
@@ -53,3 +58,44 @@ def test_the_example_of_the_guide_prints_what_the_guide_says(tmp_path: Path) -> 
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths},
     )  # fmt: skip
     assert done.stdout == printed
+
+
+async def test_the_service_asks_for_its_token_and_ends_the_program_of_a_client_that_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("SANDBOX_TOKEN", "sesame")
+    command = ["sandbox", "serve", "--port", str(port), "--token-variable", "SANDBOX_TOKEN", "experiment=arithmetic",
+               "sandbox.allow_unisolated=true", "sandbox.limits.wall_s=60"]  # fmt: skip
+    paths = os.pathsep.join(filter(None, sys.path))
+    service = subprocess.Popen(  # noqa: ASYNC220  before anything else
+        [sys.executable, "-c", "from penstock.platform.cli import main; main()", *command],
+        stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": paths},
+    )  # fmt: skip
+    url, nap = f"http://127.0.0.1:{port}", f"718.{os.getpid()}"
+    stranger = RemoteSandbox(RemoteConfig(url=url), 1)
+    friend = RemoteSandbox(RemoteConfig(url=url, token_variable="SANDBOX_TOKEN", backoff_s=0.5, max_attempts=100,
+                                        failures_to_open=1000), 1)  # fmt: skip
+    try:
+        assert (await friend.run(Program("print(1 + 1)"), Limits())).stdout == "2\n"
+        with pytest.raises(SandboxUnavailableError, match="HTTP 401"):
+            await stranger.run(Program("print(1 + 1)"), Limits())
+        running = asyncio.create_task(friend.run(Program(argv=("sleep", nap)), Limits(wall_s=50)))
+        await until(lambda: sleeps(nap))
+        running.cancel()
+        await until(lambda: not sleeps(nap))
+    finally:
+        await asyncio.gather(stranger.close(), friend.close())
+        service.terminate()
+        assert service.wait(60) == 0
+
+
+def sleeps(nap: str) -> bool:
+    return f"sleep {nap}" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  there is no event to wait for
+            await asyncio.sleep(0.05)

@@ -1,0 +1,160 @@
+"""The commands of `penstock` that come in groups: weights, sweep, sandbox, env. Thin, as cli.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.platform.cli_exit import ConfigDir, Overrides, exit_with
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
+sweep = typer.Typer(help="Many runs that differ in one thing.", no_args_is_help=True)
+sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
+environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
+GROUPS = {"weights": weights, "sweep": sweep, "sandbox": sandbox, "env": environments}
+
+Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
+EnvArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
+]
+
+
+@sweep.command("staleness")
+def sweep_staleness(
+    overrides: Overrides = None,
+    *,
+    algorithms: Annotated[str, typer.Option(metavar="A,B,…", help="Presets of conf/algorithm.")] = "grpo",
+    staleness: Annotated[str, typer.Option(metavar="0,4,…", help="Bounds: dataflow.max_staleness.")] = "0,4,16",
+    seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds of each cell.")] = "0:1",
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Runs and results.")] = Path("runs/sweep-staleness"),
+    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
+    uncorrected: Annotated[bool, typer.Option(help="Also train as if nothing were stale.")] = True,
+) -> None:
+    """Final accuracy over algorithm x staleness bound: one table, one plot; goes on where it was interrupted."""
+
+    def body() -> int:
+        from rich.console import Console
+
+        from penstock.platform.cli_sweep import run_staleness_sweep
+
+        return run_staleness_sweep(
+            overrides or [],
+            algorithms=algorithms,
+            staleness=staleness,
+            seeds=seeds,
+            folder=folder,
+            cell_timeout_s=cell_timeout_s,
+            with_uncorrected=uncorrected,
+            console=Console(),
+        )
+
+    exit_with(body)
+
+
+@weights.command("plan")
+def weights_plan(
+    overrides: Overrides = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Print bytes per link, lower bound, egress and buckets of one publish; nothing is started."""
+
+    def body() -> int:
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        from penstock.platform.cli_weights import run_weights_plan
+        from penstock.platform.config.load import load_config
+
+        loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
+        return run_weights_plan(loaded.config, as_json=as_json)
+
+    exit_with(body)
+
+
+@sandbox.command("check")
+def sandbox_check(
+    *,
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Without: what a host gives that allows no isolation.")
+    ] = True,
+) -> None:
+    """Run hostile programs on this machine: which isolation was found, and what it contains. Exit code 1 if not all."""
+
+    def body() -> int:
+        from penstock.platform.cli_sandbox import run_sandbox_check
+
+        return run_sandbox_check(isolate=isolate)
+
+    exit_with(body)
+
+
+@environments.command("list")
+def env_list() -> None:
+    """List the environments that are built in or installed."""
+    exit_with(lambda: _env().run_env_list(_console()))
+
+
+@environments.command("show")
+def env_show(factory: Factory, args: EnvArgs = None) -> None:
+    """Print what an environment takes, and its first tasks."""
+    exit_with(lambda: _env().run_env_show(factory, args or [], _console()))
+
+
+@environments.command("check")
+def env_check(
+    factory: Factory,
+    args: EnvArgs = None,
+    *,
+    max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
+    timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
+) -> None:
+    """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
+    exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, _console()))
+
+
+@environments.command("play")
+def env_play(factory: Factory, args: EnvArgs = None) -> None:
+    """Play one episode by hand; an empty line ends it."""
+    exit_with(lambda: _env().run_env_play(factory, args or [], input, _console()))
+
+
+@sandbox.command("serve")
+def sandbox_serve(
+    overrides: Overrides = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="TCP port to listen on.", min=1, max=65535)] = 8080,
+    token_variable: Annotated[
+        str | None, typer.Option(help="Environment variable with the token that clients must send; none asks for none.")
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Run programs for reward workers on other machines (sandbox=remote there), within the limits of `sandbox`."""
+
+    def body() -> int:
+        from penstock.platform.cli_sandbox import run_sandbox_service
+        from penstock.platform.config.load import load_config
+
+        config = load_config("train", overrides or [], config_dir=config_dir, dry_run=True).config.sandbox
+        return run_sandbox_service(config, host, port, token_variable)
+
+    exit_with(body)
+
+
+def _env() -> ModuleType:
+    from penstock.platform import cli_env
+
+    return cli_env
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
