@@ -45,8 +45,9 @@ def descendants_outside(pid: int, module: str) -> list[int]:
     """The same without those below a process that was started as `python -m module`, which itself counts."""
     found = list(children(pid))
     for child in found:  # grows while it is walked
-        if not _runs(child, module):
-            found += children(child)
+        below = list(children(child))
+        if below and not _runs(child, module):  # most have none, and need not be asked what they run
+            found += below
     return found
 
 

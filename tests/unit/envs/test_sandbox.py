@@ -206,6 +206,7 @@ async def test_a_cell_that_dies_costs_the_other_programs_nothing(isolate: bool) 
     await until(lambda: naps[1] in processes())  # its second attempt
     assert sandbox._server is server
     lost.cancel()
+    await asyncio.gather(lost, return_exceptions=True)
     await sandbox.close()
 
 
