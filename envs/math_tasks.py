@@ -12,6 +12,7 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.shuffles import endless, first
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 _HELD_OUT_SEED = "math/held-out"
@@ -61,13 +62,9 @@ class MathTasks:
 
     def train(self) -> Iterator[Task]:
         """Endless stream of training tasks: every epoch is a new shuffle, the same for the same seed."""
-        rng = random.Random(f"math/train/{self._seed}")
-        order = list(self._train_rows)
-        if not order:
+        if not self._train_rows:
             raise ConfigError([f"env: split {self._train_split!r} of {self._dataset} holds no question of its own."])
-        while True:
-            rng.shuffle(order)
-            yield from order
+        yield from endless(self._train_rows, f"math/train/{self._seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
         """The first `num_tasks` of a fixed shuffle of the held-out split.
@@ -75,12 +72,7 @@ class MathTasks:
         Raises:
             ValueError: If there are fewer, with both numbers.
         """
-        rows = self._held_out_rows
-        if num_tasks > len(rows):
-            raise ValueError(
-                f"split {self._held_out_split!r} of {self._dataset} has {len(rows)} tasks, {num_tasks} were asked for."
-            )
-        return rows[:num_tasks]
+        return first(num_tasks, self._held_out_rows, f"split {self._held_out_split!r} of {self._dataset}")
 
     @cached_property
     def _held_out_rows(self) -> list[Task]:

@@ -10,19 +10,19 @@ from typing import cast
 
 import numpy as np
 
-from penstock.actors.cluster import ray_session
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource
 from penstock.envs.loading import load_task_source
 from penstock.envs.preferences import answer_pair
+from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.lifecycle import EXIT_OK, run_to_end, write_failure
+from penstock.platform.learning_run import trainer_alone
+from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.observability.hub import MetricsHub
-from penstock.platform.roles import model_path, start_trainer_group
-from penstock.platform.run_dir import mark_finished, prepare_run_dir
-from penstock.platform.trackers.build import build_trackers
+from penstock.platform.roles import model_path
+from penstock.platform.run_dir import prepare_run_dir
 from penstock.rollout.tokenizers import TokenCodec, load_codec
 from penstock.trainer.batches.preferences import ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig
@@ -51,21 +51,10 @@ async def _run(config: RunConfig, preference: PreferenceConfig, kind: ModelKind,
     wanted = preference.batch_size * preference.num_steps
     pairs = encoded(source, codec, islice(source.train(), wanted))
     held_out = encoded(source, codec, source.held_out(preference.eval_pairs))
-    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
-    try:
-        async with ray_session(config.cluster.address):
-            trainer = await start_trainer_group(config, path, kind, "dpo" if kind == "policy" else "rm")
-            try:
-                await _learn(trainer, preference, kind, pairs, held_out, hub, console)
-                await trainer.save(str(run_dir / ("policy" if kind == "policy" else "reward_model")))
-            finally:
-                await trainer.close()
-    except BaseException as error:
-        write_failure(run_dir, error)
-        raise
-    finally:
-        hub.close(None)
-    mark_finished(config)
+    command: Command = "dpo" if kind == "policy" else "rm"
+    async with trainer_alone(config, run_dir, path, kind, command) as (trainer, hub):
+        await _learn(trainer, preference, kind, pairs, held_out, hub, console)
+        await trainer.save(str(run_dir / ("policy" if kind == "policy" else "reward_model")))
     return EXIT_OK
 
 

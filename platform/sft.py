@@ -9,18 +9,17 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from penstock.actors.cluster import ray_session
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource
 from penstock.envs.loading import load_task_source
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.lifecycle import EXIT_OK, run_to_end, write_failure
+from penstock.platform.learning_run import trainer_alone
+from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.observability.hub import MetricsHub
-from penstock.platform.roles import model_path, start_trainer_group
-from penstock.platform.run_dir import is_finished, mark_finished, prepare_run_dir
-from penstock.platform.trackers.build import build_trackers
+from penstock.platform.roles import model_path
+from penstock.platform.run_dir import is_finished, prepare_run_dir
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer, load_codec
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.config import SftConfig
@@ -50,20 +49,8 @@ async def _sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: P
             "run": str(run_dir),
         },
     )
-    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
-    try:
-        async with ray_session(config.cluster.address):
-            trainer = await start_trainer_group(config, path)
-            try:
-                await _learn(trainer, sft, Examples(source, load_codec(path)), hub, console, run_dir / "policy")
-            finally:
-                await trainer.close()
-    except BaseException as error:
-        write_failure(run_dir, error)
-        raise
-    finally:
-        hub.close(None)
-    mark_finished(config)
+    async with trainer_alone(config, run_dir, path) as (trainer, hub):
+        await _learn(trainer, sft, Examples(source, load_codec(path)), hub, console, run_dir / "policy")
     return EXIT_OK
 
 

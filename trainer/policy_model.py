@@ -60,17 +60,21 @@ class PolicyModel(nn.Module):
             In training mode `[K] float32` logprobs and `[K] float32` entropies. In eval mode `[K] float32` logprobs
             at that temperature and `[K] bool`: no token is likelier than the target.
         """
-        backbone = self.causal_lm.base_model
-        output = backbone(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-        )
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+        hidden = hidden_at(self.causal_lm.base_model, input_ids, position_ids, attention_mask, target_index)
         head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
             scored = linear_scores(hidden, head, target_ids, temperature=temperature)
         else:
             scored = vocabulary_parallel_scores(hidden, head, target_ids, part, temperature=temperature)
         return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
+
+
+def hidden_at(
+    body: Any, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, target_index: Tensor
+) -> Tensor:
+    """`[K, H]`: last hidden states of a Hugging Face body where the target tokens are predicted."""
+    output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
 
 
 def hf_name(parameter_name: str) -> str:

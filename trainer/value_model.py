@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
+from penstock.trainer.policy_model import hidden_at
 from penstock.weights.model_config import ModelConfig
 
 
@@ -43,19 +44,10 @@ class ValueModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The value before each target token, which itself is not seen: `[K] float32` twice (there is no entropy).
 
-        Args:
-            input_ids: `[R, L] int64`.
-            position_ids: `[R, L] int64`, restarting with every sequence.
-            attention_mask: `[R, 1, L, L] bool` (True = attend), or None.
-            target_index: `[K] int64` into the flattened `[R·L]` positions.
-            target_ids: Not used.
-            temperature: Not used.
+        Arguments as of `PolicyModel.forward`; `target_ids` and `temperature` have no effect.
         """
         del target_ids, temperature
-        output = self.classifier.base_model(
-            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False
-        )
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+        hidden = hidden_at(self.classifier.base_model, input_ids, position_ids, attention_mask, target_index)
         values = self.classifier.score(hidden)[:, 0].float()
         return values, values.detach()
 

@@ -20,6 +20,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.generated_tasks import is_held_out, row_key
 from penstock.envs.import_path import load_object, nearest_hint
+from penstock.envs.shuffles import endless, first
 
 _SUFFIXES = (".jsonl", ".parquet")
 
@@ -72,13 +73,10 @@ class RowTasks:
 
     def train(self) -> Iterator[Task]:
         """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
-        rng = random.Random(f"rows/train/{self._seed}")
         order = [task for task in self._tasks if not _is_held_out(task)]
         if not order:
             raise ConfigError([f"env: all {len(self._tasks)} rows of {self._where} are held out: there are too few."])
-        while True:
-            rng.shuffle(order)
-            yield from order
+        yield from endless(order, f"rows/train/{self._seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
         """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once.
@@ -89,9 +87,7 @@ class RowTasks:
         unique = {row_key({"prompt": task.prompt}): task for task in self._tasks if _is_held_out(task)}
         tasks = list(unique.values())
         random.Random("rows/held-out").shuffle(tasks)
-        if num_tasks > len(tasks):
-            raise ValueError(f"{self._where} has {len(tasks)} held-out rows, {num_tasks} were asked for.")
-        return tasks[:num_tasks]
+        return first(num_tasks, tasks, f"the held-out part of {self._where}")
 
     @property
     def _where(self) -> str:

@@ -31,7 +31,7 @@ from penstock.platform.config.checks_flow import (
     check_streams,
     check_surplus,
 )
-from penstock.platform.config.checks_parallel import check_parallel, unequal_work
+from penstock.platform.config.checks_parallel import check_parallel, split_models, unequal_work
 from penstock.platform.config.findings import Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 
@@ -114,16 +114,7 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
             "trainer.max_tokens_per_micro_batch",
             "model.max_context_tokens",
         )
-    for key, size in {
-        "tensor_parallel_size": trainer.tensor_parallel_size,
-        "sequence_parallel_size": trainer.sequence_parallel_size,
-    }.items():
-        if size > 1:
-            yield error(
-                f"trainer.{key}={size}: a pair is compared by one rank that sees all of it. Use 1, and ZeRO for models "
-                "that are too large.",
-                f"trainer.{key}",
-            )
+    yield from split_models(trainer, "pairs", "a pair is compared by one rank that sees all of it")
 
 
 def check_batch(config: RunConfig) -> Iterator[Finding]:

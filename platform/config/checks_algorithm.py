@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.platform.config.checks_parallel import split_models
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import Algorithm, find
@@ -108,18 +109,8 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
             "dataflow.stream_micro_batches",
             "algorithm.advantage",
         )
-    for key, size in {
-        "tensor_parallel_size": trainer.tensor_parallel_size,
-        "sequence_parallel_size": trainer.sequence_parallel_size,
-    }.items():
-        if size > 1:
-            yield error(
-                f"trainer.{key}={size} with algorithm.advantage={algorithm.advantage}: DeepSpeed keeps one set of such "
-                "groups per process, and the critic is a second engine in it. Use 1, and ZeRO for models that are "
-                "too large.",
-                f"trainer.{key}",
-                "algorithm.advantage",
-            )
+    why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in it"
+    yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage}", why, "algorithm.advantage")
 
 
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:

@@ -24,6 +24,21 @@ def check_parallel(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def split_models(trainer: TrainerConfig, setting: str, why: str, *keys: str) -> Iterator[Finding]:
+    """Refuse tensor and sequence parallelism for something that needs whole sequences on one rank."""
+    sizes = {
+        "tensor_parallel_size": trainer.tensor_parallel_size,
+        "sequence_parallel_size": trainer.sequence_parallel_size,
+    }
+    for key, size in sizes.items():
+        if size > 1:
+            yield error(
+                f"trainer.{key}={size} with {setting}: {why}. Use 1, and ZeRO for models that are too large.",
+                f"trainer.{key}",
+                *keys,
+            )
+
+
 def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Finding]:
     """`value` groups or examples must share out evenly over the ranks that train different ones."""
     size = trainer.data_parallel_size

@@ -134,20 +134,21 @@ class Slow(Receiver):
         return await super().update_weights(manifest, payload)
 
 
-async def overlapped(engine: Receiver) -> tuple[ActorWeightPublisher, EnginePool]:
+async def on_the_way() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
+    """Overlapped: an engine at version 0 that holds back version 1, which has left the trainer."""
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
     pool = EnginePool([engine], 4)  # type: ignore[list-item]
     config = WeightsConfig(timeout_s=0.2, overlap=True)
-    return ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool, config)), pool  # type: ignore[arg-type]
+    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool, config))  # type: ignore[arg-type]
+    assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
+    engine.may_take.clear()
+    assert (await publish.publish(1)).version == 0, "the newest that is over"
+    return publish, pool, engine
 
 
 async def test_overlapped_the_trainer_goes_on_while_the_engine_takes_the_version() -> None:
-    engine = Slow(EngineId("a"))
-    engine.may_take.set()
-    publish, _ = await overlapped(engine)
-    assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
-    engine.may_take.clear()
-    report = await publish.publish(1)
-    assert report.version == 0, "the newest that is over"
+    publish, _, engine = await on_the_way()
     assert engine.version == 0
     engine.may_take.set()
     assert (await publish.publish(2)).version == 1, "one at a time: the delivery before was waited for"
@@ -157,12 +158,7 @@ async def test_overlapped_the_trainer_goes_on_while_the_engine_takes_the_version
 
 
 async def test_overlapped_no_request_starts_below_the_version_that_has_left() -> None:
-    engine = Slow(EngineId("a"))
-    engine.may_take.set()
-    publish, pool = await overlapped(engine)
-    await publish.publish(0)
-    engine.may_take.clear()
-    await publish.publish(1)
+    publish, pool, engine = await on_the_way()
     lease = pool.lease()
     started = asyncio.ensure_future(lease.acquire())
     await asyncio.sleep(0.01)
@@ -177,12 +173,7 @@ async def test_overlapped_no_request_starts_below_the_version_that_has_left() ->
 
 
 async def test_overlapped_a_version_that_nobody_takes_stops_the_run_at_the_next() -> None:
-    engine = Slow(EngineId("a"))
-    engine.may_take.set()
-    publish, _ = await overlapped(engine)
-    await publish.publish(0)
-    engine.may_take.clear()
-    await publish.publish(1)
+    publish, _, _ = await on_the_way()
     with pytest.raises(WeightSyncError, match="publish v1: no engine acknowledged it"):
         await publish.publish(2)
     await publish.close()
@@ -211,12 +202,7 @@ async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_
 
 
 async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_next() -> None:
-    engine = Slow(EngineId("a"))
-    engine.may_take.set()
-    publish, _ = await overlapped(engine)
-    await publish.publish(0)
-    engine.may_take.clear()
-    await publish.publish(1)
+    publish, _, engine = await on_the_way()
     asyncio.get_running_loop().call_later(0.15, engine.may_take.set)
     await publish.publish(2)
     assert (await publish.delivered()).export_s < 0.15

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from penstock.actors.reward import RewardActor
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import Span
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.scoring import RewardRunner
+from tests.answers import pair
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError("none left"), ConfigError(["no"])])
@@ -22,18 +19,7 @@ async def test_a_job_whose_runner_fails_is_answered(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RewardRunner, "score", fail)
     actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig())
-    trajectory = Trajectory(
-        trajectory_id=TrajectoryId("0/0"),
-        task_id=TaskId("t/0"),
-        token_ids=np.array([1, 2], dtype=np.int32),
-        loss_mask=np.array([False, True]),
-        behavior_logprobs=np.zeros(2, dtype=np.float32),
-        spans=(Span(0, 1),),
-        prompt="?",
-        response="!",
-        finish_reason="stop",
-    )
-    await actor.submit([(7, Task(TaskId("t/0"), "?", {}), trajectory)])
+    await actor.submit([(7, *pair("!"))])
     ((number, result),) = await actor.collect(wait_s=10.0)
     assert number == 7
     if isinstance(error, ConfigError):

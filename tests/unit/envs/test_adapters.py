@@ -7,35 +7,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Trajectory
-from penstock.dataflow.versions import Span
 from penstock.envs.adapters.gymnasium_env import GymnasiumTasks
 from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, dataset_names, reasoning_gym_reward
 from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.environment import Action, Done, Observation
+from tests.answers import answered
 
 ROWS = [{"key": f"k{index}", "question": f"{index}+1=", "answer": str(index + 1)} for index in range(100)]
-
-
-def trajectory(text: str) -> Trajectory:
-    return Trajectory(
-        TrajectoryId("0/0"),
-        TaskId("t"),
-        np.array([1], np.int32),
-        np.array([True]),
-        np.zeros(1, np.float32),
-        (Span(0, 1),),
-        "",
-        text,
-        "stop",
-    )
 
 
 def written(folder: Path, suffix: str, rows: list[dict[str, Any]]) -> str:
@@ -136,8 +119,8 @@ def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
     held_out = {str(task.prompt) for task in source.held_out(20)}
     for task in islice(source.train(), 50):
         assert str(task.prompt) not in held_out
-        assert reasoning_gym_reward(trajectory(source.gold_response(task)), **task.fields) == 1.0
-        assert reasoning_gym_reward(trajectory("I do not know"), **task.fields) == 0.0
+        assert reasoning_gym_reward(answered(source.gold_response(task)), **task.fields) == 1.0
+        assert reasoning_gym_reward(answered("I do not know"), **task.fields) == 0.0
     assert len(dataset_names()) > 90
     with pytest.raises(ValueError, match=r"'chian_sum' is none of the \d+ of reasoning-gym. Did you mean 'chain_sum'"):
         ReasoningGymTasks(0, "chian_sum")

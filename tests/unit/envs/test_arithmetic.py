@@ -9,26 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
-from penstock.dataflow.versions import Span
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
 from penstock.envs.arithmetic import ALPHABET, ArithmeticTasks, Problem, exact_match, worked_steps
+from tests.answers import answered
 
 OPERANDS = st.integers(0, 10**6 - 1)
-
-
-def attempt(response: str, finish_reason: FinishReason = "stop") -> Trajectory:
-    return Trajectory(
-        trajectory_id=TrajectoryId("0/0"),
-        task_id=TaskId("t/0"),
-        token_ids=np.array([1], dtype=np.int32),
-        loss_mask=np.array([True]),
-        behavior_logprobs=np.zeros(1, dtype=np.float32),
-        spans=(Span(0, 1),),
-        prompt="",
-        response=response,
-        finish_reason=finish_reason,
-    )
 
 
 def gold_of(prompt: str) -> str:
@@ -51,7 +37,7 @@ def test_gold_answers_are_right_and_every_step_is_a_true_equation(a: int, b: int
     expected = str(left + right if operator == "+" else left - right)
     assert problem.prompt == prompt
     assert set(prompt + gold) <= set(ALPHABET)
-    assert exact_match(attempt(gold), answer=expected) == 1.0
+    assert exact_match(answered(gold), answer=expected) == 1.0
     digits = ""
     for step in worked_steps(problem):
         terms, _, value = step.partition("=")
@@ -66,16 +52,16 @@ def test_a_corrupted_final_answer_scores_zero(a: int, b: int, position: int, dig
     steps, _, answer = gold_of(f"{a}+{b}=").rpartition(";")
     index = position % len(answer)
     corrupted = answer[:index] + digit + answer[index + 1 :]
-    assert exact_match(attempt(f"{steps};{corrupted}"), answer=answer) == float(corrupted == answer)
+    assert exact_match(answered(f"{steps};{corrupted}"), answer=answer) == float(corrupted == answer)
 
 
 @pytest.mark.parametrize("response", ["", ";", "132;", "7+5+0=12;4+8+1=13;1320", "7+5+0=12;4+8+1=13;0132", "132;13"])
 def test_near_misses_score_zero(response: str) -> None:
-    assert exact_match(attempt(response), answer="132", difficulty=2) == 0.0
+    assert exact_match(answered(response), answer="132", difficulty=2) == 0.0
 
 
 def test_a_truncated_answer_scores_zero_even_if_it_reads_right() -> None:
-    assert exact_match(attempt("7+5+0=12;4+8+1=13;132", "length"), answer="132") == 0.0
+    assert exact_match(answered("7+5+0=12;4+8+1=13;132", finish_reason="length"), answer="132") == 0.0
 
 
 @pytest.mark.parametrize(("digits", "operators"), [(2, "+"), (3, "+"), (3, "+-"), (6, "-")])

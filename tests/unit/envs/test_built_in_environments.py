@@ -8,12 +8,9 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 
-from penstock.dataflow.ids import TrajectoryId
-from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import Span
+from penstock.dataflow.trajectory import Task
 from penstock.envs.calculator import CalculatorTasks
 from penstock.envs.countdown import CountdownTasks, countdown_reward, solves
 from penstock.envs.countdown_expressions import evaluate
@@ -21,6 +18,7 @@ from penstock.envs.environment import Action, Done
 from penstock.envs.episode_child import call_environment
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.guessing import GuessingGame
+from tests.answers import answered
 
 SOURCES: list[Callable[[int], GeneratedTasks]] = [
     lambda seed: GuessingGame(seed, 100, 7),
@@ -119,20 +117,7 @@ def test_countdown_counts_every_number_once(expression: str, is_right: bool) -> 
 def test_the_gold_trace_of_countdown_solves_it(make: Callable[[int], CountdownTasks]) -> None:
     source = make(0)
     for task in islice(source.train(), 1000):
-        assert countdown_reward(response(task, source.gold_response(task)), **task.fields) == 1.0
-        assert countdown_reward(response(task, "<answer>1+1</answer> garbage"), **task.fields) in {0.0, 1.0}
-        assert countdown_reward(response(task, str(task.fields["target"] * 1000)), **task.fields) == 0.0
-
-
-def response(task: Task, text: str) -> Trajectory:
-    return Trajectory(
-        TrajectoryId("0/0"),
-        task.task_id,
-        np.array([1], np.int32),
-        np.array([True]),
-        np.zeros(1, np.float32),
-        (Span(0, 1),),
-        "",
-        text,
-        "stop",
-    )
+        gold = source.gold_response(task)
+        assert countdown_reward(answered(gold), **task.fields) == 1.0
+        assert countdown_reward(answered(f"{gold} <answer>no expression</answer>"), **task.fields) == 0.0
+        assert countdown_reward(answered(str(task.fields["target"] * 1000)), **task.fields) == 0.0

@@ -12,7 +12,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
-from tests.unit.envs.test_adapters import trajectory
+from tests.answers import answered
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -42,7 +42,7 @@ def test_the_environments_of_the_guides_pass_their_check(folder: Path, words: li
 async def test_the_reward_of_the_guide_scores(folder: Path) -> None:
     runner = RewardRunner(RewardConfig(fn="my_reward:correct"))
     try:
-        score = await runner.score(Task(TaskId("t"), "1+1=", {"answer": "2"}), trajectory("1+1+0=2;2"))
+        score = await runner.score(Task(TaskId("t"), "1+1=", {"answer": "2"}), answered("1+1+0=2;2"))
     finally:
         await runner.shutdown()
     assert (score.reward, score.parts) == (1.1, {"right": 1.0, "short": 0.1})

@@ -12,15 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import Span
 from penstock.envs.config import RewardConfig
 from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.config import SandboxConfig
@@ -28,6 +24,7 @@ from penstock.envs.sandbox.hostile import Trap, lay_trap, survives, try_case
 from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
+from tests.answers import pair
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
 NOT_CONTAINED_WITHOUT_ISOLATION = {
@@ -173,21 +170,6 @@ async def runner(rewards: RewardConfig) -> AsyncIterator[RewardRunner]:
     made = RewardRunner(rewards)
     yield made
     await made.shutdown()
-
-
-def pair(response: str, **fields: object) -> tuple[Task, Trajectory]:
-    trajectory = Trajectory(
-        trajectory_id=TrajectoryId("0/0"),
-        task_id=TaskId("t/0"),
-        token_ids=np.array([1, 2], dtype=np.int32),
-        loss_mask=np.array([False, True]),
-        behavior_logprobs=np.zeros(2, dtype=np.float32),
-        spans=(Span(0, 1),),
-        prompt="?",
-        response=response,
-        finish_reason="stop",
-    )
-    return Task(TaskId("t/0"), "?", fields), trajectory
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -7,26 +7,13 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Trajectory
-from penstock.dataflow.versions import Span
 from penstock.envs.math_tasks import MathTasks, math_verify_reward
+from tests.answers import answered
 
-RESPONSE = Trajectory(
-    trajectory_id=TrajectoryId("0/0"),
-    task_id=TaskId("t/0"),
-    token_ids=np.array([1], dtype=np.int32),
-    loss_mask=np.array([True]),
-    behavior_logprobs=np.zeros(1, dtype=np.float32),
-    spans=(Span(0, 1),),
-    prompt="",
-    response="",
-    finish_reason="stop",
-)
+RESPONSE = answered("")
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
-from penstock.dataflow.versions import Span
+from penstock.dataflow.trajectory import Task
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
@@ -24,24 +22,11 @@ from penstock.envs.sandbox.config import LimitsConfig, SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResult
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
+from tests.answers import answered
 
 SANDBOX = SandboxConfig(allow_unisolated=True, limits=LimitsConfig(wall_s=3.0))
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(1, 1) == 3"]
-
-
-def trajectory(response: str, num_sampled: int = 1, finish_reason: FinishReason = "stop") -> Trajectory:
-    return Trajectory(
-        trajectory_id=TrajectoryId("0/0"),
-        task_id=TaskId("t/0"),
-        token_ids=np.arange(1 + num_sampled, dtype=np.int32),
-        loss_mask=np.arange(1 + num_sampled) > 0,
-        behavior_logprobs=np.zeros(1 + num_sampled, dtype=np.float32),
-        spans=(Span(0, num_sampled),),
-        prompt="?",
-        response=response,
-        finish_reason=finish_reason,
-    )
 
 
 @pytest.fixture
@@ -71,29 +56,29 @@ async def code() -> AsyncIterator[PythonCodeReward]:
     ],
 )
 async def test_code_scores_the_share_of_tests_it_passes(code: PythonCodeReward, response: str, passed: int) -> None:
-    got = await code(trajectory(response), tests=TESTS)
+    got = await code(answered(response), tests=TESTS)
     assert got == {"reward": pytest.approx(passed / 3), "passed": passed}
 
 
 async def test_cases_are_judged_from_outside_by_standard_input_and_output(code: PythonCodeReward) -> None:
     response = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     cases = [["1 2", "3"], ["4 5\n", "9 \n"], ["1 1", "3"], ["x", "0"]]
-    assert await code(trajectory(response), cases=cases) == {"reward": 0.5, "passed": 2}
+    assert await code(answered(response), cases=cases) == {"reward": 0.5, "passed": 2}
 
 
 async def test_blanks_count_in_front_and_not_at_the_end(code: PythonCodeReward) -> None:
     response = "```python\nprint(input().replace('/', chr(10)))\n```"
     right = [["  a/b", "  a\nb"], ["a  /b//", "a\nb"], ["/a", "\na\n\n"]]
     wrong = [["a/b", "  a\nb"], ["  a/b", "a\nb"], ["/a", "a"], ["a", "\na"], ["a//b", "a\nb"]]
-    assert (await code(trajectory(response), cases=right))["passed"] == 3
-    assert (await code(trajectory(response), cases=wrong))["passed"] == 0
+    assert (await code(answered(response), cases=right))["passed"] == 3
+    assert (await code(answered(response), cases=wrong))["passed"] == 0
 
 
 async def test_after_a_case_that_hits_a_limit_no_other_is_run() -> None:
     sandbox = Recorder(LocalSandbox(SANDBOX))
     reward = PythonCodeReward(sandbox, Limits(wall_s=0.5), "share")
     response = "```python\nn = int(input())\nwhile n == 2: pass\nprint(n)\n```"
-    got = await reward(trajectory(response), cases=[["1", "1"], ["0", "1"], ["2", "2"], ["3", "3"], ["4", "4"]])
+    got = await reward(answered(response), cases=[["1", "1"], ["0", "1"], ["2", "2"], ["3", "3"], ["4", "4"]])
     assert got == {"reward": 0.2, "passed": 1}
     assert sandbox.outcomes == ["exited", "exited", "wall_clock"]
     await sandbox.close()
@@ -130,7 +115,7 @@ time.sleep(0.6)
     config = RewardConfig(fn=fn, max_processes=6, max_memory_gib=0.25, timeout_s=60)
     runner = RewardRunner(config, sandbox)
     try:
-        score = await runner.score(Task(TaskId("t/0"), "?", {"tests": ["assert len(hoard)"]}), trajectory(busy))
+        score = await runner.score(Task(TaskId("t/0"), "?", {"tests": ["assert len(hoard)"]}), answered(busy))
     finally:
         await runner.shutdown()
     assert score.reward == 1.0
@@ -138,14 +123,14 @@ time.sleep(0.6)
 
 async def test_all_or_nothing() -> None:
     reward = PythonCodeReward.build(RewardContext(SANDBOX), mode="all")
-    assert (await reward(trajectory(ADD), tests=TESTS[:2]))["reward"] == 1.0
-    assert (await reward(trajectory(ADD), tests=TESTS))["reward"] == 0.0
+    assert (await reward(answered(ADD), tests=TESTS[:2]))["reward"] == 1.0
+    assert (await reward(answered(ADD), tests=TESTS))["reward"] == 0.0
     await reward._sandbox.close()
 
 
 async def test_a_task_without_tests_is_an_error_and_no_zero(code: PythonCodeReward) -> None:
     with pytest.raises(ValueError, match="no tests and no cases"):
-        await code(trajectory(ADD))
+        await code(answered(ADD))
 
 
 def test_wrong_arguments_are_refused_before_the_run() -> None:
@@ -161,15 +146,15 @@ def test_the_last_python_block_counts() -> None:
 
 
 def test_formats() -> None:
-    assert formats.contains(trajectory("a b"), text="a") == 1.0
-    assert formats.contains(trajectory("a b"), text="c") == 0.0
+    assert formats.contains(answered("a b"), text="a") == 1.0
+    assert formats.contains(answered("a b"), text="c") == 0.0
     pattern = r"<think>.*</think>\s*<answer>.*</answer>"
-    assert formats.matches(trajectory("<think>a\nb</think>\n<answer>1</answer>"), pattern=pattern) == 1.0
-    assert formats.matches(trajectory("so <think>a</think><answer>1</answer>"), pattern=pattern) == 0.0
-    assert formats.one_code_block(trajectory(ADD)) == 1.0
-    assert formats.one_code_block(trajectory(ADD + "\n" + ADD)) == 0.0
-    assert formats.finished(trajectory("a")) == 1.0
-    assert formats.finished(trajectory("a", finish_reason="length")) == 0.0
+    assert formats.matches(answered("<think>a\nb</think>\n<answer>1</answer>"), pattern=pattern) == 1.0
+    assert formats.matches(answered("so <think>a</think><answer>1</answer>"), pattern=pattern) == 0.0
+    assert formats.one_code_block(answered(ADD)) == 1.0
+    assert formats.one_code_block(answered(ADD + "\n" + ADD)) == 0.0
+    assert formats.finished(answered("a")) == 1.0
+    assert formats.finished(answered("a", finish_reason="length")) == 0.0
 
 
 def test_json_is_judged_by_its_schema() -> None:
@@ -184,20 +169,20 @@ def test_json_is_judged_by_its_schema() -> None:
         '```json\n{"n": 2}\n```': 1,
     }
     for response, value in wanted.items():
-        assert formats.json_valid(trajectory(response), schema=schema) == value, response[:50]
-    assert formats.json_valid(trajectory("[1]")) == 1
+        assert formats.json_valid(answered(response), schema=schema) == value, response[:50]
+    assert formats.json_valid(answered("[1]")) == 1
     with pytest.raises(Exception, match="is not valid under any of the given schemas"):
-        formats.json_valid(trajectory("1"), schema={"type": "no such type"})
+        formats.json_valid(answered("1"), schema={"type": "no such type"})
 
 
 def test_the_overlong_penalty_follows_its_formula() -> None:
     """max 10, buffer 4: DAPO's eq. 13 by hand."""
     wanted = {6: 0.0, 7: -0.25, 8: -0.5, 9: -0.75, 10: -1.0, 12: -1.0, 1: 0.0}
     for num_sampled, penalty in wanted.items():
-        got = formats.overlong_penalty(trajectory("a", num_sampled), max_tokens=10, buffer_tokens=4)
+        got = formats.overlong_penalty(answered("a", num_sampled), max_tokens=10, buffer_tokens=4)
         assert got == pytest.approx(penalty)
     with pytest.raises(ValueError, match=r"buffer_tokens=11 must be in 1..max_tokens=10"):
-        formats.overlong_penalty(trajectory("a"), max_tokens=10, buffer_tokens=11)
+        formats.overlong_penalty(answered("a"), max_tokens=10, buffer_tokens=11)
 
 
 PARTS = """
@@ -241,7 +226,7 @@ async def scores(config: RewardConfig, *responses: str, **fields: object) -> lis
     try:
         out = []
         for response in responses:
-            out += await runner.score_many([(Task(TaskId("t/0"), "?", fields), trajectory(response))])
+            out += await runner.score_many([(Task(TaskId("t/0"), "?", fields), answered(response))])
         return out
     finally:
         await runner.shutdown()
@@ -273,10 +258,10 @@ async def test_a_part_that_fails_ends_the_others_and_synchronous_parts_come_firs
         return load_reward(RewardConfig(parts={name: RewardPartConfig(fn=f"{module}:{name}") for name in names}))
 
     with pytest.raises(RuntimeError, match="the judge broke"):
-        await sum_of("patient", "hasty")(trajectory("x"))  # type: ignore[misc]
+        await sum_of("patient", "hasty")(answered("x"))  # type: ignore[misc]
     assert importlib.import_module(module).cancelled == ["patient"]
     with pytest.raises(RuntimeError, match="broke at once"):
-        await sum_of("patient", "sudden")(trajectory("x"))  # type: ignore[misc]
+        await sum_of("patient", "sudden")(answered("x"))  # type: ignore[misc]
     gc.collect()
     assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
 
@@ -320,7 +305,7 @@ async def test_code_is_scored_through_the_whole_path() -> None:
     runner = RewardRunner(config, SANDBOX)
     task = Task(TaskId("t/0"), "?", {"tests": TESTS})
     try:
-        results = await runner.score_many([(task, trajectory(text)) for text in (ADD, "no code", ADD)])
+        results = await runner.score_many([(task, answered(text)) for text in (ADD, "no code", ADD)])
     finally:
         await runner.shutdown()
     right = Score(pytest.approx(2 / 3 + 0.1), {"code": pytest.approx(2 / 3), "code/passed": 2.0, "format": 1.0})

@@ -12,16 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ports import Score
-from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import Span
 from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
+from tests.answers import pair
 
 REWARDS = """
 import asyncio, os, signal, subprocess, sys, time
@@ -61,21 +58,6 @@ async def obey_async(trajectory, **_):
     await asyncio.sleep(0.2)
     return 1.0
 """
-
-
-def pair(response: str, **fields: object) -> tuple[Task, Trajectory]:
-    trajectory = Trajectory(
-        trajectory_id=TrajectoryId("0/0"),
-        task_id=TaskId("t/0"),
-        token_ids=np.array([1, 2], dtype=np.int32),
-        loss_mask=np.array([False, True]),
-        behavior_logprobs=np.zeros(2, dtype=np.float32),
-        spans=(Span(0, 1),),
-        prompt="?",
-        response=response,
-        finish_reason="stop",
-    )
-    return Task(TaskId("t/0"), "?", fields), trajectory
 
 
 Factory = Callable[..., RewardRunner]
