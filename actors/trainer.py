@@ -60,6 +60,7 @@ class TrainerRank:
             max_new_tokens=spec.max_new_tokens,
             critic=spec.critic,
             kind=spec.kind,
+            policy_id=spec.policy_id,
         )
         if self._rank == 0:
             self._outbound = private_directory(spec.publish_in)

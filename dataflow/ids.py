@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import Final, NewType
 
 TaskId = NewType("TaskId", str)
 """Names one dataset row or environment seed, e.g. `arithmetic/train/1042`."""
@@ -18,3 +18,12 @@ RequestId = NewType("RequestId", str)
 
 EngineId = NewType("EngineId", str)
 """E.g. `engine-0`."""
+
+PolicyId = NewType("PolicyId", str)
+"""Which policy of a run sampled a trajectory."""
+
+POLICY: Final = PolicyId("policy")
+"""The policy of a run: of most runs the only one."""
+
+PARTNER: Final = PolicyId("partner")
+"""The other one of a run with two (`partner` in the configuration)."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.ids import POLICY, GroupId, PolicyId, TaskId, TrajectoryId
 from penstock.dataflow.versions import Span, Spans, num_tokens
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -89,6 +89,7 @@ class Trajectory:
         reward: Scalar used by the advantage; None until scored.
         reward_parts: Each named reward on its own.
         episode: Its turns; None for a single-turn trajectory.
+        policy_id: Who sampled it, and whose versions its spans are.
     """
 
     trajectory_id: TrajectoryId
@@ -103,6 +104,7 @@ class Trajectory:
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     episode: Episode | None = None
+    policy_id: PolicyId = POLICY
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from penstock.dataflow.ports import StepReport, TrainerGroup
 from penstock.dataflow.trajectory import GroupRef
+from penstock.platform.streams import stream_of
 from penstock.rollout.local_engine import Sleeper
 from penstock.rollout.pool import EnginePool
 
@@ -31,14 +32,9 @@ class TakesTurns:
         await self._pool.idle()
         await asyncio.gather(*(engine.sleep() for engine in self._engines))
         try:
-            return await self._trainer.step(_stream(groups))
+            return await self._trainer.step(stream_of(groups))
         finally:
             await asyncio.gather(*(engine.wake() for engine in self._engines))
 
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
-
-
-async def _stream(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
-    for group in groups:
-        yield group

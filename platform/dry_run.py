@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from penstock.dataflow.ids import POLICY
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.findings import Command
 from penstock.platform.config.load import LoadedConfig
@@ -46,7 +47,7 @@ def placement_table(placements: Sequence[RolePlacement]) -> Table:
         on_gpu = first.device == "gpu"
         slots = ",".join(str(slot) for slot in sorted({p.slot + extra for p in same for extra in range(p.num_slots)}))
         table.add_row(
-            first.role,
+            _who(first),
             str(len(same)),
             first.pool or "-",
             f"gpu {slots}" if on_gpu else "cpu",
@@ -59,7 +60,7 @@ def placement_table(placements: Sequence[RolePlacement]) -> Table:
 def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[str]:
     """What takes the memory of one process of each role, then estimated totals."""
     lines = [
-        f"each {same[0].role}: "
+        f"each {_who(same[0])}: "
         + _memory_words(same[0].memory.device if same[0].device == "gpu" else same[0].memory.host)
         for same in _rows(placements)
     ]
@@ -73,8 +74,12 @@ def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[s
 def _rows(placements: Sequence[RolePlacement]) -> Iterable[list[RolePlacement]]:
     rows: dict[tuple[str, str | None], list[RolePlacement]] = {}
     for placement in placements:
-        rows.setdefault((placement.role, placement.pool), []).append(placement)
+        rows.setdefault((_who(placement), placement.pool), []).append(placement)
     return rows.values()
+
+
+def _who(placement: RolePlacement) -> str:
+    return placement.role if placement.policy_id == POLICY else f"{placement.policy_id} {placement.role}"
 
 
 def _memory_words(parts: dict[Part, float]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
@@ -23,6 +24,7 @@ class Evaluation:
         accuracy: Share of tasks whose reward is at least 1.
         version_min: Oldest policy version that sampled any token of it.
         version_max: Newest one; equal to `version_min` when no weights were published meanwhile.
+        partner: That of the other policy on the same tasks; None if there is none.
     """
 
     step: int
@@ -31,6 +33,7 @@ class Evaluation:
     version_min: int
     version_max: int
     num_tasks: int
+    partner: Evaluation | None = None
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -39,7 +42,12 @@ class Evaluation:
             "eval/version_min": self.version_min,
             "eval/version_max": self.version_max,
             "eval/tasks": self.num_tasks,
+            **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
         }
+
+
+class Evaluates(Protocol):
+    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
 
 
 class Evaluator:

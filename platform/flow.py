@@ -24,7 +24,7 @@ from penstock.dataflow.streams import TaskLine
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.group_run import GroupRun
 from penstock.platform.observability.flow_stats import FlowStats
-from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.runner import Runs
 
 FEWEST_FAILURES = 8
 """Failed groups in a row that stop the run, where the admission window is smaller."""
@@ -37,7 +37,7 @@ _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason
 class FlowPorts:
     """What the flow works with; `reference` is asked for each group as soon as it is scored."""
 
-    runner: TrajectoryRunner
+    runner: Runs
     rewards: RewardWorker
     store: PayloadStore
     sampling: SamplingParams

@@ -13,9 +13,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.envs.streams import load_held_out
 from penstock.platform import controller
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.episodes import episode_player
-from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
@@ -34,13 +32,13 @@ from penstock.platform.observability.summary import (
     write_summary,
 )
 from penstock.platform.observability.trajectory_table import TrajectoryTable
-from penstock.platform.ratio_probe import NUM_PROBES, RatioProbe, with_probe
+from penstock.platform.partners import together
+from penstock.platform.ratio_probe import NUM_PROBES
 from penstock.platform.roles import start_actors
 from penstock.platform.run import Instruments, Parts, Run
 from penstock.platform.run_dir import prepare_run_dir
+from penstock.platform.sides import Asking, connected
 from penstock.platform.trackers.build import build_trackers
-from penstock.rollout.pool import make_pool
-from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
 
 
@@ -90,12 +88,17 @@ def header_facts(config: RunConfig) -> dict[str, str]:
     flow, rollout, trainer = config.dataflow, config.rollout, config.trainer
     backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
     return {
-        "policy": f"{config.model.path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)",
+        "policy": _policy(config),
+        **({} if config.partner is None else {"partner": _policy(config.partner_view)}),
         "batch": f"{flow.batch_groups} groups × {flow.group_size} trajectories, max_staleness {flow.max_staleness}",
         "rollout": f"{rollout.num_engines} × {rollout.engine.type}",
         "trainer": f"{trainer.num_ranks} × {backend}, {config.algorithm.advantage} with {config.algorithm.loss}",
         "run": config.run_dir,
     }
+
+
+def _policy(config: RunConfig) -> str:
+    return f"{config.model.path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)"
 
 
 @asynccontextmanager
@@ -105,14 +108,8 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
         actors = await stack.enter_async_context(start_actors(config))
-        pool = make_pool(actors.engines, config.rollout, config.seed)
         codec = load_codec(actors.model_path)
         episodes = await stack.enter_async_context(episode_player(config, codec))
-        limit_s, max_resumes = config.rollout.request_timeout_s, config.rollout.max_resumes
-        runner = TrajectoryRunner(pool, codec, limit_s, max_resumes, episodes)
-        monitor = await stack.enter_async_context(
-            EngineMonitor(pool, adapts_concurrency=config.rollout.adaptive_concurrency).running()
-        )
         sampling = SamplingParams(
             max_new_tokens=config.rollout.sampling.max_new_tokens,
             temperature=config.rollout.sampling.temperature,
@@ -120,28 +117,22 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             # vLLM would sample seeded requests one by one, and start their stream anew when they are resumed.
             seed=config.seed if config.rollout.engine.type == "torch" else None,
         )
+        probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
+        asking = Asking(codec, episodes, sampling, probes)
+        side = await stack.enter_async_context(connected(config, actors, asking))
+        if actors.partner is not None:
+            partner = connected(config.partner_view, actors.partner, asking)
+            side = together(side, await stack.enter_async_context(partner), config.trainer.max_bad_steps)
 
         def make_flow(stats: FlowStats) -> Flow:
-            ports = FlowPorts(runner, actors.rewards, actors.store, sampling, actors.reference)
+            ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, actors.reference)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
             core, filters = make_core(config), make_filters(flow.filters)
             core.ledger.sink = instruments.events
             return Flow(core, make_task_line(config), filters, ports, stats, options)
 
-        publisher = actors.publisher(pool, config)
-        stack.push_async_callback(publisher.close)
-        prompts = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
-        probe = RatioProbe(pool, actors.trainer, prompts, sampling, config.model.dtype, limit_s)
-        parts = Parts(
-            trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,
-            publisher=with_probe(publisher, probe, config.weights.probe_every),
-            evaluator=Evaluator(runner, actors.rewards, config.rollout.sampling.max_new_tokens),
-            held_out=held_out,
-            make_flow=make_flow,
-            monitor=monitor,
-        )
-        run = Run(config, parts, instruments)
+        run = Run(config, Parts(side, held_out, make_flow), instruments)
         stack.push_async_callback(run.close)
         yield run
 
@@ -152,13 +143,17 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_
     counts = run.current_flow.counts()
     first, last = first_and_last_mean([value for _, value in hub.series("reward/mean")])
     evaluations = run.evaluations
+    before = evaluations[0] if evaluations else None
+    after = evaluations[-1] if len(evaluations) > 1 and status == "completed" else None
     return RunSummary(
         name=run.config.name,
         seed=run.config.seed,
         status=status,
         version=__version__,
-        eval_before=evaluations[0].accuracy if evaluations else None,
-        eval_after=evaluations[-1].accuracy if len(evaluations) > 1 and status == "completed" else None,
+        eval_before=None if before is None else before.accuracy,
+        eval_after=None if after is None else after.accuracy,
+        partner_eval_before=None if before is None or before.partner is None else before.partner.accuracy,
+        partner_eval_after=None if after is None or after.partner is None else after.partner.accuracy,
         reward_first=first,
         reward_last=last,
         steps=run.version,

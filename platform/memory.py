@@ -126,7 +126,9 @@ def staged_gib(config: RunConfig) -> float:
 
 def shared_gib(config: RunConfig) -> float:
     """Published versions in shared memory, GiB: with `direct`, one is written while another is still read."""
-    return published_gib(config) * (NUM_SLOTS if config.weights.mode == "direct" else 1)
+    versions = NUM_SLOTS if config.weights.mode == "direct" else 1
+    of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
+    return published_gib(config) * versions + of_partner
 
 
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 from typing import Literal
 
+from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.platform.memory import (
@@ -32,6 +33,7 @@ class RolePlacement:
         slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
         num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
         num_gpus: GPUs Ray reserves for it; half of them when colocated.
+        policy_id: Which policy of the run it serves.
         num_cpus: CPUs Ray reserves for it. On a CPU pool all processes together reserve at most the pool.
     """
 
@@ -44,18 +46,43 @@ class RolePlacement:
     num_cpus: float
     memory: Memory
     num_slots: int = 1
+    policy_id: PolicyId = POLICY
 
     @property
     def name(self) -> str:
-        return self.role if self.role == "driver" else f"{self.role}-{self.index}"
+        prefix = "" if self.policy_id == POLICY else f"{self.policy_id}-"
+        return self.role if self.role == "driver" else f"{prefix}{self.role}-{self.index}"
 
 
 def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:
     """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
 
     GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
-    pool of their own, `tensor_parallel_size` each. References take the slots after both.
+    pool of their own, `tensor_parallel_size` each. References take the slots after both, and a partner's ranks and
+    engines those after all of them.
     """
+    own = _plan(config, command)
+    if config.partner is None or command != "train":
+        return own
+    taken = Counter[str]()
+    for placement in own:
+        if placement.pool is not None:
+            taken[placement.pool] += placement.num_slots
+    partner = [
+        replace(placement, policy_id=PARTNER, slot=(placement.slot + taken[placement.pool]) % _slots(config, placement))
+        for placement in _plan(config.partner_view, command)
+        if placement.role in ("trainer", "engine") and placement.pool is not None
+    ]
+    return [*own, *partner]
+
+
+def _slots(config: RunConfig, placement: RolePlacement) -> int:
+    assert placement.pool is not None, "it has a device"
+    return config.cluster.pools[placement.pool].count
+
+
+def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
+    """Of one policy and what serves it."""
     cluster = config.cluster
     num_ranks = 0 if command == "eval" else config.trainer.num_ranks
     num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines

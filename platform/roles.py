@@ -25,7 +25,7 @@ from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
@@ -49,6 +49,11 @@ class RunActors:
     rewards: RewardClient
     store: ObjectStore
     reference: ReferenceClient | None
+    partner: RunActors | None = None
+
+    def of_policies(self) -> list[TrainerClient | RemoteEngine]:
+        """Trainers and engines, the partner's too."""
+        return [self.trainer, *self.engines, *([] if self.partner is None else self.partner.of_policies())]
 
     def publisher(self, pool: EnginePool, config: RunConfig) -> ActorWeightPublisher:
         return ActorWeightPublisher(pool, config.weights, self._export(pool, config))
@@ -75,19 +80,33 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
     async with ray_session(config.cluster.address, config.weights.directory):
         rewards = start_rewards(config.reward, config.sandbox)
         async with asyncio.TaskGroup() as starting:
+            reference_start = starting.create_task(start_reference_group(config)) if config.num_references else None
+            partner_start = starting.create_task(_start_partner(config, rewards)) if config.partner else None
             trainer_start = starting.create_task(start_trainer_group(config))
             engines_start = starting.create_task(start_engine_group(config))
-            reference_start = starting.create_task(start_reference_group(config)) if config.num_references else None
         trainer, engines = trainer_start.result(), engines_start.result()
         reference = None if reference_start is None else reference_start.result()
+        partner = None if partner_start is None else partner_start.result()
+        actors = RunActors(model_path(config), engines, trainer, rewards, ObjectStore(), reference, partner)
         try:
-            yield RunActors(model_path(config), engines, trainer, rewards, ObjectStore(), reference)
+            yield actors
         finally:
-            await asyncio.gather(rewards.close(), trainer.close(), *(engine.close() for engine in engines))
+            await asyncio.gather(rewards.close(), *(part.close() for part in actors.of_policies()))
+
+
+async def _start_partner(config: RunConfig, rewards: RewardClient) -> RunActors:
+    """Trainer and engines of the other policy."""
+    view = config.partner_view
+    trainer, engines = await asyncio.gather(start_trainer_group(view, policy_id=PARTNER), start_engine_group(view))
+    return RunActors(model_path(view), engines, trainer, rewards, ObjectStore(), None)
 
 
 async def start_trainer_group(
-    config: RunConfig, path: str | None = None, kind: ModelKind = "policy", command: Command = "train"
+    config: RunConfig,
+    path: str | None = None,
+    kind: ModelKind = "policy",
+    command: Command = "train",
+    policy_id: PolicyId = POLICY,
 ) -> TrainerClient:
     """The trainer ranks of `config`, from the policy at `path` (default: `model.path`)."""
     cluster = config.cluster
@@ -104,6 +123,7 @@ async def start_trainer_group(
         publish_in=config.weights.directory,
         streams=config.dataflow.stream_micro_batches,
         kind=kind,
+        policy_id=policy_id,
         critic=config.critic if config.algorithm.needs_critic else None,
     )
     return await start_trainer(spec, resources(config, "trainer", command), torch_environment(config, spec.device))
@@ -163,7 +183,11 @@ def engine_side(config: RunConfig) -> EngineSide:
 
 def resources(config: RunConfig, role: Role, command: Command) -> list[Resources]:
     """What each process of a role asks Ray for."""
-    placements = [placement for placement in plan_placement(config, command) if placement.role == role]
+    placements = [
+        placement
+        for placement in plan_placement(config, command)
+        if (placement.role, placement.policy_id) == (role, POLICY)
+    ]
     return [
         Resources(
             num_gpus=placement.num_gpus,

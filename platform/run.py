@@ -12,25 +12,34 @@ from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, Wei
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
-from penstock.platform.evaluation import Evaluation, Evaluator
+from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.flow import Flow
 from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.rollout.runner import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The engines of a policy, its trainer, and the way between them; of two policies taken as one."""
+
+    runner: Runs
+    trainer: TrainerGroup
+    publisher: WeightPublisher
+    evaluator: Evaluates
+    monitor: EngineMonitor
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a run is made of. The wiring is in platform/launch.py."""
 
-    trainer: TrainerGroup
-    publisher: WeightPublisher
-    evaluator: Evaluator
+    side: Side
     held_out: list[Task]
     make_flow: Callable[[FlowStats], Flow]
-    monitor: EngineMonitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +72,8 @@ class Run:
         self.config = config
         self.version = 0
         self.total_steps = config.total_steps
-        self.trainer = parts.trainer
-        self.publisher = parts.publisher
+        self.trainer = parts.side.trainer
+        self.publisher = parts.side.publisher
         self.stats = FlowStats()
         self.evaluations: list[Evaluation] = []
         self.current_flow: Flow | None = None
@@ -150,13 +159,14 @@ class Run:
             await asyncio.gather(self._beside, return_exceptions=True)
 
     async def _evaluate(self, tasks: list[Task]) -> None:
-        evaluation = await self._parts.evaluator.evaluate(self.version, tasks)
+        evaluation = await self._parts.side.evaluator.evaluate(self.version, tasks)
         self.evaluations.append(evaluation)
         self._instruments.hub.log(self.version, evaluation.metrics())
+        of_partner = "" if evaluation.partner is None else f", of the partner {evaluation.partner.accuracy:.3f},"
         self._instruments.note(
             f"eval at v{evaluation.version_min}"
             + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
-            + f": accuracy {evaluation.accuracy:.3f} on {evaluation.num_tasks} held-out tasks"
+            + f": accuracy {evaluation.accuracy:.3f}{of_partner} on {evaluation.num_tasks} held-out tasks"
         )
 
     def _count_skips(self, report: StepReport) -> None:
@@ -164,7 +174,7 @@ class Run:
         self._progress.skipped_steps += report.skipped
 
     def _flow_metrics(self, flow: Flow, report: StepReport, wall_s: float) -> dict[str, float]:
-        last, counts, monitor = self.stats.last, flow.counts(), self._parts.monitor
+        last, counts, monitor = self.stats.last, flow.counts(), self._parts.side.monitor
         waited_s = self.stats.trainer_wait_s - self._progress.trainer_wait_s
         generated = self.stats.tokens_generated - self._progress.tokens_generated
         self._progress.trainer_wait_s = self.stats.trainer_wait_s

@@ -32,6 +32,13 @@ class ResumeStats:
     tokens: int = 0
     interruptions: Counter[InterruptionKind] = field(default_factory=Counter)
 
+    def __add__(self, other: ResumeStats) -> ResumeStats:
+        return ResumeStats(
+            self.trajectories + other.trajectories,
+            self.tokens + other.tokens,
+            self.interruptions + other.interruptions,
+        )
+
 
 @dataclass(slots=True)
 class PartialTrajectory:

@@ -66,6 +66,27 @@ class VersionWatcher(Protocol):
         ...
 
 
+class Runs(Protocol):
+    """What answers tasks: a `TrajectoryRunner`, or two (rollout/shared_groups.py)."""
+
+    @property
+    def pool(self) -> EnginePool: ...
+
+    @property
+    def stats(self) -> ResumeStats: ...
+
+    async def run(
+        self,
+        task: Task,
+        trajectory_id: TrajectoryId,
+        sampling: SamplingParams,
+        *,
+        watcher: VersionWatcher | None = None,
+        member: int = 0,
+        slots: LeaseMaker | None = None,
+    ) -> Trajectory: ...
+
+
 class TrajectoryRunner:
     """Runs trajectories on a pool of engines.
 

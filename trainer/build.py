@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.preferences import ModelKind
@@ -40,6 +41,7 @@ def build_trainer(
     master_addr: str = "127.0.0.1",
     critic: CriticConfig | None = None,
     kind: ModelKind = "policy",
+    policy_id: PolicyId = POLICY,
 ) -> PolicyTrainer:
     """Build this process's rank. Collective: with more than one rank, all must be building at once.
 
@@ -61,6 +63,7 @@ def build_trainer(
         master_addr: Address of rank 0's node.
         critic: Of gae.
         kind: A reward model begins with the body of the policy at `model_path` and a head of zeros.
+        policy_id: Which of the policies of a run it is.
 
     Raises:
         ConfigError: If the settings cannot run together, or the model cannot be loaded.
@@ -93,6 +96,7 @@ def build_trainer(
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         kind=kind,
+        policy_id=policy_id,
     )
     if critic is None or not algorithm.needs_critic:
         return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
 from penstock.trainer.batches.packing import BatchPlan, RowLayout
@@ -27,6 +28,7 @@ class StepSettings:
         temperature: Of sampling; the trainer's logprobs use the same.
         max_new_tokens: Sampling limit, the constant of `constant_length`.
         kind: A policy, or a reward model, which is trained with preferences only.
+        policy_id: Which of the policies of a run is trained.
     """
 
     max_tokens_per_micro_batch: int
@@ -35,6 +37,7 @@ class StepSettings:
     temperature: float
     max_new_tokens: int
     kind: ModelKind = "policy"
+    policy_id: PolicyId = POLICY
 
 
 @dataclass(frozen=True, slots=True)

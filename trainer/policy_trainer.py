@@ -245,7 +245,17 @@ class PolicyTrainer:
                 "worker, or use an algorithm that compares with none."
             )
         values = () if self.critic is None else self.critic.values(payloads)
-        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version, values)
+        sequences = policy_sequences(
+            payloads,
+            algorithm,
+            limit,
+            min_versions,
+            normaliser,
+            references,
+            version,
+            values,
+            self._settings.policy_id,
+        )
         if algorithm.proximal != "recompute":
             return sequences
         found = self._passes.per_target(sequences)

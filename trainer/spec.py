@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
@@ -22,6 +23,7 @@ class TrainerSpec:
         threads: CPU threads of each rank.
         publish_in: Parent of the folder for published versions; None: shared memory.
         kind: What the ranks train; a reward model by preferences only.
+        policy_id: Which of the policies of a run they train.
         critic: Of gae; None: there is none.
         streams: Parts of a batch are trained while the rest of it is still being generated.
     """
@@ -39,6 +41,7 @@ class TrainerSpec:
     streams: bool = False
     critic: CriticConfig | None = None
     kind: Literal["policy", "reward"] = "policy"
+    policy_id: PolicyId = POLICY
 
     @property
     def tokens_per_part(self) -> float:

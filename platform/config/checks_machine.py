@@ -73,6 +73,9 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Policies are directories with a config.json of the stated shape, or hub names in the local cache."""
     if config.model.path is not None and not config.model.from_scratch:
         yield from _check_model_path(config, "model.path", config.model.path)
+    if command == "train" and config.partner is not None and config.partner.model.path is not None:
+        yield from _check_model_path(config.partner_view, "partner.model.path", config.partner.model.path)
+        yield from _check_one_tokenizer(config.model.path, config.partner.model.path)
     if command == "train" and config.num_references and config.reference.path is not None:
         yield from _check_model_path(config, "reference.path", config.reference.path)
 
@@ -176,6 +179,20 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
         )
 
 
+def _check_one_tokenizer(ours: str | None, theirs: str) -> Iterator[Finding]:
+    """Two policies that train on each other's tokens mean the same by them."""
+    files = [Path(path or "").expanduser() / "tokenizer.json" for path in (ours, theirs)]
+    if all(file.is_file() for file in files):
+        vocabularies = [json.loads(file.read_text())["model"].get("vocab") for file in files]
+        if vocabularies[0] != vocabularies[1]:
+            yield error(
+                f"partner.model.path={theirs} has another vocabulary than model.path={ours} (tokenizer.json): each "
+                "would train on tokens that mean something else to it. Use two policies of one tokenizer.",
+                "partner.model.path",
+                "model.path",
+            )
+
+
 def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[Finding]:
     """The directory holds a model, of the shape that the YAML states; a reference needs its vocabulary only."""
     path = directory / "config.json"
@@ -183,18 +200,19 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
         yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.", key)
         return
     checkpoint: dict[str, Any] = json.loads(path.read_text())
+    shape = "partner.model.shape" if key == "partner.model.path" else "model.shape"
     for theirs, name, stated in _stated(config.model.shape):
         found = checkpoint.get(theirs)
-        if found is None or found == stated or (key != "model.path" and name != "vocab_size"):
+        if found is None or found == stated or (key == "reference.path" and name != "vocab_size"):
             continue
         why = (
             "layouts and memory estimates start from the shape. Copy the checkpoint's."
-            if key == "model.path"
+            if key != "reference.path"
             else "its logprobs would be of other tokens. Use a reference with the policy's tokenizer."
         )
         yield error(
-            f"model.shape.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}",
-            f"model.shape.{name}",
+            f"{shape}.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}",
+            f"{shape}.{name}",
             key,
         )
 

@@ -17,6 +17,7 @@ from penstock.rollout.config import RolloutConfig
 from penstock.trainer.config import (
     AlgorithmConfig,
     CriticConfig,
+    OptimizerConfig,
     PreferenceConfig,
     ReferenceConfig,
     SftConfig,
@@ -105,6 +106,18 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=0, ge=0)
 
 
+class PartnerConfig(Section):
+    """A second policy that learns in the same run, from the same groups: half of each is sampled by it.
+
+    Attributes:
+        model: Of any size; its tokenizer is that of `model`.
+        optimizer: None is `trainer.optimizer`.
+    """
+
+    model: ModelConfig
+    optimizer: OptimizerConfig | None = None
+
+
 class RunConfig(Section):
     """Everything one run needs.
 
@@ -134,8 +147,18 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
+    partner: PartnerConfig | None = None
     sft: SftConfig | None = None
     preference: PreferenceConfig | None = None
+
+    @property
+    def partner_view(self) -> RunConfig:
+        """The configuration of the partner, as if it were alone."""
+        assert self.partner is not None, "there is a partner"
+        trainer = self.trainer
+        if self.partner.optimizer is not None:
+            trainer = trainer.model_copy(update={"optimizer": self.partner.optimizer})
+        return self.model_copy(update={"model": self.partner.model, "trainer": trainer, "partner": None})
 
     @property
     def num_references(self) -> int:

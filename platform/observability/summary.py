@@ -30,6 +30,8 @@ class RunSummary:
         version: Penstock version that ran it.
         eval_before: Greedy held-out accuracy before the first step, 0..1.
         eval_after: The same after the last step.
+        partner_eval_before: Of the other policy of a run with two.
+        partner_eval_after: The same after the last step.
         reward_first: Mean of `reward/mean` over the first min(10, n/2) steps.
         reward_last: The same over the last ones.
         steps: Training steps done.
@@ -64,6 +66,8 @@ class RunSummary:
     tokens_trained: int
     peak_memory_gib: float
     ledger: LedgerCounts
+    partner_eval_before: float | None = None
+    partner_eval_after: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `summary.json`."""

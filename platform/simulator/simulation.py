@@ -33,7 +33,7 @@ from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
-from penstock.platform.run import Parts, Run
+from penstock.platform.run import Parts, Run, Side
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
@@ -196,14 +196,14 @@ class Simulation:
             return self.seams.flow(core, line, FilterChain([], 1_000_000), ports, stats, options)
 
         publisher = WatchedPublisher(self._make_publisher(pool), world)
-        parts = Parts(
+        side = Side(
+            runner,
             trainer=TakesTurns(trainer, engines, pool) if config.colocated else trainer,
             publisher=publisher,
             evaluator=Evaluator(runner, rewards, world.lengths.max_length),
-            held_out=held_out_tasks(HELD_OUT_TASKS),
-            make_flow=make_flow,
             monitor=EngineMonitor(pool),
         )
+        parts = Parts(side, held_out_tasks(HELD_OUT_TASKS), make_flow)
         self.run = Run(run_config(config), parts, instruments())
         self.run.version = restored.version
         return Targets(engines, pool, rewards, trainer, publisher.catch_up)

@@ -21,7 +21,7 @@ from penstock.platform.observability.summary import SUMMARY_FILE
 from penstock.platform.run_dir import CONFIG_FILE
 from penstock.platform.sweep.grid import Cell
 from penstock.platform.sweep.results import Found
-from penstock.platform.trackers.jsonl import METRICS_FILE
+from penstock.platform.trackers.jsonl import read_metrics
 
 _PROGRAM = "from penstock.platform.cli import main; main()"
 _GRACE_S = 30.0
@@ -88,8 +88,8 @@ def completed(config: RunConfig) -> Found | None:
     summary = json.loads(summary_file.read_text())
     if summary["status"] != "completed" or summary["eval_after"] is None:
         return None
-    rows = [json.loads(line) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
-    lags = [row["staleness/mean_versions"] for row in rows if "staleness/mean_versions" in row]
+    lag = "staleness/mean_versions"
+    lags = [record.metrics[lag] for record in read_metrics(run_dir) if lag in record.metrics]
     before = summary["eval_before"] or 0.0
     accuracy = summary["eval_after"]
     return Found(accuracy, accuracy - before, sum(lags) / max(len(lags), 1), summary["max_staleness_seen"])

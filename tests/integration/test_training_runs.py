@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from penstock.platform.config.compose import compose_config
+from penstock.rollout.tokenizers import character_tokenizer
+from penstock.trainer.tiny_policy import create_policy
 from tests.command_line import read_metric, read_summary, run_cli
 
 pytestmark = pytest.mark.integration
@@ -136,6 +140,28 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     if "tracker" in "".join(overrides):
         assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
         assert list((run_dir / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_two_policies_learn_from_each_others_attempts(
+    workspace: Path, train_overrides: list[str], tmp_path: Path
+) -> None:
+    """The partner begins with random weights: nothing it samples may harm the policy."""
+    two = ["experiment=arithmetic_two_policies", *train_overrides[1:]]
+    model = compose_config(two).partner_view.model
+    create_policy(model, character_tokenizer(), str(tmp_path / "partner"), seed=0)
+    overrides = [f"partner.model.path={tmp_path / 'partner'}", "rollout/engine=torch", "name=two_policies"]
+    done = run_cli("train", *two, *SMALL, *overrides, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    run_dir = workspace / "runs" / "two_policies"
+    summary = read_summary(run_dir)
+    assert summary["ledger"]["trained"] == 24
+    assert summary["eval_before"] > 0.2 > summary["partner_eval_before"], "each is evaluated on its own engines"
+    own, others = read_metric(run_dir, "ratio/lag_tokens/0"), read_metric(run_dir, "ratio/lag_tokens/other_policy")
+    assert own[0] > 0 < others[0]
+    assert read_metric(run_dir, "mismatch/abs_logprob_max")[0] < 1e-4, "of own tokens only"
+    assert read_metric(run_dir, "partner/mismatch/abs_logprob_max")[0] < 1e-4
+    for policy, layers in (("policy", 4), ("partner", 3)):
+        assert json.loads((run_dir / policy / "config.json").read_text())["num_hidden_layers"] == layers
 
 
 def test_eval_measures_a_trained_policy(workspace: Path, train_overrides: list[str]) -> None:

@@ -3,7 +3,8 @@
 Shape legend: T loss tokens of one micro-batch. The behavior weights measured here are untruncated, between the policy
 at the start of the step and the one that sampled, and logged with every correction: metrics after truncation hide what
 the truncation was for. Where a batch is several optimizer steps, only tokens whose logprob at its start is known are
-measured so, each once: those of the first update, or after a forward at the start those of the first epoch.
+measured so, each once: those of the first update, or after a forward at the start those of the first epoch. Tokens of
+another policy are measured apart: they say nothing about the engines, nor about staleness.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ _SUMS = (
     "abs_log_ratio", "kl_k3", "reference_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
 _MAXIMA = ("weight", "abs_log_ratio")
-LAG_BUCKETS = ("0", "1", "2_3", "4_plus")
-_LAST_LAGS = (0, 1, 3)
+OF_ANOTHER_POLICY = -1
+"""In place of a staleness: the token was sampled by another policy of the run."""
+LAG_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
+_LAST_LAGS = (OF_ANOTHER_POLICY, 0, 1, 3)
 """Largest staleness, versions, of each bucket but the last."""
 _BY_LAG = ("tokens", "weight", "masked")
 
@@ -40,7 +43,7 @@ class TokenFacts(NamedTuple):
         behavior: Logprobs recorded by the engine.
         reference: Logprobs of the reference policy; anything if there is none.
         entropies: Of the policy, nats.
-        lags: `int64`, staleness in versions.
+        lags: `int64`, staleness in versions, or `OF_ANOTHER_POLICY`.
         token_weights: Of the aggregation.
         is_masked: `bool`, rejected by a correction.
         is_clipped_low: `bool`, a lower bound of the loss acted.
@@ -73,11 +76,11 @@ class TokenMetrics:
         """Add one micro-batch; `loss` is the scalar Σ weight · term of it."""
         is_measured = facts.start is not None
         log_ratio = (facts.behavior[:0] if facts.start is None else facts.start - facts.behavior).double()
-        weight = clamped_exp(log_ratio)
-        distance = log_ratio.abs()
+        weights, is_own = clamped_exp(log_ratio), (facts.lags[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
+        weight, distance = weights * is_own, log_ratio.abs() * is_own
         sums = (
             torch.tensor(float(len(facts.target)), device=loss.device),
-            torch.tensor(float(len(weight)), device=loss.device),
+            is_own.sum(),
             loss,
             facts.entropies.double().sum(),
             weight.sum(),
@@ -86,14 +89,14 @@ class TokenMetrics:
             facts.is_clipped_low.sum(),
             facts.is_clipped_high.sum(),
             distance.sum(),
-            (weight - log_ratio - 1.0).sum(),
+            ((weights - log_ratio - 1.0) * is_own).sum(),
             k3(facts.target, facts.reference).double().sum(),
             facts.token_weights.double().sum(),
             facts.token_weights.double().masked_fill(facts.is_masked, 0.0).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
-        if is_measured and len(weight):
-            per_token = torch.stack([torch.ones_like(weight), weight, facts.is_masked.double()], dim=1)
+        if is_measured and len(weights):
+            per_token = torch.stack([torch.ones_like(weights), weights, facts.is_masked.double()], dim=1)
             self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
             self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
 

@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
 from penstock.trainer.algorithms.advantages import is_zero_variance
 from penstock.trainer.algorithms.batch_advantages import token_advantages
+from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.collate import TrainingSequence
 from penstock.trainer.batches.members import batch_members, batch_pairs, group_rewards, is_new_enough, reward_batch
 from penstock.trainer.config import AlgorithmConfig
@@ -34,6 +36,7 @@ def policy_sequences(
     references: Sequence[NDArray[np.float32]] = (),
     version: int = 0,
     values: Sequence[NDArray[np.float32]] = (),
+    policy_id: PolicyId = POLICY,
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with the advantages and the aggregation weight of its tokens.
 
@@ -47,6 +50,7 @@ def policy_sequences(
         references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
         version: Policy version before the step, from which staleness is counted.
         values: Per group `[n] float32`, V of a critic before each of its n sampled tokens; empty: there is none.
+        policy_id: Who is trained. What another policy sampled has no staleness: its lags are `OF_ANOTHER_POLICY`.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
@@ -67,7 +71,7 @@ def policy_sequences(
                 targets=np.flatnonzero(member.trajectory.loss_mask)[keep],
                 behavior_logprobs=member.behavior[keep],
                 advantages=advantage[keep],
-                lags=version - versions_per_token(member.trajectory.spans)[keep],
+                lags=_lags(member.trajectory, version, policy_id)[keep],
                 reference_logprobs=None if member.reference is None else member.reference[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
@@ -77,6 +81,13 @@ def policy_sequences(
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)
+
+
+def _lags(trajectory: Trajectory, version: int, policy_id: PolicyId) -> NDArray[np.int64]:
+    """`[n] int64`: staleness of each sampled token, versions."""
+    if trajectory.policy_id != policy_id:
+        return np.full(trajectory.num_sampled_tokens, OF_ANOTHER_POLICY)
+    return np.asarray(version - versions_per_token(trajectory.spans), np.int64)
 
 
 def mini_batches(

@@ -120,6 +120,32 @@ def test_a_shape_that_is_not_the_checkpoints_is_refused(overrides):
     assert "model.shape.num_layers=5 differs from the checkpoint's num_hidden_layers=4" in found
 
 
+def partner(overrides: list[str], folder: Path, letters: str, num_layers: int = 3) -> list[str]:
+    """The overrides of a run of two policies, each with its tokenizer."""
+    ours = Path(overrides[1].partition("=")[2])
+    theirs = folder / "partner"
+    theirs.mkdir()
+    shape = json.loads((ours / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({**shape, "hidden_size": 96, "num_hidden_layers": num_layers}))
+    for path, vocabulary in ((ours, "abc"), (theirs, letters)):
+        words = {letter: number for number, letter in enumerate(vocabulary)}
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
+    return ["experiment=arithmetic_two_policies", *overrides[1:], f"partner.model.path={theirs}"]
+
+
+def test_a_partner_of_the_same_tokenizer_is_taken(overrides, tmp_path):
+    assert load_config("train", partner(overrides, tmp_path, "abc")).warnings == []
+
+
+def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_path):
+    assert "another vocabulary than model.path=" in problem(partner(overrides, tmp_path, "acb"))
+
+
+def test_a_partner_of_another_shape_than_stated_is_refused(overrides, tmp_path):
+    found = problem(partner(overrides, tmp_path, "abc", num_layers=5))
+    assert "partner.model.shape.num_layers=3 differs from the checkpoint's num_hidden_layers=5" in found
+
+
 def test_a_run_directory_in_use_is_refused(overrides):
     Path("runs/old").mkdir(parents=True)
     load_config("train", [*overrides, "name=old"])

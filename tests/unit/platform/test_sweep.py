@@ -15,6 +15,7 @@ from penstock.platform.sweep import runner
 from penstock.platform.sweep.grid import Cell, grid
 from penstock.platform.sweep.results import Found, table, write
 from penstock.platform.sweep.runner import check_cells, completed, run_cells
+from penstock.platform.trackers.jsonl import JsonlTracker
 
 ETAS = [0, 4, 16]
 OVERRIDES = ["experiment=arithmetic"]
@@ -82,7 +83,11 @@ def finish(config, accuracy: float = 0.8, status: str = "completed") -> None:
     (run_dir / "config.yaml").write_text(to_yaml(config))
     summary = {"status": status, "eval_before": 0.5, "eval_after": accuracy, "max_staleness_seen": 1}
     (run_dir / "summary.json").write_text(json.dumps(summary))
-    (run_dir / "metrics.jsonl").write_text('{"staleness/mean_versions": 0.5}\n{"other": 1}\n')
+    tracker = JsonlTracker(run_dir)
+    for lag in (0.0, 1.0):
+        tracker.log(1, {"staleness/mean_versions": lag})
+    tracker.log(2, {"eval/accuracy": accuracy})
+    tracker.close()
 
 
 def test_only_what_is_not_there_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from penstock.trainer.algorithms.aggregation import batch_normaliser, token_weights
 from penstock.trainer.algorithms.catalog import names
-from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
+from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenFacts, TokenMetrics
 from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
 
 COUNTS = np.array([3, 1, 0, 4])
@@ -98,3 +98,29 @@ def test_a_step_without_tokens_has_metrics_and_no_buckets() -> None:
     assert kept_share == 1.0
     assert not any(name.startswith("ratio/lag") for name in found)
     assert all(np.isfinite(list(found.values())))
+
+
+def test_what_another_policy_sampled_is_measured_apart() -> None:
+    rng = np.random.default_rng(6)
+    start, behavior = rng.normal(-2, 0.5, (2, 8))
+    zeros, masked = np.zeros(8), np.arange(8) % 2 == 0
+    is_other = np.arange(8) < 3
+    lags = np.where(is_other, OF_ANOTHER_POLICY, 1)
+    metrics = TokenMetrics(torch.device("cpu"))
+    columns = (start, start, behavior, start, zeros, lags, zeros, masked, zeros > 0, zeros > 0)
+    metrics.add(torch.tensor(0.0), TokenFacts(*map(torch.tensor, columns)))
+    found = metrics.reduce(lambda values, _: values).metrics()
+    w, distance = np.exp(start - behavior), np.abs(start - behavior)
+    own = {
+        "ratio/behavior_mean": w[~is_other].mean(),
+        "ratio/behavior_max": w[~is_other].max(),
+        "mismatch/abs_logprob_mean": distance[~is_other].mean(),
+        "mismatch/abs_logprob_max": distance[~is_other].max(),
+        "mismatch/kl_k3": (w - (start - behavior) - 1)[~is_other].mean(),
+        "ratio/lag_behavior_mean/other_policy": w[is_other].mean(),
+        "ratio/lag_masked_share/other_policy": masked[is_other].mean(),
+        "ratio/lag_tokens/other_policy": 3.0,
+        "ratio/lag_tokens/1": 5.0,
+        "ratio/masked_share": 0.5,
+    }
+    assert {name: found[name] for name in own} == pytest.approx(own, rel=1e-12)

@@ -1,0 +1,135 @@
+"""A run of two policies: one flow, one ledger, one bound on staleness; two trainers, two sets of engines.
+
+Both train every batch and publish every version, so the controller's loop and the gates of the flow need not know.
+Consumes: batches of groups that both have answered (rollout/shared_groups.py). Waits for: both. Unblocked by: the
+slower one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, cast
+
+from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
+from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.trajectory import GroupRef, Task
+from penstock.platform.evaluation import Evaluates, Evaluation
+from penstock.platform.run import Side
+from penstock.platform.streams import stream_of
+from penstock.rollout.shared_groups import SharedGroups
+
+
+class Versioned(TrainerGroup, Protocol):
+    """A trainer that is told which version its next step starts from."""
+
+    version: int
+
+
+def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:
+    """Both sides as one; what the monitor tells is of the policy's engines."""
+    return Side(
+        SharedGroups(policy.runner, partner.runner),
+        trainer=TrainTogether(cast("Versioned", policy.trainer), cast("Versioned", partner.trainer), max_bad_steps),
+        publisher=PublishTogether(policy.publisher, partner.publisher),
+        evaluator=EvaluateTogether(policy.evaluator, partner.evaluator),
+        monitor=policy.monitor,
+    )
+
+
+class TrainTogether:
+    """A `TrainerGroup` of both: each step trains the same groups twice, at the same time."""
+
+    def __init__(self, policy: Versioned, partner: Versioned, max_bad_steps: int) -> None:
+        """Connect both.
+
+        Args:
+            policy: Whose report is that of the run; `policy/` is where it is saved.
+            partner: Saved beside it, in `partner/`; its metrics begin with `partner/`.
+            max_bad_steps: Skipped steps in a row of either that end the run.
+        """
+        self._trainers: dict[PolicyId, Versioned] = {POLICY: policy, PARTNER: partner}
+        self._max_bad_steps = max_bad_steps
+        self._skipped_in_a_row: Counter[PolicyId] = Counter()
+
+    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
+        """Train both on one batch.
+
+        A version is a trained batch. Where only one of the two had bad numbers its weights stay as they are, and it
+        publishes them again under the new version.
+
+        Raises:
+            TrainingError: If either fails, or has had too many bad steps in a row.
+        """
+        groups = [group async for group in batch]
+        mine, other = await asyncio.gather(*(one.step(stream_of(groups)) for one in self._trainers.values()))
+        self._count_skips({POLICY: mine, PARTNER: other})
+        version = max(mine.version, other.version)
+        for trainer in self._trainers.values():
+            trainer.version = version
+        metrics = {**mine.metrics, **{f"partner/{name}": value for name, value in other.metrics.items()}}
+        is_skipped = mine.skipped and other.skipped
+        return StepReport(version, is_skipped, metrics, max(mine.busy_s, other.busy_s))
+
+    async def save(self, path: str) -> None:
+        """Write both: the policy to `path`, its partner beside it."""
+        await asyncio.gather(
+            *(one.save(str(Path(path).with_name(policy_id))) for policy_id, one in self._trainers.items())
+        )
+
+    def _count_skips(self, reports: dict[PolicyId, StepReport]) -> None:
+        for policy_id, report in reports.items():
+            self._skipped_in_a_row[policy_id] = self._skipped_in_a_row[policy_id] + 1 if report.skipped else 0
+            if self._skipped_in_a_row[policy_id] >= self._max_bad_steps:
+                raise TrainingError(
+                    f"trainer: {self._skipped_in_a_row[policy_id]} steps in a row of the {policy_id} had a non-finite "
+                    f"loss or gradient, trainer.max_bad_steps is {self._max_bad_steps}. Lower its learning rate, or "
+                    "look at the rewards."
+                )
+
+
+class PublishTogether:
+    """A `WeightPublisher` of both: a version is out when the engines of both have it."""
+
+    def __init__(self, policy: WeightPublisher, partner: WeightPublisher) -> None:
+        self._publishers = (policy, partner)
+
+    async def publish(self, version: int) -> PublishReport:
+        """Publish a version of both.
+
+        Raises:
+            WeightSyncError: If no engine of one of them took it.
+        """
+        return _both(await asyncio.gather(*(one.publish(version) for one in self._publishers)))
+
+    async def delivered(self) -> PublishReport:
+        return _both(await asyncio.gather(*(one.delivered() for one in self._publishers)))
+
+
+class EvaluateTogether:
+    """Evaluates both on the same tasks, at the same time, each on its own engines."""
+
+    def __init__(self, policy: Evaluates, partner: Evaluates) -> None:
+        self._evaluators = (policy, partner)
+
+    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
+        mine, other = await asyncio.gather(*(one.evaluate(step, tasks) for one in self._evaluators))
+        return replace(mine, partner=other)
+
+
+def _both(reports: Sequence[PublishReport]) -> PublishReport:
+    mine, other = reports
+    return replace(
+        mine,
+        num_bytes=mine.num_bytes + other.num_bytes,
+        export_s=max(mine.export_s, other.export_s),
+        total_s=max(mine.total_s, other.total_s),
+        acks=(*mine.acks, *other.acks),
+        drain_timeouts=mine.drain_timeouts + other.drain_timeouts,
+        probe_nat=max((one.probe_nat for one in reports if one.probe_nat is not None), default=None),
+        sent_bytes=mine.sent_bytes + other.sent_bytes,
+    )

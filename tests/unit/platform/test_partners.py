@@ -1,0 +1,170 @@
+"""Two policies in one run: who samples what, what both train and publish, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from penstock.dataflow.errors import ConfigError, TrainingError
+from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId, TrajectoryId
+from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport
+from penstock.dataflow.trajectory import Task
+from penstock.platform.config.compose import compose_config
+from penstock.platform.evaluation import Evaluation
+from penstock.platform.partners import EvaluateTogether, PublishTogether, TrainTogether
+from penstock.platform.placement import plan_placement
+from penstock.platform.streams import stream_of
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.shared_groups import SharedGroups
+from tests.fakes import FakeEngine
+from tests.flows import CODEC
+
+EXPERIMENT = "experiment=arithmetic_two_policies"
+
+
+def runner_on(engine: FakeEngine) -> TrajectoryRunner:
+    return TrajectoryRunner(EnginePool([engine], 4), CODEC, 5.0)
+
+
+async def test_even_members_are_the_policys_and_odd_ones_its_partners() -> None:
+    mine, other = FakeEngine(version=3), FakeEngine(version=2, fail_first=1)
+    shared = SharedGroups(runner_on(mine), runner_on(other))
+    task, sampling = Task(TaskId("t"), "1+1="), SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
+    sampled = [await shared.run(task, TrajectoryId(f"0/{member}"), sampling, member=member) for member in range(4)]
+    assert [one.policy_id for one in sampled] == [POLICY, PARTNER, POLICY, PARTNER]
+    assert [one.spans[0].version for one in sampled] == [3, 2, 3, 2]
+    assert (mine.served, other.served) == (2, 3)
+    assert shared.stats.interruptions == {"lost": 1}, "on either's engines"
+
+
+@dataclass
+class FakeTrainer:
+    """Skips the steps from versions in `bad`."""
+
+    bad: set[int] = field(default_factory=set)
+    version: int = 0
+    trained: list[list[str]] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+
+    async def step(self, batch):
+        self.trained.append([group async for group in batch])
+        is_skipped = self.version in self.bad
+        self.version += not is_skipped
+        return StepReport(self.version, is_skipped, {"loss/policy": float(self.version)}, busy_s=1.0)
+
+    async def save(self, path: str) -> None:
+        self.saved.append(path)
+
+
+async def test_both_train_every_batch() -> None:
+    mine, other = FakeTrainer(), FakeTrainer()
+    report = await TrainTogether(mine, other, 3).step(stream_of(["a", "b"]))
+    assert mine.trained == other.trained == [["a", "b"]]
+    assert (report.version, report.skipped) == (1, False)
+    assert report.metrics == {"loss/policy": 1.0, "partner/loss/policy": 1.0}
+
+
+async def test_a_version_is_a_trained_batch_even_if_one_of_them_skipped_it() -> None:
+    mine, other = FakeTrainer(), FakeTrainer(bad={0})
+    together = TrainTogether(mine, other, 3)
+    assert (await together.step(stream_of([]))).version == 1
+    assert other.version == 1, "it publishes the same weights under the new version, and counts staleness from it"
+    assert (await together.step(stream_of([]))).version == 2
+
+
+async def test_a_batch_that_both_skip_is_dropped() -> None:
+    report = await TrainTogether(FakeTrainer(bad={0}), FakeTrainer(bad={0}), 3).step(stream_of([]))
+    assert (report.version, report.skipped) == (0, True)
+
+
+async def test_bad_steps_of_either_end_the_run() -> None:
+    together = TrainTogether(FakeTrainer(), FakeTrainer(bad={0, 1}), 2)
+    await together.step(stream_of([]))
+    with pytest.raises(TrainingError, match="2 steps in a row of the partner had a non-finite loss"):
+        await together.step(stream_of([]))
+
+
+async def test_each_is_saved_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    mine, other = FakeTrainer(), FakeTrainer()
+    await TrainTogether(mine, other, 3).save(str(tmp_path / "step_3" / "policy"))
+    assert mine.saved == [str(tmp_path / "step_3" / "policy")]
+    assert other.saved == [str(tmp_path / "step_3" / "partner")]
+
+
+class FakePublisher:
+    def __init__(self, num_bytes: int, probe_nat: float | None) -> None:
+        self.report = PublishReport(0, num_bytes, 0.1 * num_bytes, 0.2 * num_bytes, (EngineId("e"),), 1, probe_nat, 5)
+
+    async def publish(self, version: int) -> PublishReport:
+        return replace(self.report, version=version)
+
+
+async def test_a_publish_is_over_when_both_are_and_costs_what_both_cost() -> None:
+    report = await PublishTogether(FakePublisher(3, None), FakePublisher(2, 0.5)).publish(4)
+    assert (report.version, report.num_bytes, report.sent_bytes, len(report.acks)) == (4, 5, 10, 2)
+    assert (report.export_s, report.total_s) == pytest.approx((0.3, 0.6)), "they go at the same time"
+    assert (report.probe_nat, report.drain_timeouts) == (0.5, 2)
+
+
+class FakeEvaluator:
+    def __init__(self, accuracy: float) -> None:
+        self.accuracy = accuracy
+
+    async def evaluate(self, step: int, tasks: list[Task]) -> Evaluation:
+        return Evaluation(step, self.accuracy, self.accuracy, step, step, len(tasks))
+
+
+async def test_both_are_evaluated_on_the_same_tasks() -> None:
+    found = await EvaluateTogether(FakeEvaluator(0.25), FakeEvaluator(0.75)).evaluate(7, [Task(TaskId("t"), "?")])
+    assert (found.metrics()["eval/accuracy"], found.metrics()["eval/partner_accuracy"]) == (0.25, 0.75)
+    assert "eval/partner_accuracy" not in found.partner.metrics()
+
+
+def test_both_get_a_trainer_and_engines_and_share_the_rest() -> None:
+    placements = plan_placement(compose_config([EXPERIMENT, "rollout.num_engines=2"]))
+    names = [placement.name for placement in placements if placement.role not in ("driver", "reward")]
+    assert names == ["trainer-0", "engine-0", "engine-1", "partner-trainer-0", "partner-engine-0", "partner-engine-1"]
+
+
+def test_on_gpus_the_partner_takes_the_slots_after_the_policys() -> None:
+    config = compose_config([EXPERIMENT, "cluster=eight_gpu", "trainer.num_ranks=2", "rollout.num_engines=2"])
+    slots = {one.name: one.slot for one in plan_placement(config) if one.device == "gpu"}
+    assert slots == {
+        "trainer-0": 0, "trainer-1": 1, "partner-trainer-0": 2, "partner-trainer-1": 3,
+        "engine-0": 0, "engine-1": 1, "partner-engine-0": 2, "partner-engine-1": 3,
+    }, "engines have a pool of their own"  # fmt: skip
+
+
+def test_the_partner_has_its_own_optimizer_if_it_is_given_one() -> None:
+    assert compose_config([EXPERIMENT]).partner_view.trainer.optimizer.lr == 5e-5
+    given = compose_config([EXPERIMENT, "partner.optimizer={lr: 1e-4}"]).partner_view
+    assert (given.trainer.optimizer.lr, given.partner, given.model.shape.num_layers) == (1e-4, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.correction=none"], "would count as if the policy had. Use algorithm.correction=[f_tis]"),
+        (["algorithm.correction=[opsm]"], "would count as if the policy had"),
+        (["dataflow.group_size=7"], "dataflow.group_size=7 is odd: half of each group"),
+        (["partner.model.shape.vocab_size=40"], "vocab_size=40 differs from model.shape.vocab_size=32"),
+        (["partner.model.path=null"], "partner.model.path is not set"),
+        (["dataflow.gang=true"], "partner with dataflow.gang=True: a gang is on one engine"),
+        (["dataflow.stream_micro_batches=true"], "partner with dataflow.stream_micro_batches=True"),
+        (["algorithm.kl_coefficient=0.1"], "partner with algorithm.kl_coefficient=0.1: the reference scores"),
+        (["cluster.colocated=true", "dataflow.max_staleness=0"], "partner with cluster.colocated=True"),
+        (["algorithm.proximal=interpolate", "algorithm.epochs=2"], "partner with algorithm.proximal=interpolate"),
+    ],
+)  # fmt: skip
+def test_what_two_policies_cannot_share_is_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        compose_config([EXPERIMENT, *overrides])
+    assert any(words in violation for violation in raised.value.violations), raised.value.violations
+
+
+@pytest.mark.parametrize("algorithm", ["dppo", "topr", "cispo", "gspo"])
+def test_losses_that_look_at_the_sampling_policy_need_no_correction(algorithm: str) -> None:
+    compose_config([EXPERIMENT, f"algorithm={algorithm}", "algorithm.correction=none"])
