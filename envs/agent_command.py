@@ -12,7 +12,10 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import tempfile
 from collections.abc import Sequence
+from typing import IO
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs import process_tree
@@ -33,34 +36,17 @@ async def run_command(command: Sequence[str], task: Task, access: EndpointAccess
     Raises:
         RuntimeError: If it cannot be started, or its exit code is not 0; with the end of what it said.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment(access),
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise RuntimeError(f"the agent {command[0]!r} cannot be started: {error.strerror}") from None
-    assert process.stdin is not None
+    process = _start(command, task, access)
     assert process.stdout is not None
     assert process.stderr is not None
     out, err = bytearray(), bytearray()
-    talking = asyncio.gather(
-        _give(process.stdin, task), _keep_tail(process.stdout, out), _keep_tail(process.stderr, err)
-    )
+    listening = asyncio.gather(_keep_tail(process.stdout, out), _keep_tail(process.stderr, err))
     try:
-        await process.wait()
-        with contextlib.suppress(TimeoutError):  # a process that it started may hold its output open
-            await asyncio.wait_for(asyncio.shield(talking), _LAST_WORDS_S)
+        await _ended(process.pid)
     finally:
-        talking.cancel()
-        _end(process.pid, is_over=process.returncode is not None)
-        await process.wait()
-        with contextlib.suppress(asyncio.CancelledError):
-            await talking
+        _end(process)
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # a daemon of it may hold its output open
+            await asyncio.wait_for(listening, _LAST_WORDS_S)
     if process.returncode != 0:
         said = (bytes(err) or bytes(out)).decode(errors="replace").strip()
         raise RuntimeError(f"the agent {how_it_ended(process.returncode)}: {said[-2000:]}")
@@ -99,24 +85,51 @@ def _environment(access: EndpointAccess) -> dict[str, str]:
     }
 
 
-async def _give(stdin: asyncio.StreamWriter, task: Task) -> None:
-    line = json.dumps({"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}, default=str)
-    with contextlib.suppress(OSError):  # it does not read
-        stdin.write(line.encode() + b"\n")
-        await stdin.drain()
-        stdin.close()
-        await stdin.wait_closed()
+def _start(command: Sequence[str], task: Task, access: EndpointAccess) -> subprocess.Popen[bytes]:
+    """Start it, with the task on its standard input."""
+    with tempfile.TemporaryFile() as given:
+        fields = {"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}
+        given.write(json.dumps(fields, default=str).encode() + b"\n")
+        given.seek(0)
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environment(access),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"the agent {command[0]!r} cannot be started: {error.strerror}") from None
 
 
-async def _keep_tail(stream: asyncio.StreamReader, tail: bytearray) -> None:
-    while data := await stream.read(1 << 16):
-        tail += data
-        del tail[:-_TAIL_BYTES]
+async def _ended(pid: int) -> None:
+    """Wait for the end of a child, and leave it to be waited for."""
+    loop, pidfd, is_over = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
+    loop.add_reader(pidfd, is_over.set)
+    try:
+        await is_over.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
-def _end(pid: int, *, is_over: bool) -> None:
-    """Kill its descendants, and it, and its process group."""
-    if not is_over:
-        process_tree.kill_descendants(pid)
+async def _keep_tail(pipe: IO[bytes], tail: bytearray) -> None:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while data := await reader.read(1 << 16):
+            tail += data
+            del tail[:-_TAIL_BYTES]
+    finally:
+        transport.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it, if it has not ended, with its descendants and its process group, and wait for it."""
+    process_tree.kill_descendants(process.pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

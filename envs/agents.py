@@ -8,6 +8,7 @@ the episode ends.
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -37,12 +38,17 @@ class AgentTasks:
 
     Raises:
         ConfigError: If a path does not resolve, or names no asynchronous function.
-        ValueError: If the command has no words.
+        ValueError: If the command has no words, or there is no such program.
     """
 
     def __init__(
         self, seed: int, tasks: str, agent: str | Sequence[str], task_args: Mapping[str, Any] | None = None
     ) -> None:
+        if not isinstance(tasks, str) or not agent:
+            raise ValueError(
+                f"env.args.tasks={tasks!r} has to name a task source, env.args.agent={agent!r} a command (not an empty "
+                "command) or an asynchronous function"
+            )
         self._source = load_task_source(EnvConfig(factory=tasks, args=dict(task_args or {})), seed)
         self._run = _in_this_process(agent) if isinstance(agent, str) else _as_command(agent)
         if hasattr(self._source, "gold_actions"):
@@ -83,8 +89,8 @@ class AgentEpisode(Environment):
 
 def _as_command(words: Sequence[str]) -> Run:
     command = [str(word) for word in words]
-    if not command:
-        raise ValueError("agent=[] is an empty command")
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"there is no program {command[0]!r} on the path")
     return lambda task, access: run_command(command, task, access)
 
 

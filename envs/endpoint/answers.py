@@ -103,7 +103,7 @@ class Writer:
 
 def num_begun(text: str, words: Sequence[str]) -> int:
     """Length of the longest end of `text` with which one of `words` begins, but is not complete."""
-    longest = max(map(len, words), default=0)
+    longest = min(max(map(len, words), default=0), len(text))
     beginnings = {word[:size] for word in words for size in range(1, len(word))}
     return next((size for size in range(longest, 0, -1) if text[-size:] in beginnings), 0)
 
