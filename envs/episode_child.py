@@ -19,6 +19,7 @@ import inspect
 import json
 import pickle
 import queue
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -183,6 +184,10 @@ class EpisodeServer:
 def main(arguments: list[str]) -> None:
     """Load the environments, say hello, serve until the socket closes."""
     socket_fd, factories, seed = arguments
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # every episode has a loop, a program has pipes
     connection = socket.socket(fileno=int(socket_fd))
     sources: dict[str, EnvironmentSource] = {}
     server = EpisodeServer(sources, connection)

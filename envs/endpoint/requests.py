@@ -159,7 +159,7 @@ class _ToolFunction(_Part):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class _Tool(_Part):
@@ -218,7 +218,11 @@ def parse_chat(body: object) -> Asked:
     if chat.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's: there is nothing to answer", "messages")
     limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
-    tools = [json.dumps(tool.model_dump(exclude_none=True), sort_keys=True) for tool in chat.tools]
+    tools = [
+        json.dumps(tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True), sort_keys=True)
+        for tool in chat.tools
+    ]
+    strict = ("tools.strict",) if any(tool.function.strict for tool in chat.tools) else ()
     return Asked(
         messages=tuple(message.said() for message in chat.messages),
         tools=tuple(tools),
@@ -227,7 +231,7 @@ def parse_chat(body: object) -> Asked:
         is_stream=asked.is_stream,
         wants_usage=asked.wants_usage,
         wants_logprobs=bool(chat.logprobs),
-        ignored=asked.ignored,
+        ignored=asked.ignored + strict,
     )
 
 

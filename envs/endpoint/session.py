@@ -143,7 +143,7 @@ class Session:
 
     Attributes:
         access: What the program has to know.
-        counts: Requests, refused ones, and those that wished for another sampling.
+        counts: Requests, refused ones, and those with a parameter that had no effect.
     """
 
     def __init__(self, name: str, serial: int, base_url: str, timeout_s: float) -> None:
@@ -178,7 +178,7 @@ class Session:
                     code="concurrent_request",
                 )
             )
-        self.counts["ignored_sampling"] += bool(asked.ignored)
+        self.counts["ignored_parameters"] += bool(asked.ignored)
         exchange = self._last = Exchange(asked)
         if self._is_closed:
             exchange.refuse(run_failed())

@@ -124,8 +124,8 @@ def is_alive(pid: str) -> bool:
 
 
 async def wait_until_gone(pids: Path) -> None:
-    async with asyncio.timeout(5):
-        for pid in pids.read_text().split():
+    async with asyncio.timeout(20):
+        for pid in pids.read_text().split() if pids.exists() else []:  # else it was ended before it had begun
             while is_alive(pid):  # noqa: ASYNC110  there is no event for it
                 await asyncio.sleep(0.02)
 
@@ -176,7 +176,7 @@ async def test_a_daemon_ends_with_the_environment_process(play: Callable[..., An
 
 
 async def test_a_function_gets_a_client_and_one_that_fails_costs_its_own_attempt(play: Callable[..., Any]) -> None:
-    async with play("planted_agents:agent", timeout_s=5.0) as (once, host):
+    async with play("planted_agents:agent", timeout_s=20.0) as (once, host):
         replies = await asyncio.gather(*[once() for _ in range(8)])
         assert all(reply["parts"] == {"same": 1.0} for reply in replies)
         with pytest.raises(TrajectoryError, match="RuntimeError: no idea"):
@@ -190,7 +190,7 @@ async def test_the_process_of_a_function_that_blocks_is_replaced(play: Callable[
     async with play("planted_agents:agent", timeout_s=1.0) as (once, host):
         with pytest.raises(TrajectoryError, match="neither a request nor an end within 1 s"):
             await once("blocks")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while host.pids:  # noqa: ASYNC110  there is no event for it
                 await asyncio.sleep(0.05)
 

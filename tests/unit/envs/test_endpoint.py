@@ -90,7 +90,7 @@ async def test_a_bad_body_is_400_with_the_parameter_and_the_session_goes_on(sess
     assert answer["error"]["message"]
     status, answer = await ask(session, CHAT)
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "yes")
-    assert session.counts == {"requests": 2, "refused": 1, "ignored_sampling": 0}
+    assert session.counts == {"requests": 2, "refused": 1, "ignored_parameters": 0}
 
 
 async def test_prompts_of_completions_are_one_text(session: Session) -> None:
@@ -105,6 +105,15 @@ async def test_neutral_values_and_fields_of_answers_that_are_sent_back_are_accep
     message = {**answer["choices"][0]["message"], "annotations": [], "audio": None, "function_call": None}
     more = [*CHAT["messages"], message, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
     assert (await ask(session, {**CHAT, "messages": more}))[0] == 200
+
+
+async def test_what_has_no_effect_is_said_in_a_header_and_counted(session: Session) -> None:
+    tool = {"type": "function", "function": {"name": "add", "strict": True}}
+    async with openai.AsyncOpenAI(base_url=session.access.base_url, api_key=session.access.api_key) as client:
+        create = client.chat.completions.with_raw_response.create
+        answer = await create(**CHAT, temperature=0.0, tools=[tool])  # type: ignore[list-item]
+    assert answer.headers["x-penstock-ignored"] == "temperature, tools.strict"
+    assert session.counts == {"requests": 1, "ignored_parameters": 1}
 
 
 @pytest.mark.parametrize("key", ["", "pk-1-wrong", "pk-2-x", "sk-real", "pk-1-é"])

@@ -81,7 +81,7 @@ async def test_a_request_that_is_repeated_because_its_client_went_away_gets_the_
     engine = SayingEngine(lambda context: "only once", may_go_on=asyncio.Event())
 
     async def program(client: AsyncOpenAI) -> None:
-        impatient = client.with_options(max_retries=0, timeout=0.2)
+        impatient = client.with_options(max_retries=0, timeout=1.0)
         with pytest.raises(openai.APITimeoutError):
             await chat(impatient, [user("?")])
         with pytest.raises(openai.BadRequestError) as refused:
@@ -113,13 +113,16 @@ async def test_a_program_that_is_silent_or_never_asks_fails_its_attempt_and_its_
 
 async def test_calls_after_the_end_of_a_session_get_401() -> None:
     accesses: list[EndpointAccess] = []
+    has_asked = asyncio.Event()
 
     async def short(client: AsyncOpenAI) -> None:
         await chat(client, [user("?")])
         accesses.append(EndpointAccess(str(client.base_url), client.api_key, "policy"))
+        has_asked.set()
 
     async def long(client: AsyncOpenAI) -> None:
         await chat(client, [user("?")])
+        await has_asked.wait()
         await asyncio.sleep(0.2)
         async with client_of(accesses[0]) as late:
             with pytest.raises(openai.AuthenticationError):

@@ -154,7 +154,7 @@ async def test_limits_logprobs_and_usage_are_those_of_the_trajectory() -> None:
     trajectory = await run_agent(program, SayingEngine(lambda context: "abcdefgh", version=5))
     np.testing.assert_allclose(trajectory.behavior_logprobs[trajectory.loss_mask], logprobs)
     assert trajectory.episode is not None
-    assert trajectory.episode.counts == {"requests": 1.0, "ignored_sampling": 1.0}
+    assert trajectory.episode.counts == {"requests": 1.0, "ignored_parameters": 1.0}
     assert trajectory.episode.reward is None
 
 
@@ -168,7 +168,7 @@ async def test_a_policy_without_a_chat_template_says_so_and_unknown_characters_a
 
     trajectory = await run_agent(program, FakeEngine(), codec=TokenCodec(character_tokenizer()))
     assert trajectory.episode is not None
-    assert trajectory.episode.counts == {"requests": 3.0, "refused": 2.0, "ignored_sampling": 0.0}
+    assert trajectory.episode.counts == {"requests": 3.0, "refused": 2.0, "ignored_parameters": 0.0}
 
 
 async def test_plain_completions_go_on_from_their_own_text() -> None:
