@@ -63,14 +63,15 @@ class Episode:
 
     Attributes:
         end: `done` if the environment ended it; else the budget that ran out.
-        reward: Sum of what the environment gave; it counts only if the reward function says so.
+        reward: Sum of what the environment gave; it counts only if the reward function says so. None if it was an agent
+            program that gave none.
         parts: Named parts of it.
         counts: What the environment counted (`tool_calls`, ...), summed over the turns.
     """
 
     turns: tuple[Turn, ...]
     end: EpisodeEnd
-    reward: float = 0.0
+    reward: float | None = 0.0
     parts: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
 

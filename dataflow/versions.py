@@ -49,6 +49,15 @@ def num_tokens(spans: Spans) -> int:
     return spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
 
 
+def first_tokens(spans: Spans, num_tokens: int) -> Spans:
+    """Spans of the first `num_tokens` tokens."""
+    kept: list[Span] = []
+    for version, length in spans:
+        kept.append(Span(version, min(length, num_tokens)))
+        num_tokens -= kept[-1].num_tokens
+    return join_spans(kept)
+
+
 def versions_per_token(spans: Spans) -> NDArray[np.int32]:
     """Expand spans to one version per sampled token, `[num_tokens] int32`."""
     return np.repeat(

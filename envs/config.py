@@ -49,6 +49,22 @@ class EpisodeConfig(BaseModel):
     max_processes: int = Field(default=256, ge=1)
 
 
+class EndpointConfig(BaseModel):
+    """Where agent programs reach the policy; without effect on other environments.
+
+    Attributes:
+        host: Address to listen on.
+        port: TCP port; 0 is a free one.
+        max_request_mib: Largest body of a request, MiB.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    max_request_mib: float = Field(default=4.0, gt=0)
+
+
 class EnvConfig(BaseModel):
     """The environment: where tasks come from.
 
@@ -60,6 +76,7 @@ class EnvConfig(BaseModel):
             tasks are always the factory's.
         curriculum: Import path of a `Curriculum` (dataflow/streams.py) that changes the weights; None is off.
         episode: Limits of multi-turn episodes.
+        endpoint: Where agent programs reach the policy.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,6 +86,7 @@ class EnvConfig(BaseModel):
     streams: dict[str, StreamConfig] = Field(default_factory=dict)
     curriculum: str | None = None
     episode: EpisodeConfig = EpisodeConfig()
+    endpoint: EndpointConfig = EndpointConfig()
 
 
 class RewardPartConfig(BaseModel):

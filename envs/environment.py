@@ -71,12 +71,33 @@ class Done:
     """The end of an episode.
 
     Attributes:
-        reward: For the last turn; a dict names parts, as a reward function's.
+        reward: For the last turn; a dict names parts, as a reward function's. An agent program that says none gives
+            None: its trajectory is scored by the reward function alone.
         counts: As in `Observation`.
     """
 
-    reward: float | Mapping[str, float] = 0.0
+    reward: float | Mapping[str, float] | None = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointAccess:
+    """What a program needs to ask the policy (envs/endpoint).
+
+    Attributes:
+        base_url: Of the OpenAI API.
+        api_key: Of this session alone.
+        model: Name of the policy.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunsItself:
+    """What `reset` of an agent program returns: it plays the episode itself, in `run(access)` (agents.py)."""
 
 
 class Environment(ABC):

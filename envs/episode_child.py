@@ -19,6 +19,7 @@ import inspect
 import json
 import pickle
 import queue
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -26,14 +27,14 @@ from typing import Any, TypedDict, get_args
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EnvConfig
-from penstock.envs.environment import Done, Environment, EnvironmentSource, Observation, Role
+from penstock.envs.environment import Done, Environment, EnvironmentSource, Observation, Role, RunsItself
 from penstock.envs.loading import load_task_source
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 from penstock.envs.reward_result import to_failure, to_reply
 
 
 class EpisodeReply(TypedDict, total=False):
-    """An observation (`content`), or `done`, or `closed`, or an `error`."""
+    """An observation (`content`), or `done`, or `runs_itself`, or `closed`, or an `error`."""
 
     content: str | list[dict[str, str]]
     role: str
@@ -41,13 +42,18 @@ class EpisodeReply(TypedDict, total=False):
     reward: float
     parts: dict[str, float]
     counts: dict[str, float]
+    runs_itself: bool
     closed: bool
     error: str
 
 
 def to_episode_reply(returned: object, method: str) -> EpisodeReply:
     """Turn what an environment returned into a reply, or into an error that says what was expected."""
-    if not isinstance(returned, Observation) and not (isinstance(returned, Done) and method == "step"):
+    if isinstance(returned, RunsItself) and method == "reset":
+        return {"runs_itself": True}
+    if isinstance(returned, Done) and method == "run" and returned.reward is None:
+        return {"done": True}
+    if not isinstance(returned, Observation) and not (isinstance(returned, Done) and method != "reset"):
         expected = "Observation or Done" if method == "step" else "Observation"
         return {"error": f"{method} returned {returned!r:.200} of type {type(returned).__name__}; expected {expected}"}
     what = f"{method} returned {type(returned).__name__} with reward"
@@ -178,6 +184,10 @@ class EpisodeServer:
 def main(arguments: list[str]) -> None:
     """Load the environments, say hello, serve until the socket closes."""
     socket_fd, factories, seed = arguments
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # every episode has a loop, a program has pipes
     connection = socket.socket(fileno=int(socket_fd))
     sources: dict[str, EnvironmentSource] = {}
     server = EpisodeServer(sources, connection)

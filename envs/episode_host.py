@@ -25,7 +25,7 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.child_process import ChildProcess, ChildSpec
 from penstock.envs.config import EnvConfig, EpisodeConfig
-from penstock.envs.environment import Action
+from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.reward_child import encode_frame
 from penstock.envs.streams import stream_factories
@@ -37,6 +37,10 @@ class PlayedEpisode(Protocol):
     async def reset(self) -> EpisodeReply: ...
 
     async def step(self, action: Action) -> EpisodeReply: ...
+
+    async def run(self, access: EndpointAccess) -> EpisodeReply:
+        """Of an environment that runs itself: play it to its end, without a time-out."""
+        ...
 
 
 class _Worker:
@@ -127,6 +131,11 @@ class EpisodeHost:
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
+    def timeout_s(self) -> float:
+        """Longest time for one call."""
+        return self._limits.timeout_s
+
+    @property
     def pids(self) -> list[int]:
         """Processes that live."""
         return [worker.process.pid for worker in self._workers if worker.end is None]
@@ -155,18 +164,21 @@ class EpisodeHost:
         self._workers.clear()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def call(self, worker: _Worker, episode: int, method: str, argument: Any) -> EpisodeReply:
+    async def call(
+        self, worker: _Worker, episode: int, method: str, argument: Any, timeout_s: float | None
+    ) -> EpisodeReply:
         """One call of one episode, within the time-out."""
         try:
             body = pickle.dumps((episode, method, argument), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
             return {"error": f"the task cannot be sent: {error!r}"}
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await worker.send(next(self._serial), body)
         except TimeoutError:
+            assert timeout_s is not None, "only then it can be over"
             worker.stuck.add(episode)
-            return {"error": f"timed out after {self._limits.timeout_s:g} s (env.episode.timeout_s)"}
+            return {"error": f"timed out after {timeout_s:g} s (env.episode.timeout_s)"}
 
     def _choose(self) -> _Worker:
         """The usable process with the fewest episodes; a new one while there are too few."""
@@ -180,7 +192,7 @@ class EpisodeHost:
     async def _end(self, worker: _Worker, episode: int) -> None:
         if worker.end is None and worker.process.hello_came:
             was_stuck = episode in worker.stuck
-            if "closed" in await self.call(worker, episode, "close", None):
+            if "closed" in await self.call(worker, episode, "close", None, self.timeout_s):
                 worker.stuck.discard(episode)
             elif not was_stuck:
                 worker.stuck.add(episode)
@@ -197,12 +209,16 @@ class _Episode:
         self._task = task
 
     async def reset(self) -> EpisodeReply:
-        return self._checked("reset", await self._host.call(self._worker, self._episode, "reset", self._task))
+        return await self._call("reset", self._task, self._host.timeout_s)
 
     async def step(self, action: Action) -> EpisodeReply:
-        return self._checked("step", await self._host.call(self._worker, self._episode, "step", action))
+        return await self._call("step", action, self._host.timeout_s)
 
-    def _checked(self, method: str, reply: EpisodeReply) -> EpisodeReply:
+    async def run(self, access: EndpointAccess) -> EpisodeReply:
+        return await self._call("run", access, None)
+
+    async def _call(self, method: str, argument: Any, timeout_s: float | None) -> EpisodeReply:
+        reply = await self._host.call(self._worker, self._episode, method, argument, timeout_s)
         if "error" in reply:
             raise TrajectoryError("env", f"{method} of {self._task.task_id}: {reply['error']}")
         return reply

@@ -16,6 +16,7 @@ from penstock.envs.import_path import nearest_hint
 
 GROUP = "penstock.envs"
 BUILT_IN = {
+    "agent": "penstock.envs.agents:AgentTasks",
     "arithmetic": "penstock.envs.arithmetic:ArithmeticTasks",
     "calculator": "penstock.envs.calculator:CalculatorTasks",
     "countdown": "penstock.envs.countdown:CountdownTasks",

@@ -17,8 +17,10 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import TaskSource
+from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
-from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import MAIN, named_tasks
 
@@ -108,8 +110,8 @@ async def _check_episodes(
     gold_actions = getattr(source, "gold_actions", None)
     script = list(GARBAGE[:max_turns])
     try:
-        first, second = await _play(host, tasks[0], script), await _play(host, tasks[0], script)
-        garbage = [await _play(host, task, script) for task in tasks]
+        first, second = [await _play(host, tasks[0], script, config) for _ in range(2)]
+        garbage = [await _play(host, task, script, config) for task in tasks]
     except TrajectoryError as failure:
         return [_bad("garbage", failure.detail.strip().splitlines()[-1])]
     times = [seconds for played in garbage for seconds in played.step_s]
@@ -123,30 +125,34 @@ async def _check_episodes(
     findings.append(Finding("garbage gets no full reward", best < FULL_REWARD, f"at most {best:g}"))
     if gold_actions is None:
         return [*findings, Finding("gold gets full reward", None, "it has no gold_actions(task)")]
-    return [*findings, await _check_gold(host, tasks, gold_actions, max_turns)]
+    return [*findings, await _check_gold(host, tasks, gold_actions, config)]
 
 
-async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: Any, max_turns: int) -> Finding:
-    name = "gold gets full reward"
+async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: Any, config: EnvConfig) -> Finding:
+    name, max_turns = "gold gets full reward", config.episode.max_turns
     for task in tasks:
         actions = gold_actions(task)
         if len(actions) > max_turns:
             return _bad(name, f"{task.task_id} takes {len(actions)} turns, env.episode.max_turns={max_turns}")
         try:
-            played = await _play(host, task, actions)
+            played = await _play(host, task, actions, config)
         except TrajectoryError as failure:
             return _bad(name, failure.detail.strip().splitlines()[-1])
+        if "reward" not in played.replies[-1]:
+            return Finding(name, None, "the program gives no reward: the reward function scores its trajectory")
         if not played.is_done or played.reward < FULL_REWARD:
             end = "ended" if played.is_done else "did not end"
             return _bad(name, f"{task.task_id} {end} with reward {played.reward:g} for {actions!r:.80}")
     return _good(name, f"{len(tasks)} of {len(tasks)} tasks")
 
 
-async def _play(host: EpisodeHost, task: Task, actions: Sequence[str]) -> _Played:
+async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
     """Say `actions` one after the other, as far as the episode goes."""
     async with host.open(task) as played:
         replies: list[dict[str, Any]] = [dict(await played.reset())]
         step_s: list[float] = []
+        if replies[0].get("runs_itself"):
+            return await _run(played, task, actions, config)
         for turn, text in enumerate(actions):
             started = time.perf_counter()
             replies.append(dict(await played.step(Action(text, turn=turn))))
@@ -155,3 +161,21 @@ async def _play(host: EpisodeHost, task: Task, actions: Sequence[str]) -> _Playe
                 break
     reward = sum(reply.get("reward", 0.0) for reply in replies)
     return _Played(replies, reward, bool(replies[-1].get("done")), step_s)
+
+
+async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
+    """The same for an agent program, which asks for its turns itself."""
+    replies: list[dict[str, Any]] = []
+    left, step_s, waiting_since = list(actions), [], time.perf_counter()
+
+    async def say(part: Part) -> str | None:
+        nonlocal waiting_since
+        replies.append({"content": part})
+        step_s.append(time.perf_counter() - waiting_since)
+        waiting_since = time.perf_counter()
+        return left.pop(0) if left else None
+
+    reply = await play_program(config, played, task.task_id, say)
+    if not replies:
+        raise TrajectoryError("env", f"{task.task_id}: the program ended without a request")
+    return _Played([*replies, dict(reply)], reply.get("reward", 0.0), bool(reply.get("done")), step_s)

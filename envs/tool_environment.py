@@ -37,7 +37,7 @@ class ToolEnvironment(Environment):
         self.task = task
         if isinstance(task.prompt, str):
             return Observation(task.prompt)
-        return Observation(with_tools(task.prompt, self.toolbox))
+        return Observation(with_tools(task.prompt, self.toolbox.describe()))
 
     async def step(self, action: Action) -> Observation | Done:
         """Run the calls of a turn one after the other, or score the answer."""
@@ -55,12 +55,12 @@ class ToolEnvironment(Environment):
         return Observation(messages, role="tool", counts=_floats(counts))
 
 
-def with_tools(messages: Sequence[Message], toolbox: Toolbox) -> list[Message]:
+def with_tools(messages: Sequence[Message], description: str) -> list[Message]:
     """Messages whose first one is a system message that ends in the description of the tools."""
     first, rest = messages[0], list(messages[1:])
     if first["role"] == "system":
-        return [{"role": "system", "content": f"{first['content']}\n\n{toolbox.describe()}"}, *rest]
-    return [{"role": "system", "content": toolbox.describe()}, first, *rest]
+        return [{"role": "system", "content": f"{first['content']}\n\n{description}"}, *rest]
+    return [{"role": "system", "content": description}, first, *rest]
 
 
 def _floats(counts: Mapping[str, int]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 Tool = Callable[..., object]
 Outcome = Literal["ok", "bad_json", "unknown_tool", "bad_arguments", "error", "timeout"]
 
+CALL_OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MAX_RESULT_CHARACTERS = 4000
 
@@ -71,6 +72,15 @@ def _parse(body: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
+def describe_tools(schemas: Iterable[dict[str, Any]]) -> str:
+    """What to put into a system prompt: the tools, and the form of a call."""
+    tools = "\n".join(json.dumps(schema) for schema in schemas)
+    return (
+        f"You may call these functions:\n<tools>\n{tools}\n</tools>\nFor each call write\n"
+        '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
+    )
+
+
 class Toolbox:
     """Tools by name.
 
@@ -107,12 +117,8 @@ class Toolbox:
         ]
 
     def describe(self) -> str:
-        """What to put into a system prompt: the tools, and the form of a call."""
-        tools = "\n".join(json.dumps(schema) for schema in self.schemas())
-        return (
-            f"You may call these functions:\n<tools>\n{tools}\n</tools>\nFor each call write\n"
-            '<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>'
-        )
+        """As `describe_tools`."""
+        return describe_tools(self.schemas())
 
     async def run(self, call: ToolCall) -> ToolResult:
         """Make one call; whatever happens is a result. A plain function runs in a thread that is left behind at the

@@ -14,8 +14,10 @@ from rich.table import Table
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
+from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
-from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_task_source
 from penstock.envs.registry import factory_path, known_factories
@@ -96,7 +98,10 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
     host = EpisodeHost(config, 0)
     try:
         async with host.open(task) as played:
-            console.print((await played.reset())["content"], markup=False)
+            began = await played.reset()
+            if began.get("runs_itself"):
+                return await _answer_program(config, played, task, ask, console)
+            console.print(began["content"], markup=False)
             for turn in range(config.episode.max_turns):
                 text = await asyncio.to_thread(_line, ask)
                 if not text:
@@ -113,6 +118,19 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
         return 1
     finally:
         await host.close()
+
+
+async def _answer_program(
+    config: EnvConfig, played: PlayedEpisode, task: Task, ask: Callable[[], str], console: Console
+) -> int:
+    async def say(part: Part) -> str | None:
+        console.print(part, markup=False)
+        return await asyncio.to_thread(_line, ask) or None
+
+    reply = await play_program(config, played, task.task_id, say)
+    reward = f"{reply['reward']:g} {reply.get('parts', {})}" if "reward" in reply else "not given by the program"
+    console.print(f"done: reward {reward}", markup=False)
+    return 0
 
 
 def _line(ask: Callable[[], str]) -> str:

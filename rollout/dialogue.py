@@ -8,7 +8,8 @@ observation after which nothing is sampled is left out.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +18,22 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Episode, Task, Trajectory, Turn
 from penstock.dataflow.versions import Span, join_spans
 from penstock.rollout.partial import PartialTrajectory
+
+SampleTurn = Callable[[PartialTrajectory], Awaitable[None]]
+"""Samples one turn to its end, whatever engines it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeBudget:
+    """When an episode ends although the environment did not say so.
+
+    Attributes:
+        max_turns: Turns of the policy.
+        max_tokens: Of prompt, turns and observations together.
+    """
+
+    max_turns: int
+    max_tokens: int
 
 
 class Dialogue:

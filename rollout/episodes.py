@@ -7,43 +7,27 @@ trajectory runner; the environment's reply, or its time-out. No engine slot is h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
+from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.environment import Action, Observation, Role
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.episode_host import PlayedEpisode
-from penstock.rollout.dialogue import Dialogue
+from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn
 from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.recording import Recording
 from penstock.rollout.tokenizers import TokenCodec
-
-SampleTurn = Callable[[PartialTrajectory], Awaitable[None]]
-"""Samples one turn to its end, whatever engines it takes."""
 
 
 class EpisodeSource(Protocol):
     """Where episodes are played (envs/episode_host.py)."""
 
     def open(self, task: Task) -> AbstractAsyncContextManager[PlayedEpisode]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeBudget:
-    """When an episode ends although the environment did not say so.
-
-    Attributes:
-        max_turns: Turns of the policy.
-        max_tokens: Of prompt, turns and observations together.
-    """
-
-    max_turns: int
-    max_tokens: int
 
 
 class _Takings:
@@ -63,10 +47,20 @@ class _Takings:
 
 
 class EpisodePlayer:
-    """Plays episodes of any task whose environment `source` knows."""
+    """Plays episodes of any task whose environment `source` knows.
 
-    def __init__(self, source: EpisodeSource, codec: TokenCodec, budget: EpisodeBudget) -> None:
+    Args:
+        source: Where they are played.
+        codec: Text and tokens of the policy.
+        budget: Of each episode.
+        endpoint: Where agent programs ask; None where there are none.
+    """
+
+    def __init__(
+        self, source: EpisodeSource, codec: TokenCodec, budget: EpisodeBudget, endpoint: Endpoint | None = None
+    ) -> None:
         self._source = source
+        self._endpoint = endpoint
         self._codec = codec
         self._budget = budget
 
@@ -80,7 +74,11 @@ class EpisodePlayer:
                 `sample` raises.
         """
         async with self._source.open(task) as played:
-            opening = (await played.reset())["content"]
+            began = await played.reset()
+            if began.get("runs_itself"):
+                recording = Recording(self._codec, self._budget, sampling, sample)
+                return await self._run(task, trajectory_id, played, recording)
+            opening = began["content"]
             dialogue = Dialogue(self._codec.encode_prompt(opening))
             prompt = self._codec.decode(self._codec.encode_prompt(opening))
             self._check_room(task, dialogue)
@@ -101,6 +99,20 @@ class EpisodePlayer:
                     break
         episode = Episode(tuple(dialogue.turns), end, takings.reward, dict(takings.parts), dict(takings.counts))
         return dialogue.trajectory(task, trajectory_id, prompt, episode)
+
+    async def _run(
+        self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
+    ) -> Trajectory:
+        """Let an agent program play; one that a budget has cut off may end as it likes."""
+        assert self._endpoint is not None, "tasks of agent programs come with an endpoint"
+        async with self._endpoint.open(task.task_id) as session:
+            try:
+                reply = await session.serve(played.run(session.access), recording)
+            except TrajectoryError as error:
+                if error.kind != "env" or recording.overrun is None:
+                    raise
+                reply = {}
+        return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
 
     def _observe(
         self, dialogue: Dialogue, partial: PartialTrajectory, opening: str | list[dict[str, str]], reply: EpisodeReply

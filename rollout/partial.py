@@ -8,13 +8,14 @@ given them, so nothing but time is lost (docs/concepts/partial-rollouts.md).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import FinishReason
-from penstock.dataflow.versions import Spans, join_spans
+from penstock.dataflow.versions import Spans, first_tokens, join_spans
 from penstock.rollout.lease import InterruptionKind
 
 
@@ -49,6 +50,8 @@ class PartialTrajectory:
         resumed_with: Tokens it had when it was last resumed; 0 if it never was.
         num_interruptions: So far, those of earlier turns included.
         floor: Oldest version that may begin it: the newest that sampled an earlier turn; -1 is any.
+        on_delta: Called with each delta when it is kept; may `cut`.
+        is_cut: It was ended by `cut`: the engine is to stop.
     """
 
     prompt_ids: tuple[int, ...]
@@ -58,6 +61,8 @@ class PartialTrajectory:
     num_interruptions: int = 0
     finish_reason: FinishReason | None = None
     floor: int = -1
+    on_delta: Callable[[TokenDelta], None] | None = None
+    is_cut: bool = False
     _deltas: list[TokenDelta] | None = None
 
     @property
@@ -96,6 +101,14 @@ class PartialTrajectory:
             self._deltas.append(delta)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
+        if self.on_delta is not None:
+            self.on_delta(delta)
+
+    def cut(self, num_tokens: int) -> None:
+        """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""
+        logprobs = self.logprobs[:num_tokens]
+        self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
+        self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True
 
     def request(self, request_id: RequestId) -> GenerateRequest:
         """Ask for all of it, or for what is missing."""

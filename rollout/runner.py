@@ -195,6 +195,10 @@ class TrajectoryRunner:
                     watcher.member_at(member, delta.spans[0].version)
                 lease.received(len(delta.token_ids))
                 partial.extend(delta)
+                if partial.is_cut:
+                    if delta.finish_reason is None:
+                        self._abort(engine, request_id)
+                    break
         except EngineLostError as error:
             lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
             lease.lost(error)

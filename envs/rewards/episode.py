@@ -9,12 +9,17 @@ def episode_reward(trajectory: Trajectory, **_: object) -> dict[str, float]:
     """Sum of the rewards of an episode's turns, with its named parts.
 
     Raises:
-        ValueError: If the task has no environment: there is nothing that could have given a reward.
+        ValueError: If the task has no environment, or it was an agent program that said no reward.
     """
     episode = trajectory.episode
     if episode is None:
         raise ValueError(
             f"{trajectory.task_id} is a single-turn task, so no environment gave a reward. Name a function in "
             "reward.fn, or use a task source with environment() (envs/environment.py)."
+        )
+    if episode.reward is None:
+        raise ValueError(
+            f"{trajectory.task_id}: the agent program gave no reward. Let it print a number, or an object of numbers, "
+            "as its last line; or name a function in reward.fn."
         )
     return {**episode.parts, "reward": episode.reward}

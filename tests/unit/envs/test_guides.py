@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from typer.testing import CliRunner
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.config import RewardConfig
+from penstock.envs.config import EnvConfig, RewardConfig
+from penstock.envs.endpoint.scripted import play_program
+from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.scoring import RewardRunner
 from tests.answers import answered
 
@@ -25,18 +28,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, code in PYTHON.findall(guide.read_text()):
             (tmp_path / name).write_text(code)
             written += 1
-    assert written == 4
+    assert written == 6
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("words", [["my_env:Echo"], ["my_tools:Products"], ["dataset", "rows=my_rows:rows"]])
+AGENT = ["agent", "tasks=my_agent_function:Sums", "agent=my_agent_function:solve"]
+
+
+@pytest.mark.parametrize("words", [["my_env:Echo"], ["my_tools:Products"], ["dataset", "rows=my_rows:rows"], AGENT])
 def test_the_environments_of_the_guides_pass_their_check(folder: Path, words: list[str]) -> None:
     from penstock.platform.cli import app
 
     result = CliRunner().invoke(app, ["env", "check", *words], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "no check failed" in result.output
+
+
+async def test_the_agent_program_of_the_guide_prints_its_reward(folder: Path) -> None:
+    command = [sys.executable, str(folder / "my_agent.py")]
+    config = EnvConfig(factory="agent", args={"tasks": "my_agent_function:Sums", "agent": command})
+    host, answers = EpisodeHost(config, 0), iter(["4", "3"])
+
+    async def say(part: object) -> str:
+        return next(answers)
+
+    try:
+        async with host.open(Task(TaskId("t"), "1+2", {"answer": "3"}, "")) as played:
+            await played.reset()
+            assert (await play_program(config, played, "t", say))["reward"] == 1.0
+    finally:
+        await host.close()
 
 
 async def test_the_reward_of_the_guide_scores(folder: Path) -> None:

@@ -21,7 +21,8 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span, versions_per_token
 from penstock.envs.environment import Action
 from penstock.envs.episode_child import EpisodeReply
-from penstock.rollout.episodes import EpisodeBudget, EpisodePlayer
+from penstock.rollout.dialogue import EpisodeBudget
+from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec

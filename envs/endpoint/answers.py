@@ -1,0 +1,137 @@
+"""Bodies of answers, whole or as chunks of a stream, in the form of the OpenAI API."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.envs.endpoint.conversation import split_answer
+from penstock.envs.endpoint.requests import MODEL, Asked, Call
+from penstock.envs.endpoint.session import Answer, Piece, SampledToken
+from penstock.envs.tools import CALL_OPENING
+
+Json = dict[str, Any]
+
+
+class Writer:
+    """The answer to one request; tool calls are held back until they are complete."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._is_chat = asked.messages is not None
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._said = self._held = ""
+        self._has_begun = False
+
+    def whole(self, answer: Answer) -> Json:
+        """The body of an answer that is not streamed."""
+        content, calls = split_answer(self._asked, answer.text)
+        choice: Json = {"index": 0, "finish_reason": "tool_calls" if calls else answer.finish_reason}
+        logprobs = self._logprobs(answer.tokens)
+        if self._is_chat:
+            message: Json = {"role": "assistant", "content": content if content or not calls else None}
+            choice["message"] = {**message, "refusal": None} | ({"tool_calls": _tool_calls(calls)} if calls else {})
+        else:
+            choice["text"] = answer.text
+        return self._body("", [{**choice, "logprobs": logprobs}], _fingerprint(answer)) | {"usage": _usage(answer)}
+
+    def chunks(self, piece: Piece) -> Iterator[Json]:
+        """What a piece of a stream lets be said."""
+        text = self._held + piece.text
+        said = text[: _end_of_text(text)] if self._asked.tools else text
+        self._held = text[len(said) :]
+        if said or piece.tokens:
+            yield self._chunk(said, logprobs=self._logprobs(piece.tokens))
+
+    def last_chunks(self, answer: Answer) -> Iterator[Json]:
+        """What is left to say at the end of a stream."""
+        calls = split_answer(self._asked, answer.text)[1]
+        rest = "" if calls else answer.text.removeprefix(self._said)
+        if rest:
+            yield self._chunk(rest)
+        for index, call in enumerate(_tool_calls(calls)):
+            yield self._chunk("", delta={"tool_calls": [{"index": index, **call}]})
+        yield self._chunk("", delta={}, finish_reason="tool_calls" if calls else answer.finish_reason)
+        if self._asked.wants_usage:
+            yield self._body("chunk", [], _fingerprint(answer)) | {"usage": _usage(answer)}
+
+    def _chunk(
+        self, text: str, *, delta: Json | None = None, finish_reason: str | None = None, logprobs: Json | None = None
+    ) -> Json:
+        self._said += text
+        choice: Json = {"index": 0, "finish_reason": finish_reason, "logprobs": logprobs}
+        if self._is_chat:
+            role = {} if self._has_begun else {"role": "assistant"}
+            choice["delta"] = role | ({"content": text} if delta is None else delta)
+        else:
+            choice["text"] = text
+        self._has_begun = True
+        return self._body("chunk", [choice], None) | ({"usage": None} if self._asked.wants_usage else {})
+
+    def _body(self, suffix: str, choices: list[Json], fingerprint: str | None) -> Json:
+        kind = "text_completion" if not self._is_chat else f"chat.completion{'.' if suffix else ''}{suffix}"
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": MODEL,
+            "choices": choices,
+            "system_fingerprint": fingerprint,
+        }
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
+        if not self._asked.wants_logprobs or not tokens:
+            return None
+        if self._is_chat:
+            return {
+                "content": [
+                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                    for text, logprob in tokens
+                ],
+                "refusal": None,
+            }
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": None,
+            "text_offset": None,
+        }
+
+
+def num_begun(text: str, words: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which one of `words` begins, but is not complete."""
+    longest = min(max(map(len, words), default=0), len(text))
+    beginnings = {word[:size] for word in words for size in range(1, len(word))}
+    return next((size for size in range(longest, 0, -1) if text[-size:] in beginnings), 0)
+
+
+def _end_of_text(text: str) -> int:
+    """Where a tool call begins, or may begin with what comes next."""
+    begins = text.find(CALL_OPENING)
+    return begins if begins >= 0 else len(text) - num_begun(text, [CALL_OPENING])
+
+
+def _tool_calls(calls: Sequence[Call]) -> list[Json]:
+    return [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls
+    ]
+
+
+def _usage(answer: Answer) -> Json:
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": answer.num_tokens,
+        "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
+    }
+
+
+def _fingerprint(answer: Answer) -> str:
+    return f"policy-v{answer.version}"

@@ -1,0 +1,102 @@
+"""What was said in a session so far, and whether a request goes on from it.
+
+Invariant: what is known is exactly what the tokens of the trajectory say, so a request that repeats it, and adds to
+it, can be answered behind these tokens; any other cannot.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from penstock.envs.endpoint.errors import history_changed
+from penstock.envs.endpoint.requests import Asked, Call, Said
+from penstock.envs.environment import Message
+from penstock.envs.tool_environment import with_tools
+from penstock.envs.tools import CALL_OPENING, describe_tools, parse_calls
+
+Part = str | list[Message]
+"""What is new: text, or chat messages. The first one is the whole prompt."""
+
+
+class Conversation:
+    """Grows by what was asked and answered."""
+
+    def __init__(self) -> None:
+        self._first: Asked | None = None
+        self._messages: tuple[Said, ...] = ()
+        self._text = ""
+
+    def next_part(self, asked: Asked) -> Part:
+        """What a request adds; nothing is kept before `answered`.
+
+        Raises:
+            ApiError: 400 `history_changed`.
+        """
+        if self._first is None:
+            return _opening(asked)
+        if (asked.messages is None) != (self._first.messages is None):
+            raise history_changed(asked.param, "Chat and plain completions cannot be mixed.")
+        if asked.tools != self._first.tools:
+            raise history_changed("tools", "The tools differ from those of the first request.")
+        if asked.messages is None:
+            if not asked.prompt.startswith(self._text):
+                raise history_changed("prompt", f"The prompt does not begin with {_tail(self._text)}, what was said.")
+            return asked.prompt.removeprefix(self._text)
+        return [_rendered(one) for one in self._new_messages(asked.messages)]
+
+    def answered(self, asked: Asked, text: str, sampled: str) -> None:
+        """Keep a request and its answer.
+
+        Args:
+            asked: The request.
+            text: As it was delivered.
+            sampled: Text of the sampled tokens, which goes on behind a stop text.
+        """
+        self._first = self._first or asked
+        if asked.messages is None:
+            self._text = asked.prompt + sampled
+            return
+        content, calls = split_answer(asked, text)
+        self._messages = (*asked.messages, Said("assistant", content.strip(), tuple(calls)))
+
+    def _new_messages(self, messages: Sequence[Said]) -> Sequence[Said]:
+        for index, (known, now) in enumerate(zip(self._messages, messages, strict=False)):
+            if known != now:
+                what = f"messages[{index}] is {_tail(str(tuple(now)))}, but was {_tail(str(tuple(known)))}."
+                raise history_changed(f"messages[{index}]", what)
+        if len(messages) <= len(self._messages):
+            what = f"There are {len(messages)} messages, of which none is new after the {len(self._messages)} so far."
+            raise history_changed("messages", what)
+        return messages[len(self._messages) :]
+
+
+def split_answer(asked: Asked, text: str) -> tuple[str, list[Call]]:
+    """Text and tool calls of an answer. It stays text as a whole if no tools were given, or one call is malformed."""
+    calls = parse_calls(text) if asked.tools else []
+    if not calls or any(call.problem for call in calls):
+        return text, []
+    before = text.partition(CALL_OPENING)[0]
+    return before.strip(), [Call(call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls]
+
+
+def _opening(asked: Asked) -> Part:
+    if asked.messages is None:
+        return asked.prompt
+    messages = [_rendered(message) for message in asked.messages]
+    if not asked.tools:
+        return messages
+    return with_tools(messages, describe_tools([json.loads(tool) for tool in asked.tools]))
+
+
+def _rendered(message: Said) -> Message:
+    """As a chat template gets it; calls in the form in which the policy writes them."""
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+        for call in message.calls
+    ]
+    return {"role": message.role, "content": "\n".join([*([message.content] if message.content else []), *calls])}
+
+
+def _tail(text: str) -> str:
+    return repr(text if len(text) <= 120 else "…" + text[-120:])

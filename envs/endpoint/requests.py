@@ -1,0 +1,282 @@
+"""Bodies of requests, checked: what is asked, or an `ApiError` that names the parameter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.envs.endpoint.errors import ApiError, bad_request, unknown_model
+
+MODEL = "policy"
+"""The one model there is."""
+MAX_STOPS = 4
+_OFF: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Parameters that would change what is sampled, or its form, and the values besides null that do not."""
+_WITHOUT_MEANING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_IGNORED = ("temperature", "top_p", "seed")
+
+
+class Call(NamedTuple):
+    """One tool call; `arguments` is JSON text with sorted keys."""
+
+    name: str
+    arguments: str
+
+
+class Said(NamedTuple):
+    """One chat message. Space around the text is no difference."""
+
+    role: str
+    content: str
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        messages: Of chat; None for a plain completion.
+        prompt: Of a plain completion.
+        tools: Each as JSON text with sorted keys.
+        max_tokens: The caller's limit.
+        ignored: Parameters that have no effect.
+    """
+
+    messages: tuple[Said, ...] | None = None
+    prompt: str = ""
+    tools: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    is_stream: bool = False
+    wants_usage: bool = False
+    wants_logprobs: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def param(self) -> str:
+        """Where the text is, for errors."""
+        return "prompt" if self.messages is None else "messages"
+
+
+def _to_text(content: object) -> str:
+    """Content of a message: text, or parts that are all text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = {str(part.get("type")) for part in content} - {"text"}
+        if not kinds and all(isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content)
+        raise ValueError(f"only parts of type 'text' are supported, got {', '.join(sorted(kinds)) or 'no text'}")
+    raise ValueError(f"expected a string or an array of parts, got {type(content).__name__}")
+
+
+def _to_stops(stop: object) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops) or len(stops) > MAX_STOPS:
+        raise ValueError(f"expected a string, or an array of at most {MAX_STOPS}, none of them empty")
+    return stops
+
+
+def _one_prompt(prompt: object) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    raise ValueError(f"only one text is supported, got {type(prompt).__name__}")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Function(_Part):
+    name: str
+    arguments: str
+
+    def call(self) -> Call:
+        """With its arguments in a form that can be compared; what is no JSON stays as it is."""
+        try:
+            return Call(self.name, json.dumps(json.loads(self.arguments), sort_keys=True))
+        except (ValueError, RecursionError):
+            return Call(self.name, self.arguments)
+
+
+class _ToolCall(_Part):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Function
+    index: int | None = None
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_to_text)] = ""
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _nothing_else(self) -> Self:
+        """Clients send back what an answer had, with its empty fields."""
+        unknown = [name for name, value in (self.model_extra or {}).items() if value not in (None, [], {})]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not supported")
+        return self
+
+    def said(self) -> Said:
+        role = "system" if self.role == "developer" else self.role
+        return Said(role, self.content.strip(), tuple(one.function.call() for one in self.tool_calls or ()))
+
+
+class _ToolFunction(_Part):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(_Part):
+    type: Literal["function"]
+    function: _ToolFunction
+
+
+class _StreamOptions(_Part):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Body(_Part):
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    stop: Annotated[list[str], BeforeValidator(_to_stops)] = Field(default_factory=list)
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = None
+
+    def asked(self) -> Asked:
+        """What both kinds of request have."""
+        if self.model != MODEL:
+            raise unknown_model(self.model, MODEL)
+        return Asked(
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop),
+            is_stream=bool(self.stream),
+            wants_usage=bool(self.stream_options and self.stream_options.include_usage),
+            ignored=tuple(name for name in _IGNORED if getattr(self, name) is not None),
+        )
+
+
+class _Chat(_Body):
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] = Field(default_factory=list)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+
+class _Completion(_Body):
+    prompt: Annotated[str, BeforeValidator(_one_prompt)]
+    logprobs: Literal[0] | None = None
+
+
+def parse_chat(body: object) -> Asked:
+    """A body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: 400 with the parameter, or 404 for another model.
+    """
+    chat = _validated(_Chat, body)
+    asked = chat.asked()
+    if chat.messages[-1].role == "assistant":
+        raise bad_request("the last message is the assistant's: there is nothing to answer", "messages")
+    limits = [limit for limit in (chat.max_tokens, chat.max_completion_tokens) if limit is not None]
+    tools = [
+        json.dumps(tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True), sort_keys=True)
+        for tool in chat.tools
+    ]
+    strict = ("tools.strict",) if any(tool.function.strict for tool in chat.tools) else ()
+    return Asked(
+        messages=tuple(message.said() for message in chat.messages),
+        tools=tuple(tools),
+        max_tokens=min(limits, default=None),
+        stop=asked.stop,
+        is_stream=asked.is_stream,
+        wants_usage=asked.wants_usage,
+        wants_logprobs=bool(chat.logprobs),
+        ignored=asked.ignored + strict,
+    )
+
+
+def parse_completion(body: object) -> Asked:
+    """A body of `/v1/completions`.
+
+    Raises:
+        ApiError: 400 with the parameter, or 404 for another model.
+    """
+    completion = _validated(_Completion, body)
+    asked = completion.asked()
+    return Asked(
+        prompt=completion.prompt,
+        max_tokens=asked.max_tokens,
+        stop=asked.stop,
+        is_stream=asked.is_stream,
+        wants_usage=asked.wants_usage,
+        wants_logprobs=completion.logprobs is not None,
+        ignored=asked.ignored,
+    )
+
+
+_Kind = TypeVar("_Kind", bound=_Body)
+
+
+def _validated(kind: type[_Kind], body: object) -> _Kind:
+    if not isinstance(body, Mapping):
+        raise bad_request(f"expected a JSON object, got {type(body).__name__}")
+    for name, neutral in _OFF.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            default = f"; leave it out, or say {json.dumps(neutral[0])}" if neutral else "; leave it out"
+            message = f"Unsupported value: {name}={json.dumps(body[name])[:100]} is not supported here{default}."
+            raise bad_request(message, name, "unsupported_value")
+    rest = {name: value for name, value in body.items() if name not in _OFF and name not in _WITHOUT_MEANING}
+    try:
+        return kind.model_validate(rest)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return bad_request(f"Missing required parameter: {param!r}.", param, "missing_required_parameter")
+    return bad_request(f"Invalid value for {param!r}: {first['msg']}.", param, "invalid_value")

@@ -1,0 +1,204 @@
+"""The recording endpoint: an HTTP server whose every session is one dialogue with the policy.
+
+    POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/policy
+    Authorization: Bearer KEY, the key of a session
+
+Runs in the event loop of the run. Consumes: requests. Waits for: a body, at most `BODY_TIMEOUT_S`; the session's
+policy. Unblocked by: the client; the end of the turn or of the session. A client that goes away ends its handler only:
+the turn is sampled to its end, for the request may be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import hdrs, web
+
+from penstock.dataflow.errors import ConfigError
+from penstock.envs.config import EndpointConfig
+from penstock.envs.endpoint.answers import Json, Writer
+from penstock.envs.endpoint.errors import ApiError, bad_request, unknown_model, wrong_key
+from penstock.envs.endpoint.requests import MODEL, Asked, parse_chat, parse_completion
+from penstock.envs.endpoint.session import Exchange, Session
+
+BODY_TIMEOUT_S = 30.0
+_SHUTDOWN_S = 1.0
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  only to say where such a server is found
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """Serves sessions. It starts with the first one; close it.
+
+    Args:
+        config: Where it listens.
+        timeout_s: Longest time that a session may be silent, seconds.
+    """
+
+    def __init__(self, config: EndpointConfig, timeout_s: float) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self._serial = itertools.count(1)
+        self._sessions: dict[str, Session] = {}
+        self._starting = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+        self._base_url = ""
+
+    @asynccontextmanager
+    async def open(self, name: str) -> AsyncIterator[Session]:
+        """One session; its key is forgotten at the end.
+
+        Raises:
+            ConfigError: If the address cannot be listened on.
+        """
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        serial = next(self._serial)
+        session = self._sessions[str(serial)] = Session(name, serial, self._base_url, self._timeout_s)
+        try:
+            yield session
+        finally:
+            del self._sessions[str(serial)]
+            session.close()
+
+    async def close(self) -> None:
+        """Stop serving."""
+        for session in self._sessions.values():
+            session.close()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=int(self._config.max_request_mib * 2**20), middlewares=[_in_api_form])
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completions),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name}", self._model),
+            ]
+        )
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, access_log=None)
+        await runner.setup()
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError([f"env.endpoint: cannot listen on {host} port {port}: {error.strerror}."]) from error
+        self._runner = runner
+        self._base_url = f"http://{_EVERYWHERE.get(host, host)}:{runner.addresses[0][1]}/v1"
+
+    def _session(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        serial, _, secret = key.strip().removeprefix("pk-").partition("-")
+        session = self._sessions.get(serial)
+        if scheme.lower() != "bearer" or session is None or not session.has_secret(secret):
+            raise wrong_key()
+        return session
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse_chat)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse_completion)
+
+    async def _complete(self, request: web.Request, parse: Callable[[object], Asked]) -> web.StreamResponse:
+        session = self._session(request)
+        try:
+            asked = parse(await _read_json(request))
+        except (ApiError, web.HTTPException):
+            session.refused()
+            raise
+        exchange = session.ask(asked)
+        headers = {"x-penstock-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
+        if asked.is_stream:
+            return await _stream(request, exchange, headers)
+        try:
+            answer = await exchange.result()
+        except ApiError:
+            exchange.was_delivered = True
+            raise
+        response = web.json_response(Writer(asked).whole(answer), headers=headers)
+        await response.prepare(request)
+        await response.write_eof()
+        exchange.was_delivered = True
+        return response
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response({"object": "list", "data": [_model_card()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._session(request)
+        if request.match_info["name"] != MODEL:
+            raise unknown_model(request.match_info["name"], MODEL)
+        return web.json_response(_model_card())
+
+
+async def _stream(request: web.Request, exchange: Exchange, headers: dict[str, str]) -> web.StreamResponse:
+    """Server-sent events; a refusal before the first of them is a plain error."""
+    pieces, writer = exchange.pieces(), Writer(exchange.asked)
+    first = await anext(pieces, None)
+    if first is None and exchange.error is not None:
+        exchange.was_delivered = True
+        raise exchange.error
+    response = web.StreamResponse(headers={hdrs.CACHE_CONTROL: "no-cache", **headers})
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    piece = first
+    while piece is not None:
+        for chunk in writer.chunks(piece):
+            await response.write(_event(chunk))
+        piece = await anext(pieces, None)
+    try:
+        for chunk in writer.last_chunks(await exchange.result()):
+            await response.write(_event(chunk))
+        await response.write(b"data: [DONE]\n\n")
+    except ApiError as error:
+        await response.write(_event(error.body))
+    await response.write_eof()
+    exchange.was_delivered = True
+    return response
+
+
+def _event(body: Json) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+async def _read_json(request: web.Request) -> object:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        message = f"The body did not arrive within {BODY_TIMEOUT_S:g} s."
+        raise ApiError(408, message, code="timeout") from None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"We could not parse the JSON body of your request: {error}.") from None
+
+
+def _model_card() -> Json:
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "penstock"}
+
+
+@web.middleware
+async def _in_api_form(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Every refusal has the API's form, those of aiohttp as well; a retry would change nothing."""
+    try:
+        return await handler(request)
+    except ApiError as refused:
+        error = refused
+    except web.HTTPRequestEntityTooLarge as refused:
+        error = ApiError(413, f"The body is too large: {refused.text} (env.endpoint.max_request_mib)", code="too_large")
+    except web.HTTPException as refused:
+        message = f"{refused.reason}: {request.method} {request.path[:200]}"
+        error = ApiError(refused.status, message, code="unknown_url")
+    return web.json_response(error.body, status=error.status, headers={"x-should-retry": "false"})

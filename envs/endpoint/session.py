@@ -1,0 +1,246 @@
+"""One session: the requests of one program, answered one after the other by a policy.
+
+    thinking --a request--> answering --its end--> thinking --the program's end--> closed
+
+Consumes: requests. Waits for: the next request or the program's end, while thinking; the policy, while answering.
+Unblocked by: the server, the program; the policy. Who waits for an answer is unblocked by it, by a refusal, or by the
+session's end, which refuses what is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.envs.endpoint.conversation import Conversation, Part
+from penstock.envs.endpoint.errors import ApiError, bad_request, run_failed
+from penstock.envs.endpoint.requests import MODEL, Asked
+from penstock.envs.environment import EndpointAccess
+from penstock.envs.episode_child import EpisodeReply
+
+
+class SampledToken(NamedTuple):
+    """Text of one token, special ones included, and its behavior logprob."""
+
+    text: str
+    logprob: float
+
+
+class Piece(NamedTuple):
+    """What a stream says at a time."""
+
+    text: str
+    tokens: tuple[SampledToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answered turn.
+
+    Attributes:
+        text: As it is delivered: without special tokens, cut before a stop text.
+        sampled_text: Of all sampled tokens that were kept.
+        tokens: They, if logprobs were asked for.
+        version: Newest policy version that sampled one.
+    """
+
+    text: str
+    sampled_text: str
+    finish_reason: Literal["stop", "length"]
+    num_prompt_tokens: int
+    num_tokens: int
+    tokens: tuple[SampledToken, ...] = ()
+    version: int = 0
+
+
+class Policy(Protocol):
+    """What answers a session."""
+
+    async def answer(self, part: Part, exchange: Exchange) -> Answer:
+        """Answer one turn.
+
+        Raises:
+            ApiError: If it cannot be; the session goes on without it.
+        """
+        ...
+
+
+class Exchange:
+    """A request and what becomes of it; any number of readers may follow it, from its beginning.
+
+    Attributes:
+        was_delivered: Somebody got the whole answer, or the refusal.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.answer: Answer | None = None
+        self.error: ApiError | None = None
+        self.was_delivered = False
+        self._pieces: list[Piece] = []
+        self._news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.answer is not None or self.error is not None
+
+    def say(self, piece: Piece) -> None:
+        """Stream a piece of the answer."""
+        self._pieces.append(piece)
+        self._wake()
+
+    def finish(self, answer: Answer) -> None:
+        self.answer = answer
+        self._wake()
+
+    def refuse(self, error: ApiError) -> None:
+        self.error = error
+        self._wake()
+
+    async def result(self) -> Answer:
+        """Wait for the end.
+
+        Raises:
+            ApiError: If it was refused.
+        """
+        while not self.is_over:
+            await self._news.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.answer is not None
+        return self.answer
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All pieces there are and will be; then `result` is at once there."""
+        index = 0
+        while True:
+            while index < len(self._pieces):
+                yield self._pieces[index]
+                index += 1
+            if self.is_over:
+                return
+            await self._news.wait()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class Session:
+    """One program's access to the policy.
+
+    Args:
+        name: For messages.
+        serial: Its place in the table of the server.
+        base_url: Of the server.
+        timeout_s: Longest time without a request while nothing is answered, seconds.
+
+    Attributes:
+        access: What the program has to know.
+        counts: Requests, refused ones, and those with a parameter that had no effect.
+    """
+
+    def __init__(self, name: str, serial: int, base_url: str, timeout_s: float) -> None:
+        self.name = name
+        self._timeout_s = timeout_s
+        self.counts: Counter[str] = Counter()
+        self._secret = secrets.token_urlsafe(32)
+        self.access = EndpointAccess(base_url, f"pk-{serial}-{self._secret}", MODEL)
+        self._conversation = Conversation()
+        self._incoming: asyncio.Queue[Exchange] = asyncio.Queue(maxsize=1)
+        self._last: Exchange | None = None
+        self._is_closed = False
+
+    def has_secret(self, secret: str) -> bool:
+        """Compare in constant time."""
+        return hmac.compare_digest(self._secret.encode(), secret.encode())
+
+    def ask(self, asked: Asked) -> Exchange:
+        """Hand in a request, or find the one that it repeats because its answer did not arrive.
+
+        Raises:
+            ApiError: If another one is being answered.
+        """
+        last = self._last
+        if last is not None and not last.was_delivered and last.asked == asked:
+            return last
+        self.counts["requests"] += 1
+        if last is not None and not last.is_over:
+            raise self._counted(
+                bad_request(
+                    "Another request of this session is being answered. A session is one dialogue: wait for it.",
+                    code="concurrent_request",
+                )
+            )
+        self.counts["ignored_parameters"] += bool(asked.ignored)
+        exchange = self._last = Exchange(asked)
+        if self._is_closed:
+            exchange.refuse(run_failed())
+        else:
+            self._incoming.put_nowait(exchange)
+        return exchange
+
+    def counts_as_floats(self) -> dict[str, float]:
+        """For `Episode.counts`."""
+        return {name: float(count) for name, count in self.counts.items()}
+
+    def refused(self) -> None:
+        """Count a request that never got so far as to be handed in."""
+        self.counts["requests"] += 1
+        self.counts["refused"] += 1
+
+    async def serve(self, program: Coroutine[Any, Any, EpisodeReply], policy: Policy) -> EpisodeReply:
+        """Run a program to its end, and answer it meanwhile.
+
+        Args:
+            program: Runs it; cancelled if it is not over.
+            policy: What answers.
+
+        Raises:
+            TrajectoryError: kind `env`, if the program fails or is silent for too long; and what the policy raises.
+        """
+        running = asyncio.ensure_future(program)
+        asking: asyncio.Task[Exchange] | None = None
+        try:
+            while True:
+                asking = asking or asyncio.create_task(self._incoming.get())
+                await asyncio.wait({running, asking}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    return running.result()
+                if not asking.done():
+                    message = f"{self.name}: neither a request nor an end within {self._timeout_s:g} s"
+                    raise TrajectoryError("env", f"{message} (env.episode.timeout_s)")
+                exchange, asking = asking.result(), None
+                await self._answer(exchange, policy)
+        finally:
+            self.close()
+            pending = [task for task in (running, asking) if task is not None and not task.done()]
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    def close(self) -> None:
+        """Refuse what is open and what comes."""
+        self._is_closed = True
+        if self._last is not None and not self._last.is_over:
+            self._last.refuse(run_failed())
+
+    async def _answer(self, exchange: Exchange, policy: Policy) -> None:
+        asked = exchange.asked
+        try:
+            answer = await policy.answer(self._conversation.next_part(asked), exchange)
+        except ApiError as error:
+            exchange.refuse(self._counted(error))
+            return
+        self._conversation.answered(asked, answer.text, answer.sampled_text)
+        exchange.finish(answer)
+
+    def _counted(self, error: ApiError) -> ApiError:
+        self.counts["refused"] += 1
+        return error

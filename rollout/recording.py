@@ -1,0 +1,173 @@
+"""The tokens of an agent program's session: each request is the next turn of one dialogue (dialogue.py).
+
+A program decides when it asks, for how many tokens and up to which stop text; how tokens are drawn is the run's. The
+stop texts of a request are a rule that looks at sampled tokens only, so the turn ends with the token that completes
+one, and the tokens up to there are as on-policy as any.
+
+Consumes: the parts of a conversation. Waits for: the turn that is sampled. Unblocked by: the trajectory runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tokenizers.decoders import DecodeStream
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TrajectoryId
+from penstock.dataflow.ports import SamplingParams, TokenDelta
+from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
+from penstock.envs.endpoint.answers import num_begun
+from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.errors import bad_request, context_too_long, too_many_turns
+from penstock.envs.endpoint.requests import Asked
+from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
+from penstock.envs.episode_child import EpisodeReply
+from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn
+from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.tokenizers import TokenCodec
+
+
+class Recording:
+    """Answers one session and keeps its tokens.
+
+    Attributes:
+        overrun: The budget that a request ran into; None if none did.
+    """
+
+    def __init__(self, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams, sample: SampleTurn) -> None:
+        self.overrun: EpisodeEnd | None = None
+        self._codec = codec
+        self._budget = budget
+        self._sampling = sampling
+        self._sample = sample
+        self._dialogue: Dialogue | None = None
+        self._prompt = ""
+        self._last_token = -1
+
+    async def answer(self, part: Part, exchange: Exchange) -> Answer:
+        """Sample the next turn.
+
+        Raises:
+            ApiError: If a budget is used up, or no token stands for the text.
+            TrajectoryError, PenstockError: From the engines.
+        """
+        asked, before = exchange.asked, self._dialogue
+        if before is not None and len(before.turns) >= self._budget.max_turns:
+            self.overrun = self.overrun or "max_turns"
+            raise too_many_turns(self._budget.max_turns)
+        token_ids = self._encode(part, asked.param)
+        num_prompt = len(token_ids) + (before.num_tokens if before else 0)
+        if num_prompt >= self._budget.max_tokens:
+            self.overrun = self.overrun or "max_tokens"
+            raise context_too_long(num_prompt, self._budget.max_tokens, asked.param)
+        if before is None:
+            dialogue = self._dialogue = Dialogue(token_ids)
+            self._prompt = self._codec.decode(token_ids)
+        else:
+            dialogue = before
+            dialogue.observed(token_ids, self._codec.decode(token_ids))
+        limit = min(self._sampling.max_new_tokens, asked.max_tokens or self._sampling.max_new_tokens)
+        partial = dialogue.next_turn(replace(self._sampling, max_new_tokens=limit), self._budget.max_tokens)
+        reader = TurnReader(self._codec, exchange, partial) if asked.is_stream or asked.stop else None
+        await self._sample(partial)
+        sampled = self._codec.decode(partial.token_ids)
+        dialogue.sampled(partial, sampled)
+        self._last_token = partial.token_ids[-1]
+        return Answer(
+            text=sampled if reader is None else reader.finish(sampled),
+            sampled_text=sampled,
+            finish_reason="stop" if partial.finish_reason == "stop" else "length",
+            num_prompt_tokens=num_prompt,
+            num_tokens=partial.num_tokens,
+            tokens=_with_text(self._codec, partial.token_ids, partial.logprobs) if asked.wants_logprobs else (),
+            version=partial.spans[-1].version,
+        )
+
+    def trajectory(
+        self, task: Task, trajectory_id: TrajectoryId, reply: EpisodeReply, counts: dict[str, float]
+    ) -> Trajectory:
+        """All of it, as the trainer gets it.
+
+        Raises:
+            TrajectoryError: kind `env`, if nothing was sampled.
+        """
+        dialogue = self._dialogue
+        if dialogue is None:
+            raise TrajectoryError("env", f"{task.task_id}: the agent ended without a request that could be answered")
+        reward = reply.get("reward", None if self.overrun is None else 0.0)
+        turns = tuple(dialogue.turns)
+        episode = Episode(turns, self.overrun or "done", reward, dict(reply.get("parts", {})), counts)
+        return dialogue.trajectory(task, trajectory_id, self._prompt, episode)
+
+    def _encode(self, part: Part, param: str) -> tuple[int, ...]:
+        try:
+            if self._dialogue is None:
+                return self._codec.encode_prompt(part)
+            return self._codec.encode_observation(part, self._last_token)
+        except TrajectoryError as error:
+            raise bad_request(error.detail, param, "invalid_value") from error
+        except ConfigError as error:
+            raise bad_request(" ".join(error.violations), param, "invalid_value") from error
+
+
+class TurnReader:
+    """Reads a turn while it is sampled: streams its text, and ends it behind a stop text."""
+
+    def __init__(self, codec: TokenCodec, exchange: Exchange, partial: PartialTrajectory) -> None:
+        self._codec = codec
+        self._exchange = exchange
+        self._partial = partial
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._text = ""
+        self._num_said = 0
+        self._num_tokens = 0
+        self._is_cut = False
+        partial.on_delta = self._read
+
+    def finish(self, sampled: str) -> str:
+        """The text to deliver; `sampled` is that of all tokens."""
+        if not self._is_cut and sampled.startswith(self._text):
+            self._text = sampled  # with the bytes that never became a character
+        return self._text
+
+    def _read(self, delta: TokenDelta) -> None:
+        if self._is_cut:
+            return
+        asked, num_read = self._exchange.asked, 0
+        for token_id in delta.token_ids:
+            num_read += 1
+            if self._ends_with(token_id, asked.stop):
+                self._is_cut = True
+                self._partial.cut(self._num_tokens + num_read)
+                break
+        self._num_tokens += num_read
+        if asked.is_stream:
+            self._say(delta, num_read, asked)
+
+    def _ends_with(self, token_id: int, stops: Sequence[str]) -> bool:
+        """Append a token's text; if that completes a stop text, cut it off and say so."""
+        fresh = self._stream.step(self._codec.tokenizer.backend_tokenizer, token_id)
+        if not fresh:
+            return False
+        begins = max(0, len(self._text) - max(map(len, stops), default=0))
+        self._text += fresh
+        places = [place for stop in stops if (place := self._text.find(stop, begins)) >= 0]
+        if places:
+            self._text = self._text[: min(places)]
+        return bool(places)
+
+    def _say(self, delta: TokenDelta, num_read: int, asked: Asked) -> None:
+        """Stream what is new, but for what may become a stop text."""
+        end = len(self._text) - (0 if self._is_cut else num_begun(self._text, asked.stop))
+        text, self._num_said = self._text[self._num_said : end], max(self._num_said, end)
+        ids, logprobs = delta.token_ids[:num_read], delta.logprobs[:num_read]
+        tokens = _with_text(self._codec, ids, logprobs) if asked.wants_logprobs else ()
+        if text or tokens:
+            self._exchange.say(Piece(text, tokens))
+
+
+def _with_text(codec: TokenCodec, token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[SampledToken, ...]:
+    texts = [str(codec.tokenizer.decode([token_id])) for token_id in token_ids]
+    return tuple(SampledToken(text, logprob) for text, logprob in zip(texts, logprobs, strict=True))

@@ -1,0 +1,144 @@
+"""Agent programs played in the test's own event loop, against engines that say what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import openai
+
+from penstock.dataflow.ids import EngineId, RequestId, TaskId, TrajectoryId
+from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.config import EndpointConfig
+from penstock.envs.endpoint.server import Endpoint
+from penstock.envs.environment import EndpointAccess
+from penstock.envs.episode_child import EpisodeReply
+from penstock.rollout.dialogue import EpisodeBudget
+from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import TokenCodec
+from tests.chat_tokenizers import chat_tokenizer
+
+CODEC = TokenCodec(chat_tokenizer("chatml"))
+Program = Callable[[openai.AsyncOpenAI], Awaitable[EpisodeReply | None]]
+
+
+@dataclass
+class SayingEngine:
+    """Says `reply(text of the context)`, letter by letter encoded, so that ids are not what encoding the text gives."""
+
+    reply: Callable[[str], str]
+    codec: TokenCodec = CODEC
+    engine_id: EngineId = field(default_factory=lambda: EngineId("saying"))
+    version: int = 0
+    served: list[tuple[str, tuple[int, ...], list[int]]] = field(default_factory=list)
+    aborted: list[RequestId] = field(default_factory=list)
+    may_go_on: asyncio.Event | None = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        text = self.reply(self.codec.tokenizer.decode(request.prompt_token_ids))
+        letters = [self.codec.tokenizer.encode(letter, add_special_tokens=False) for letter in text]
+        token_ids = [*(token for letter in letters for token in letter), self.codec.stop_token_ids[0]]
+        sampled: list[int] = []
+        self.served.append((request.request_id.partition("#")[0], request.prompt_token_ids, sampled))
+        for token in token_ids[: request.sampling.max_new_tokens]:
+            await asyncio.sleep(0)
+            if self.may_go_on is not None:
+                await self.may_go_on.wait()
+            sampled.append(token)
+            is_full = len(sampled) == request.sampling.max_new_tokens
+            reason = "stop" if token in self.codec.stop_token_ids else "length" if is_full else None
+            yield TokenDelta((token,), (-1.0 / (1 + token),), (Span(self.version, 1),), reason)  # type: ignore[arg-type]
+
+    async def abort(self, request_id: RequestId) -> None:
+        self.aborted.append(request_id)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(self.version, 0, 0, 0.0, 0, 0.0)
+
+
+class InThisLoop:
+    """Plays the program of each task with an `openai` client; what it returns is the reply."""
+
+    def __init__(self, programs: dict[str, Program]) -> None:
+        self.programs = programs
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Any]:
+        yield _Run(self.programs[task.task_id])
+
+
+class _Run:
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    async def reset(self) -> EpisodeReply:
+        return {"runs_itself": True}
+
+    async def run(self, access: EndpointAccess) -> EpisodeReply:
+        async with client_of(access) as client:
+            return await self._program(client) or {"done": True}
+
+
+def client_of(access: EndpointAccess) -> openai.AsyncOpenAI:
+    http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http)
+
+
+async def run_agents(
+    programs: list[Program],
+    engine: Any,
+    *,
+    codec: TokenCodec = CODEC,
+    max_turns: int = 8,
+    max_tokens: int = 2000,
+    max_new_tokens: int = 200,
+    timeout_s: float = 10.0,
+) -> list[Trajectory]:
+    """One trajectory of each program, all at once."""
+    endpoint = Endpoint(EndpointConfig(max_request_mib=0.25), timeout_s)
+    tasks = [Task(TaskId(f"t/{index}"), "?", {}, "") for index in range(len(programs))]
+    source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
+    player = EpisodePlayer(source, codec, EpisodeBudget(max_turns, max_tokens), endpoint)
+    runner = TrajectoryRunner(EnginePool([engine], 64), codec, 20.0, episodes=player)
+    sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids)
+    try:
+        runs = [runner.run(task, TrajectoryId(task.task_id), sampling) for task in tasks]
+        return list(await asyncio.wait_for(asyncio.gather(*runs), 60))
+    finally:
+        await endpoint.close()
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def chat(client: openai.AsyncOpenAI, messages: list[Any], **kwargs: Any) -> Any:
+    return await client.chat.completions.create(model="policy", messages=messages, **kwargs)
+
+
+async def run_agent(program: Program, engine: Any, **kwargs: Any) -> Trajectory:
+    (trajectory,) = await run_agents([program], engine, **kwargs)
+    return trajectory
+
+
+def check_tokens(engine: SayingEngine, trajectory: Trajectory) -> None:
+    """Every request went on from exactly the tokens before it, and the mask is what was sampled."""
+    served = [(prompt, ids) for name, prompt, ids in engine.served if name == trajectory.trajectory_id]
+    token_ids, mask = trajectory.token_ids.tolist(), np.zeros(len(trajectory.token_ids), np.bool_)
+    assert trajectory.episode is not None
+    assert len(served) == len(trajectory.episode.turns)
+    for turn, (prompt, sampled) in zip(trajectory.episode.turns, served, strict=True):
+        kept = sampled[: turn.num_tokens]
+        assert token_ids[: len(prompt) + len(kept)] == [*prompt, *kept]
+        mask[len(prompt) : len(prompt) + len(kept)] = True
+    np.testing.assert_array_equal(trajectory.loss_mask, mask)
+    expected = np.where(mask, np.float32(-1.0) / (1 + trajectory.token_ids), np.float32(0)).astype(np.float32)
+    np.testing.assert_allclose(trajectory.behavior_logprobs, expected, rtol=1e-6)

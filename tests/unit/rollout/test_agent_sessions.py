@@ -1,0 +1,150 @@
+"""How sessions of agent programs go wrong: changed histories, budgets, broken connections, silence, lost engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.envs.environment import EndpointAccess
+from penstock.envs.episode_child import EpisodeReply
+from tests.agents import SayingEngine, chat, check_tokens, client_of, run_agent, run_agents, user
+from tests.fakes import FakeEngine
+
+CHANGES: dict[str, Any] = {
+    "another first message": lambda first, answer: [user("other"), answer, user("more")],
+    "another answer": lambda first, answer: [first, {"role": "assistant", "content": "I said this"}, user("more")],
+    "the same again": lambda first, answer: [first],
+    "a summary": lambda first, answer: [user("in short: ...")],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_changed_history_is_refused_and_the_session_goes_on(change: str) -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        first = user("hello")
+        answer = (await chat(client, [first])).choices[0].message
+        with pytest.raises(openai.BadRequestError) as refused:
+            await chat(client, CHANGES[change](first, answer))
+        assert refused.value.code == "history_changed"
+        assert str(refused.value.param).startswith("messages")
+        await chat(client, [first, answer, user("more")])
+
+    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"))
+    assert trajectory.episode is not None
+    assert len(trajectory.episode.turns) == 2
+    assert trajectory.episode.counts["refused"] == 1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_budget_refuses_the_request_and_the_episode_counts_as_cut_off_however_the_program_ends(
+    dies: bool,
+) -> None:
+    async def program(client: AsyncOpenAI) -> EpisodeReply:
+        messages = [user("go")]
+        for _ in range(3):
+            messages += [(await chat(client, messages)).choices[0].message, user("on")]
+        with pytest.raises(openai.RateLimitError) as refused:
+            await chat(client, messages)
+        assert refused.value.code == "max_turns"
+        if dies:
+            raise TrajectoryError("env", "the agent ended with exit code 1")
+        return {"done": True, "reward": 0.25}
+
+    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"), max_turns=3)
+    assert trajectory.episode is not None
+    assert (trajectory.episode.end, trajectory.finish_reason) == ("max_turns", "length")
+    assert trajectory.episode.reward == (0.0 if dies else 0.25)
+    assert trajectory.episode.counts["requests"] == 4, "the client did not try again"
+
+
+async def test_a_context_that_is_full_is_refused_with_both_numbers_and_leaves_no_trace() -> None:
+    async def program(client: AsyncOpenAI) -> EpisodeReply:
+        answer = (await chat(client, [user("go")])).choices[0].message
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as refused:
+            await chat(client, [user("go"), answer, user("x" * 500)])
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+        return {"done": True, "reward": 1.0}
+
+    engine = SayingEngine(lambda context: "ok")
+    trajectory = await run_agent(program, engine, max_tokens=200)
+    assert trajectory.episode is not None
+    assert (trajectory.episode.end, trajectory.loss_mask[-1]) == ("max_tokens", True)
+    check_tokens(engine, trajectory)
+
+
+async def test_a_request_that_is_repeated_because_its_client_went_away_gets_the_answer_that_was_sampled() -> None:
+    engine = SayingEngine(lambda context: "only once", may_go_on=asyncio.Event())
+
+    async def program(client: AsyncOpenAI) -> None:
+        impatient = client.with_options(max_retries=0, timeout=1.0)
+        with pytest.raises(openai.APITimeoutError):
+            await chat(impatient, [user("?")])
+        with pytest.raises(openai.BadRequestError) as refused:
+            await chat(client, [user("another")])
+        assert refused.value.code == "concurrent_request"
+        assert engine.may_go_on is not None
+        engine.may_go_on.set()
+        assert (await chat(client, [user("?")])).choices[0].message.content == "only once"
+
+    trajectory = await run_agent(program, engine)
+    assert len(engine.served) == 1
+    check_tokens(engine, trajectory)
+
+
+async def test_a_program_that_is_silent_or_never_asks_fails_its_attempt_and_its_key_is_forgotten() -> None:
+    async def hangs(client: AsyncOpenAI) -> None:
+        await chat(client, [user("?")])
+        await asyncio.sleep(60)
+
+    async def asks_nothing(client: AsyncOpenAI) -> None:
+        return
+
+    engine = SayingEngine(lambda context: "ok")
+    with pytest.raises(TrajectoryError, match=r"t/0: neither a request nor an end within 0.3 s"):
+        await run_agent(hangs, engine, timeout_s=0.3)
+    with pytest.raises(TrajectoryError, match="without a request that could be answered"):
+        await run_agent(asks_nothing, engine)
+
+
+async def test_calls_after_the_end_of_a_session_get_401() -> None:
+    accesses: list[EndpointAccess] = []
+    has_asked = asyncio.Event()
+
+    async def short(client: AsyncOpenAI) -> None:
+        await chat(client, [user("?")])
+        accesses.append(EndpointAccess(str(client.base_url), client.api_key, "policy"))
+        has_asked.set()
+
+    async def long(client: AsyncOpenAI) -> None:
+        await chat(client, [user("?")])
+        await has_asked.wait()
+        await asyncio.sleep(0.2)
+        async with client_of(accesses[0]) as late:
+            with pytest.raises(openai.AuthenticationError):
+                await chat(late, [user("?"), {"role": "assistant", "content": "ok"}, user("!")])
+
+    await run_agents([short, long], SayingEngine(lambda context: "ok"))
+
+
+async def test_an_engine_that_is_lost_for_good_fails_the_attempt_as_engine_and_the_client_hears_of_it() -> None:
+    heard: list[Exception] = []
+
+    async def program(client: AsyncOpenAI) -> None:
+        try:
+            await chat(client.with_options(max_retries=0), [user("?")])
+        except openai.InternalServerError as error:
+            heard.append(error)
+            raise
+
+    class Broken(FakeEngine):
+        async def generate(self, request: Any) -> Any:
+            raise TrajectoryError("engine", "planted")
+            yield
+
+    with pytest.raises(TrajectoryError, match="engine: planted"):
+        await run_agent(program, Broken())
