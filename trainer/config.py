@@ -55,6 +55,10 @@ class LoraConfig(BaseModel):
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
 
+    def adapts(self, layer: str) -> bool:
+        """Whether a linear layer of this name gets an adapter."""
+        return any(f".{layer}".endswith(f".{target}") for target in self.targets)
+
 
 class TrainerConfig(BaseModel):
     """The trainer group.

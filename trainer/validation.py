@@ -53,7 +53,7 @@ def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str
     kinds = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     violations = []
     for target in targets:
-        if any(layer == target or layer.endswith(f".{target}") for layer in layers):
+        if any(f".{layer}".endswith(f".{target}") for layer in layers):
             continue
         near = get_close_matches(target, [*kinds, *layers], n=2) or kinds
         why = "logprobs are computed from the head's weight itself" if target == "lm_head" else "nothing would train"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform import hardware
@@ -118,6 +120,16 @@ def test_a_file_is_no_model_directory(overrides, tmp_path):
 def test_a_shape_that_is_not_the_checkpoints_is_refused(overrides):
     found = problem([*overrides, "model.shape.num_layers=5"])
     assert "model.shape.num_layers=5 differs from the checkpoint's num_hidden_layers=4" in found
+
+
+def test_targets_of_adapters_that_the_checkpoint_has_not_are_refused_with_the_nearest(overrides, tmp_path):
+    tensors = {f"model.layers.0.self_attn.{name}.weight": np.zeros((2, 2), np.float32) for name in ("q_proj", "qkv")}
+    save_file(tensors | {"model.norm.weight": np.zeros(2, np.float32)}, tmp_path / "policy" / "model.safetensors")
+    lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,qvk]"]
+    assert "trainer.lora.targets: qvk names no linear layer" in problem(lora)
+    assert "Nearest: qkv" in problem(lora)
+    assert "norm names no" in problem([*overrides, "trainer=lora", "trainer.lora.targets=[qkv,norm]"])
+    load_config("train", [*overrides, "trainer=lora", "trainer.lora.targets=[self_attn.q_proj]"])
 
 
 def test_a_run_directory_in_use_is_refused(overrides):
