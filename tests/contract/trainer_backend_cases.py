@@ -114,6 +114,7 @@ CASES = [
     *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, has_adapters=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
