@@ -20,6 +20,7 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, View
 from penstock.weights.strided import strided_box
 from penstock.weights.transport.shared_memory import read_version
@@ -91,7 +92,9 @@ class BaseWeights:
 
     def _check_base(self, manifest: WeightManifest, live: Mapping[str, torch.Tensor]) -> None:
         for entry in manifest.entries:
-            if entry.rank == self._rank and tensor_checksum(live[entry.name]) != entry.checksum:
+            if entry.rank != self._rank:
+                continue
+            if tensor_checksum(live[entry.name].detach().to(TORCH_DTYPES[entry.dtype])) != entry.checksum:
                 raise WeightSyncError(
                     f"publish v{manifest.version}: {entry.name} of rank {self._rank} was loaded with other values than "
                     "the trainer has under its adapters, so they cannot be added to it. Start both from one "
