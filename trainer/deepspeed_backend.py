@@ -162,7 +162,7 @@ class DeepSpeedBackend:
             yield from ((name, parameter.detach()) for name, parameter in parameters)
 
     def gathered_adapters(self) -> dict[str, Adapter]:
-        if not self._is_partitioned:
+        if not self._is_partitioned or not self.adapters:
             return self.adapters.copies()
         import deepspeed
 
