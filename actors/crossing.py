@@ -130,6 +130,7 @@ class GroupExport:
         self._generation += 1
         store_at = (ray.util.get_node_ip_address(), self._store.port)
         timeout_s, codec = self._config.timeout_s, self._config.codec
+        assert codec != "lora", "adapters travel by themselves (exports.py)"
         crossing = Crossing(
             self._transfer, len(self._trainer.nodes), nodes, store_at, self._generation, timeout_s, codec
         )

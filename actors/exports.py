@@ -15,9 +15,11 @@ import ray
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import PlacementError
-from penstock.dataflow.ports import WeightManifest
+from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool import EnginePool
+from penstock.weights.adapters import adapter_manifest
 from penstock.weights.config import WeightsConfig
+from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
@@ -68,14 +70,53 @@ class GatherExport:
 
     async def begin(self, version: int) -> Departure:
         manifest = await self._trainer.export(version)
-        engines = cast("list[RemoteEngine]", self._pool.engines())
-        is_elsewhere = any(engine.node_id != self._trainer.node_id for engine in engines)
-        if is_elsewhere or self._config.transport == "object_store":
+        if _is_elsewhere(self._trainer, self._pool, self._config):
             return arrived(manifest, self._trainer.read_back(manifest))
         return arrived(manifest)
 
     async def close(self) -> None:
         pass
+
+
+class AdapterExport:
+    """Rank 0 gathers the adapters into a file in shared memory; engines elsewhere get its bytes. They have the rest."""
+
+    def __init__(
+        self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType, config: WeightsConfig
+    ) -> None:
+        self._trainer = trainer
+        self._pool = pool
+        self._layout = layout
+        self._dtype: DType = dtype
+        self._config = config
+        self._base: tuple[TensorEntry, ...] = ()
+        self._held: Layout | None = None
+
+    async def begin(self, version: int) -> Departure:
+        held = self._held or await self._plan()
+        sent = await self._trainer.export_adapters(version)
+        manifest = adapter_manifest(sent, self._base, held, self._layout.tp_size)
+        if _is_elsewhere(self._trainer, self._pool, self._config):
+            return arrived(manifest, self._trainer.read_back(sent))
+        return arrived(manifest)
+
+    async def _plan(self) -> Layout:
+        """Find out what the engines must have been loaded with."""
+        training, folder = await self._trainer.training_side()
+        transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
+        parts = await self._trainer.ask("base_sums", ray.put(transfer))
+        self._base = transfer.manifest(0, [part for some in parts for part in some]).entries
+        self._held = self._layout.layout(training.tensors)
+        return self._held
+
+    async def close(self) -> None:
+        pass
+
+
+def _is_elsewhere(trainer: TrainerClient, pool: EnginePool, config: WeightsConfig) -> bool:
+    """Whether a file of rank 0 has to go through the object store."""
+    engines = cast("list[RemoteEngine]", pool.engines())
+    return config.transport == "object_store" or any(engine.node_id != trainer.node_id for engine in engines)
 
 
 class SharedMemoryExport:

@@ -7,10 +7,12 @@ between the ranks themselves (gloo or NCCL), never through Ray.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import ray
+from torch import Tensor
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport, WeightManifest
@@ -20,9 +22,11 @@ from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.model_config import DType
 from penstock.weights.transport.crossing import Crossing, Sender
-from penstock.weights.transport.shards import ShardTransfer, ShardWriter
+from penstock.weights.transport.shards import ShardTransfer, ShardWriter, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
@@ -103,14 +107,25 @@ class TrainerRank:
 
     def export(self, version: int) -> WeightManifest | None:
         """Write this version for the engines; the one before it is no longer needed. Collective; rank 0 answers."""
-        tensors = self._running().export_weights()
+        return self._write_file(self._running().export_weights(), version, self._spec.model.dtype)
+
+    def export_adapters(self, version: int) -> WeightManifest | None:
+        """Write what engines add to the weights they were loaded with; otherwise as `export`."""
+        return self._write_file(self._running().export_adapters(), version, "float32")
+
+    def _write_file(self, tensors: Iterator[tuple[str, Tensor]], version: int, dtype: DType) -> WeightManifest | None:
         if self._outbound is None:
             for _ in tensors:
                 pass
             return None
         for old in self._outbound.iterdir():
             old.unlink()
-        return write_version(tensors, version, self._spec.model.dtype, self._outbound)
+        return write_version(tensors, version, dtype, self._outbound)
+
+    def base_sums(self, transfer: ShardTransfer) -> list[PartialSum]:
+        """What this rank adds to the checksums of engines that were loaded with the weights below the adapters."""
+        copies = [copy for copy in transfer.plan.copies if copy.src_rank == self._rank]
+        return shard_sums(copies, TORCH_DTYPES[transfer.dtype], self._running().base_weights())
 
     def training_side(self) -> tuple[TrainingSide, str]:
         """How the ranks hold the model, and a folder in shared memory for what they publish (rank 0 only)."""

@@ -20,7 +20,7 @@ from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.preferences import Preference
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.policy_trainer import TeacherForced
-from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
 
@@ -101,13 +101,23 @@ class TrainerClient:
         assert manifest is not None, "rank 0 exports"
         return manifest
 
+    async def export_adapters(self, version: int) -> WeightManifest:
+        manifest = (await self.ask("export_adapters", version))[0]
+        assert manifest is not None, "rank 0 exports"
+        return manifest
+
+    async def training_side(self) -> tuple[TrainingSide, str]:
+        """How the ranks hold the model, and rank 0's folder in shared memory."""
+        ((training, folder),) = await self._answers("training_side", [self._ranks[0].training_side.remote()])
+        return training, folder
+
     async def plan_transfer(self, engine: EngineSide, dtype: DType, first_node: str | None = None) -> ShardTransfer:
         """Plan how the ranks publish into the layout of the engines, those of `first_node` if there are several nodes.
 
         Raises:
             WeightSyncError: If a layout is not known.
         """
-        ((training, folder),) = await self._answers("training_side", [self._ranks[0].training_side.remote()])
+        training, folder = await self.training_side()
         return await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder, self.nodes, first_node)
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:

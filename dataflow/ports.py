@@ -162,15 +162,50 @@ class TensorEntry:
     rank: int = 0
 
 
+class AdaptedBox(NamedTuple):
+    """A part of an engine rank's parameter that the product of an adapter is added to.
+
+    Attributes:
+        rank: The tensor-parallel rank.
+        tensor: HF name of the weight.
+        rows: Which of them, [start, stop).
+        columns: Which of them, [start, stop).
+        parameter: The engine's name of what holds them.
+        offset: Where in it they begin, elements.
+        strides: From row to row and from column to column, elements.
+    """
+
+    rank: int
+    tensor: str
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    parameter: str
+    offset: int
+    strides: tuple[int, int]
+
+
+class AdapterManifest(NamedTuple):
+    """A version as what is added to the weights that the engines were loaded with (weights/adapters.py).
+
+    Attributes:
+        entries: `<HF name>.lora_A` and `.lora_B`, what the file holds.
+        boxes: Where their products go.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    boxes: tuple[AdaptedBox, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
     """One message that says everything about a published version.
 
     Attributes:
         location: Where the bytes are: a file in shared memory, or a handle that the actors resolve to one.
-        num_bytes: Size of all tensors, bytes.
-        checksum: Combined over all entries; what every engine must acknowledge.
+        num_bytes: Size of all tensors, bytes; of the adapters, if only those travel.
+        checksum: Combined over all entries, and those of the adapters; what every engine must acknowledge.
         num_shards: Tensor-parallel ranks of an engine, if the entries are its parameters; 0 if they are whole tensors.
+        adapters: What travels, if it is not the weights; the entries then are those of the weights below them.
     """
 
     version: int
@@ -179,6 +214,7 @@ class WeightManifest:
     num_bytes: int
     checksum: int
     num_shards: int = 0
+    adapters: AdapterManifest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,12 +87,13 @@ def header_facts(config: RunConfig) -> dict[str, str]:
     """What a person wants to know of a run before it starts."""
     flow, rollout, trainer = config.dataflow, config.rollout, config.trainer
     backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
+    lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
     return {
         "policy": _policy(config),
         **({} if config.partner is None else {"partner": _policy(config.partner_view)}),
         "batch": f"{flow.batch_groups} groups × {flow.group_size} trajectories, max_staleness {flow.max_staleness}",
         "rollout": f"{rollout.num_engines} × {rollout.engine.type}",
-        "trainer": f"{trainer.num_ranks} × {backend}, {config.algorithm.advantage} with {config.algorithm.loss}",
+        "trainer": f"{trainer.num_ranks} × {backend}, {config.algorithm.advantage} with {config.algorithm.loss}{lora}",
         "run": config.run_dir,
     }
 

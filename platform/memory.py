@@ -14,6 +14,8 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more with weights.stage_on=device
     critic               as a second policy; activations are of one of them at a time
     published            P·b in shared memory, twice with weights.mode=direct
+    with adapters        of A parameters: gradients, masters and moments are of A; plus P·b while a version is merged.
+                         With weights.codec=lora not that, 4·A in shared memory, P·b of main memory beside each engine
     reference            4·P + activations of one layer
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
 
@@ -28,6 +30,7 @@ from typing import Literal
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.config import NUM_SLOTS
+from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.model_config import DTYPE_BYTES
 
 GIB = 1 << 30
@@ -73,12 +76,17 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     has_masters = config.model.dtype != "float32" or stage > 0
     gathered = min(parameters, LIVE_PARAMETERS) * width if stage == 3 and ranks > 1 else 0
     num_models = 2 if config.algorithm.needs_critic else 1
+    trained = parameters * num_models
+    if config.trainer.lora is not None:
+        trained += adapter_parameters(config) - parameters
+    merged = parameters if config.trainer.lora is not None and config.weights.codec != "lora" else 0
     parameters, activations = parameters * num_models, _activation_bytes(config)
-    optimizer = (8 + 4 * has_masters) * parameters / (ranks if stage >= 1 else 1) / GIB
+    optimizer = (8 + 4 * has_masters) * trained / (ranks if stage >= 1 else 1) / GIB
     parts: dict[Part, float] = {
         "weights": (parameters * width / (ranks if stage == 3 else 1) + gathered) / GIB,
-        "gradients": parameters * width / (ranks if stage >= 2 else 1) / GIB,
+        "gradients": trained * width / (ranks if stage >= 2 else 1) / GIB,
         "activations": activations / GIB,
+        "published": merged * width / (ranks if stage == 3 else 1) / GIB,
     }
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer})
@@ -91,10 +99,11 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one rollout engine: on each of its devices, and in main memory in all."""
     engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
     num_devices = engine.tensor_parallel_size
+    kept = weights if config.weights.codec == "lora" else 0.0
     if pool.device == "cpu":
         base = BASE_HOST_GIB[engine.type] * num_devices
-        return Memory({}, {"base": base, "weights": weights, "kv_cache": kv_cache * num_devices})
-    asleep: dict[Part, float] = {"weights": weights} if config.cluster.colocated else {}
+        return Memory({}, {"base": base, "weights": weights + kept, "kv_cache": kv_cache * num_devices})
+    asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
     on_device: dict[Part, float] = {"weights": weights / num_devices, "published": staged_gib(config)}
     return Memory(
         {"base": CUDA_CONTEXT_GIB, "kv_cache": kv_cache, **on_device},
@@ -112,6 +121,15 @@ def reference_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB})
 
 
+def adapter_parameters(config: RunConfig) -> int:
+    """Numbers in all adapters of the policy."""
+    lora = config.trainer.lora
+    if lora is None:
+        return 0
+    layers = [(tensor.name.removesuffix(".weight"), tensor.shape) for tensor in decoder_tensors(config.model.shape)]
+    return sum(lora.rank * sum(shape) for name, shape in layers if lora.adapts(name))
+
+
 def published_gib(config: RunConfig) -> float:
     """One published version of the policy, GiB."""
     return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
@@ -126,9 +144,10 @@ def staged_gib(config: RunConfig) -> float:
 
 def shared_gib(config: RunConfig) -> float:
     """Published versions in shared memory, GiB: with `direct`, one is written while another is still read."""
-    versions = NUM_SLOTS if config.weights.mode == "direct" else 1
     of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
-    return published_gib(config) * versions + of_partner
+    if config.weights.codec == "lora":
+        return 4 * adapter_parameters(config) / GIB + of_partner
+    return published_gib(config) * (NUM_SLOTS if config.weights.mode == "direct" else 1) + of_partner
 
 
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:

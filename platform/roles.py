@@ -19,7 +19,7 @@ from penstock.actors.cluster import (
 )
 from penstock.actors.crossing import GroupExport
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import Export, GatherExport, SharedMemoryExport, is_one_node
+from penstock.actors.exports import AdapterExport, Export, GatherExport, SharedMemoryExport, is_one_node
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
@@ -64,6 +64,8 @@ class RunActors:
     def _export(self, pool: EnginePool, config: RunConfig) -> Export:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
         weights, layout, dtype = config.weights, engine_side(config), config.model.dtype
+        if weights.codec == "lora":
+            return AdapterExport(self.trainer, pool, layout, dtype, weights)
         if weights.mode == "gather":
             return GatherExport(self.trainer, pool, weights)
         is_shared = weights.transport == "auto" and is_one_node(self.trainer, self.engines)

@@ -30,6 +30,7 @@ from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.torch_cache import SlotCache
 from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
 from penstock.rollout.torch_weights import StagedTensors, stage, swap
+from penstock.weights.adapters import BaseWeights
 from penstock.weights.dtypes import TORCH_DTYPES
 
 UNPUBLISHED = -1
@@ -46,6 +47,7 @@ class TorchEngine:
         self._spec = spec
         self._config = spec.engine
         self._version = UNPUBLISHED
+        self._base = BaseWeights(rank=0)
         self._busy = BusyClock()
         self._streams: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
         self._updating = asyncio.Lock()
@@ -125,9 +127,11 @@ class TorchEngine:
         async with self._updating:
             started = time.monotonic()
             model = self._open().batch.model
-            staged = await asyncio.to_thread(stage, model, manifest, self.engine_id)
+            staged, sums = await asyncio.to_thread(stage, model, manifest, self.engine_id, self._base)
             stage_s = time.monotonic() - started
-            checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, manifest))
+            checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, sums))
+            if manifest.adapters is not None:
+                checksum = manifest.checksum  # base, adapters and their sums: each was compared
             return WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
 
     async def sleep(self) -> None:

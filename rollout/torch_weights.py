@@ -7,12 +7,15 @@ elsewhere (a copy, an untied head) cannot pass for one that worked.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightManifest
+from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.transport.shards import read_shard
@@ -21,17 +24,25 @@ from penstock.weights.transport.shared_memory import read_version
 StagedTensors = dict[str, torch.Tensor]
 
 
-def stage(model: nn.Module, manifest: WeightManifest, engine_id: EngineId) -> StagedTensors:
+def stage(
+    model: nn.Module, manifest: WeightManifest, engine_id: EngineId, base: BaseWeights
+) -> tuple[StagedTensors, WeightManifest]:
     """Read a version and check names, shapes and bytes. The model is not touched.
 
     Returns:
-        HF name -> tensor on the CPU, in the wire dtype.
+        HF name -> tensor on the CPU, in the wire dtype; and what the live parameters must be once those are in them.
 
     Raises:
         WeightSyncError: If a tensor is unknown, absent, of another shape, or not the bytes of the manifest.
     """
     where = f"publish v{manifest.version} on {engine_id}"
     live = _parameters(model)
+    if manifest.adapters is not None:
+        merged = base.merge(manifest, live, torch.device("cpu"))
+        entries = entries_of(manifest, 0, merged)
+        checksum = combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries)
+        sums = replace(manifest, entries=entries, checksum=checksum)
+        return {name: values.view(live[name].shape) for name, values in merged.items()}, sums
     staged = dict(read_shard(manifest, 0) if manifest.num_shards else read_version(manifest))
     unknown = sorted(staged.keys() - live.keys())
     if unknown:
@@ -49,7 +60,7 @@ def stage(model: nn.Module, manifest: WeightManifest, engine_id: EngineId) -> St
             raise WeightSyncError(f"{where}: {name} has shape {tuple(tensor.shape)}, not {tuple(shape)}.")
         staged[name] = tensor.view(shape)
     _compare(staged, manifest, f"{where}: what arrived of")
-    return staged
+    return staged, manifest
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
@@ -25,13 +26,21 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.ports import (
+    EngineLoad,
+    GenerateRequest,
+    SamplingParams,
+    TensorEntry,
+    TokenDelta,
+    WeightAck,
+    WeightManifest,
+)
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.vllm_worker import BACKEND, encode
+from penstock.rollout.vllm_worker import BACKEND, decode_entries, encode
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.model_config import DTYPE_BYTES
 
@@ -170,11 +179,12 @@ class VllmEngine:
         if self._ack is not None and manifest.version == self._version:
             return self._ack
         update = encode(manifest)
-        stage_s = await self._stage(manifest, update) if manifest.num_shards else 0.0
         started = time.monotonic()
-        checksum = await self._swap(manifest, update)
-        stall_s = time.monotonic() - started
-        self._ack = WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
+        entries = await self._stage(manifest, update) if manifest.num_shards else manifest.entries
+        staged = time.monotonic()
+        checksum = await self._swap(replace(manifest, entries=entries), update)
+        stall_s = time.monotonic() - staged
+        self._ack = WeightAck(self.engine_id, manifest.version, checksum, staged - started, stall_s)
         return self._ack
 
     async def _swap(self, manifest: WeightManifest, update: dict[str, Any]) -> int:
@@ -192,19 +202,19 @@ class VllmEngine:
         await llm.resume_generation()
         return checksum
 
-    async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> float:
-        """Let the workers fetch and check their shards while requests go on; returns the seconds that took."""
+    async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
+        """Let the workers fetch and check their shards while requests go on; returns what their parameters must be."""
         llm, started = self._open(), time.monotonic()
         refusals = await llm.collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
         if any(refusals):
             raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {next(filter(None, refusals))}")
         while True:
             answers = await llm.collective_rpc("penstock_staged", args=(manifest.version,))
-            wrong = [error for _, error in answers if error]
+            wrong = [error for _, error, _ in answers if error]
             if wrong:
                 raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
-            if all(is_done for is_done, _ in answers):
-                return time.monotonic() - started
+            if all(is_done for is_done, _, _ in answers):
+                return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
             if time.monotonic() - started > STAGE_TIMEOUT_S:
                 raise WeightSyncError(
                     f"publish v{manifest.version}: {self.engine_id} has no shard after {STAGE_TIMEOUT_S:.0f} s."
@@ -283,6 +293,8 @@ class VllmEngine:
                     f"({live[entry.rank, entry.name]:x} != {entry.checksum:x}). The engine stays paused and serves "
                     "nothing."
                 )
+        if manifest.adapters is not None:
+            return manifest.checksum  # base, adapters and their sums: each was compared
         return combine_checksums((entry_key(rank, name), checksum) for (rank, name), checksum in live.items())
 
 

@@ -8,8 +8,9 @@ away after loading, and a later reload would silently leave a tied lm_head with 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import vllm.model_executor.layers.utils as linear_dispatch
@@ -18,7 +19,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
-from penstock.dataflow.ports import TensorEntry, WeightManifest
+from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
+from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.staging import Staging
@@ -29,6 +31,8 @@ EntryRow = tuple[str, str, list[int], str, int]
 
 _staging: dict[int, Staging] = {}
 """The version that this worker is about to take."""
+_base: WeakKeyDictionary[torch.nn.Module, BaseWeights] = WeakKeyDictionary()
+"""What a model was loaded with, where versions come as adapters."""
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -52,6 +56,8 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
     location: str
     entries: list[EntryRow]
     num_shards: int
+    adapter_entries: list[EntryRow] = field(default_factory=list)
+    adapter_boxes: list[Any] = field(default_factory=list)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
@@ -87,24 +93,37 @@ WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 def encode(manifest: WeightManifest) -> dict[str, Any]:
     """A manifest in types that survive vLLM's message packing; checksums as hex, since they use all 64 bits."""
-    rows = [
-        (entry.name, entry.dtype, list(entry.shape), f"{entry.checksum:x}", entry.rank) for entry in manifest.entries
-    ]
+    adapters = manifest.adapters
     return {
         "version": manifest.version,
         "location": manifest.location,
-        "entries": rows,
+        "entries": _rows(manifest.entries),
         "num_shards": manifest.num_shards,
+        "adapter_entries": _rows(adapters.entries) if adapters else [],
+        "adapter_boxes": [tuple(box) for box in adapters.boxes] if adapters else [],
     }
+
+
+def _rows(entries: Sequence[TensorEntry]) -> list[EntryRow]:
+    return [(entry.name, entry.dtype, list(entry.shape), f"{entry.checksum:x}", entry.rank) for entry in entries]
 
 
 def decode(update: SharedMemoryUpdate) -> WeightManifest:
     """Inverse of `encode`; sizes and checksums over all entries stay with the engine."""
-    entries = tuple(
-        TensorEntry(name, dtype, tuple(shape), int(checksum, 16), rank)
-        for name, dtype, shape, checksum, rank in update.entries
+    adapters = None
+    if update.adapter_boxes:
+        boxes = tuple(AdaptedBox(*row) for row in update.adapter_boxes)
+        adapters = AdapterManifest(decode_entries(update.adapter_entries), boxes)
+    return WeightManifest(
+        update.version, update.location, decode_entries(update.entries), 0, 0, update.num_shards, adapters
     )
-    return WeightManifest(update.version, update.location, entries, 0, 0, update.num_shards)
+
+
+def decode_entries(rows: Sequence[EntryRow]) -> tuple[TensorEntry, ...]:
+    """Inverse of `_rows`."""
+    return tuple(
+        TensorEntry(name, dtype, tuple(shape), int(checksum, 16), rank) for name, dtype, shape, checksum, rank in rows
+    )
 
 
 def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
@@ -148,16 +167,20 @@ class WorkerExtension:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
         manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
         _staging.clear()  # one that was given up
-        wrong = what_is_wrong(self.model_runner.get_model(), manifest, rank)
+        model = self.model_runner.get_model()
+        wrong = what_is_wrong(model, manifest, rank)
         if not wrong:
             device = self.device if stage_on == "device" else torch.device("cpu")
-            _staging[manifest.version] = Staging(manifest, rank, device)
+            base = _base.setdefault(model, BaseWeights(rank))
+            _staging[manifest.version] = Staging(manifest, rank, device, base, dict(model.named_parameters()))
         return wrong
 
-    def penstock_staged(self, version: int) -> tuple[bool, str]:
-        """Whether that has ended, and what is wrong with the version, if anything."""
+    def penstock_staged(self, version: int) -> tuple[bool, str, list[EntryRow]]:
+        """Whether that has ended, what is wrong with the version, if anything, and what its parameters must be."""
         staging = _staging[version]
-        return staging.is_done, staging.error()
+        if not staging.is_done:
+            return False, "", []
+        return True, staging.error(), _rows(staging.entries)
 
     def penstock_live_checksums(self, update: Mapping[str, Any]) -> list[tuple[int, str, str]]:
         """Read live parameters back and return (rank, name, checksum in hex) for this worker's entries."""

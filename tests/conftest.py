@@ -17,10 +17,13 @@ import torch
 
 from penstock.dataflow.ports import WeightManifest
 from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.adapters import adapter_manifest, adapter_tensors
 from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardTransfer, ShardWriter
+from penstock.weights.transport.shared_memory import write_version
 from tests.command_line import run_cli
 from tests.tiny_policy import tiny_shape
 
@@ -55,15 +58,33 @@ def tiny_model_config(tiny_policy_dir: Path) -> ModelConfig:
     return ModelConfig(path=str(tiny_policy_dir), max_context_tokens=TINY_MAX_CONTEXT, shape=TINY_SHAPE)
 
 
+def tiny_adapters(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """HF name -> A and B, of rank 3, of every linear layer but gate_proj in the first layer, large enough to matter."""
+    generator = torch.Generator().manual_seed(-seed)
+    return {
+        tensor.name: (
+            torch.randn(3, tensor.shape[1], generator=generator) * 0.2,
+            torch.randn(tensor.shape[0], 3, generator=generator) * 0.2,
+        )
+        for tensor in decoder_tensors(TINY_SHAPE)
+        if "proj" in tensor.name and tensor.name != "model.layers.0.mlp.gate_proj.weight"
+    }
+
+
 @pytest.fixture(scope="session")
 def tiny_tensors(tiny_policy_dir: Path) -> Callable[[int], Tensors]:
-    """`tiny_tensors(seed)`: weights of the tiny policy; 0 gives those on disk, others give other random weights."""
+    """`tiny_tensors(seed)`: weights of the tiny policy; 0 gives those on disk, others give other random weights.
+
+    Below 0: those on disk with `tiny_adapters(seed)`.
+    """
     from safetensors.torch import load_file
 
     def tensors(seed: int) -> Tensors:
         loaded = load_file(tiny_policy_dir / "model.safetensors")
         if seed == 0:
             return loaded
+        if seed < 0:
+            return loaded | {name: loaded[name] + up @ down for name, (down, up) in tiny_adapters(seed).items()}
         generator = torch.Generator().manual_seed(seed)
         return {
             name: tensor
@@ -78,15 +99,23 @@ def tiny_tensors(tiny_policy_dir: Path) -> Callable[[int], Tensors]:
 def publisher_of_tiny(
     tmp_path_factory: pytest.TempPathFactory, tiny_tensors: Callable[[int], Tensors]
 ) -> Callable[[EngineSide], Callable[..., WeightManifest]]:
-    """`publisher_of_tiny(engine_side)(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`."""
+    """`publisher_of_tiny(engine_side)(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`.
+
+    A seed below 0 writes the adapters only.
+    """
 
     def publisher(engine: EngineSide) -> Callable[..., WeightManifest]:
         tensors = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items())
-        directory = str(tmp_path_factory.mktemp("versions"))
-        transfer = ShardTransfer.between(TrainingSide(tensors), engine, "float32", directory)
+        directory = tmp_path_factory.mktemp("versions")
+        transfer = ShardTransfer.between(TrainingSide(tensors), engine, "float32", str(directory))
         writer = ShardWriter(transfer, 0)
+        base = transfer.manifest(0, writer.sums({name: tensor.flatten() for name, tensor in tiny_tensors(0).items()}))
 
         def publish(version: int, seed: int | None = None) -> WeightManifest:
+            if seed is not None and seed < 0:
+                parts = [adapter_tensors(name, *adapter) for name, adapter in tiny_adapters(seed).items()]
+                sent = write_version([one for part in parts for one in part], version, "float32", directory)
+                return adapter_manifest(sent, base.entries, engine.layout(tensors), engine.tp_size)
             whole = tiny_tensors(version if seed is None else seed)
             flat = {name: tensor.flatten() for name, tensor in whole.items()}
             writer.write(version, flat)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.batches.collate import ModelInputs
+from penstock.trainer.lora import Adapter, Adapters
 from penstock.weights.layout.engine import TrainingSide
 
 
@@ -41,6 +42,7 @@ class Backend(Protocol):
         data_parallel_rank: Whose sequences this rank computes on, 0 ≤ rank < data_parallel_size. Tensor- and
             sequence-parallel ranks share theirs.
         sequence_parallel_rank: Which stretch of each of them, 0 ≤ rank < sequence_parallel_size.
+        adapters: What is trained, if it is not the weights themselves; empty otherwise.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class Backend(Protocol):
     sequence_parallel_rank: int
     sequence_parallel_size: int
     device: torch.device
+    adapters: Adapters
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
         """`PolicyModel.forward`. Collective under ZeRO-3."""
@@ -73,8 +76,13 @@ class Backend(Protocol):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """HF name and full tensor of each parameter, tied ones once. Rank 0 yields; all ranks exhaust it. Collective.
 
+        Adapters are merged into the weights, here and in `local_weights` and `save_hf`, unless they are switched off.
         A yielded tensor may alias live weights: use it before the next step.
         """
+        ...
+
+    def gathered_adapters(self) -> dict[str, Adapter]:
+        """HF name of each adapted weight -> its adapter, copied, on every rank. Collective."""
         ...
 
     def training_side(self) -> TrainingSide:
@@ -82,11 +90,11 @@ class Backend(Protocol):
         ...
 
     def local_weights(self) -> dict[str, Tensor]:
-        """HF name -> what this rank holds of the tensor, flat; aliases of live weights."""
+        """HF name -> what this rank holds of the tensor, flat; aliases of live weights. Collective with adapters."""
         ...
 
     def save_hf(self, path: str) -> None:
-        """Write config and weights in Hugging Face form (rank 0 writes). Collective."""
+        """Write config and weights in Hugging Face form (rank 0 writes), adapters also by themselves. Collective."""
         ...
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:

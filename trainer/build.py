@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from penstock.trainer.backend import Backend
 from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from penstock.trainer.critic import Critic
+from penstock.trainer.lora import load_adapted_policy
 from penstock.trainer.passes import StepSettings
 from penstock.trainer.policy_model import load_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
@@ -71,6 +73,8 @@ def build_trainer(
     violations = trainer_violations(model, trainer) + [one.message for one in algorithm_violations(algorithm)]
     if algorithm.needs_critic and critic is None:
         violations.append(f"algorithm.advantage={algorithm.advantage} needs a critic, and there is none. Give one.")
+    if trainer.lora is not None and kind == "reward":
+        violations.append("trainer.lora with a reward model: its head starts at zero and has no adapter. Use null.")
     if violations:
         raise ConfigError(violations)
     if device == "cpu":
@@ -87,7 +91,9 @@ def build_trainer(
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
         }
-    load = load_policy if kind == "policy" else load_value_model
+    load: Loader = load_policy if kind == "policy" else load_value_model
+    if trainer.lora is not None:
+        load = partial(load_adapted_policy, trainer.lora, seed)
     backend = _build_backend(load, model_path, model, trainer, device)
     settings = StepSettings(
         max_tokens_per_micro_batch=trainer.max_group_tokens,

@@ -37,6 +37,29 @@ class OptimizerConfig(BaseModel):
     gradient_clip_norm: float = Field(default=1.0, gt=0)
 
 
+class LoraConfig(BaseModel):
+    """Low-rank adapters in place of whole weights (`trainer/lora.py`): W + alpha / rank · B·A with W frozen.
+
+    Attributes:
+        rank: Rows of A and columns of B.
+        alpha: With it fixed, the best learning rate hardly depends on the rank (and is about ten times that of
+            whole weights).
+        targets: Linear layers, by the last part of their names or more of it (`q_proj`, `layers.0.mlp.up_proj`).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1)
+    alpha: int = Field(default=32, ge=1)
+    targets: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
+    )
+
+    def adapts(self, layer: str) -> bool:
+        """Whether a linear layer of this name gets an adapter."""
+        return any(f".{layer}".endswith(f".{target}") for target in self.targets)
+
+
 class TrainerConfig(BaseModel):
     """The trainer group.
 
@@ -47,6 +70,7 @@ class TrainerConfig(BaseModel):
         tensor_parallel_size: Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences.
         sequence_parallel_size: Ranks that split every sequence (DeepSpeed Ulysses).
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
+        lora: Train adapters and freeze the weights; None trains all of them.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
         step_timeout_s: Longest wait for one training step, seconds.
     """
@@ -61,6 +85,7 @@ class TrainerConfig(BaseModel):
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     max_tokens_per_micro_batch: int = Field(gt=0)
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)
     start_timeout_s: float = Field(default=300.0, gt=0)

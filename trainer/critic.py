@@ -19,7 +19,6 @@ from penstock.trainer.algorithms.other_losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
-from penstock.trainer.batches.sequences import loss_tokens
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.passes import Passes, StepSettings
 from penstock.trainer.updates import warmed_up_lr
@@ -49,20 +48,7 @@ class Critic:
 
     def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
-        sequences = [
-            TrainingSequence(
-                one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32), group=group
-            )
-            for group, payload in enumerate(payloads)
-            for one in payload.trajectories
-        ]
-        found = self._passes.per_target(sequences)
-        return [
-            np.concatenate([v for one, v in zip(sequences, found, strict=True) if one.group == group]).astype(
-                np.float32
-            )
-            for group in range(len(payloads))
-        ]
+        return self._passes.per_sampled_token(payloads)
 
     def update(self, sequences: Sequence[TrainingSequence]) -> None:
         """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""

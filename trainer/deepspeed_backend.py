@@ -32,9 +32,10 @@ from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.deepspeed_parallel import full_shape, register_ulysses, take_split
-from penstock.trainer.policy_model import hf_name, restore_rotary_buffers
+from penstock.trainer.lora import Adapter, Adapters, merged
+from penstock.trainer.policy_model import hf_name, hf_parameters, restore_rotary_buffers
 from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable
-from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients
+from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, save_model
 from penstock.weights.layout.algebra import Shape, TensorSpec
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
@@ -73,6 +74,7 @@ class DeepSpeedBackend:
         self.sequence_parallel_rank = self.rank % trainer.sequence_parallel_size
         self.device = torch.device(engine.device)
         self._num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
+        self.adapters = Adapters(engine.module)
         self._engine = engine
         self._hf_config = hf_config
         self._is_partitioned = trainer.zero_stage == 3
@@ -142,20 +144,30 @@ class DeepSpeedBackend:
             self._engine.train()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._replica():
+        adapters = self.gathered_adapters()
+        for name, part in self._replica():
+            tensor = merged(part, adapters.get(name))
             whole = tensor if self._split is None else self._split.gather(name, tensor)
             if self.rank == 0:
                 yield name, whole
 
     def _replica(self) -> Iterator[tuple[str, Tensor]]:
         """On the ranks of the first replica, all of them together one policy: name and this rank's part."""
-        parameters = [(hf_name(name), parameter) for name, parameter in self._engine.module.named_parameters()]
+        parameters = list(hf_parameters(self._engine.module))
         is_first = self.rank < (1 if self._split is None else self._split.size)
         if self._is_partitioned:
             for bucket in _buckets(parameters):
                 yield from _gather(bucket, is_wanted=is_first)
         elif is_first:
             yield from ((name, parameter.detach()) for name, parameter in parameters)
+
+    def gathered_adapters(self) -> dict[str, Adapter]:
+        if not self._is_partitioned or not self.adapters:
+            return self.adapters.copies()
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(self.adapters.parameters()):
+            return self.adapters.copies()
 
     def training_side(self) -> TrainingSide:
         tensors = tuple(TensorSpec(name, shape) for name, shape in self._shapes.items())
@@ -165,15 +177,24 @@ class DeepSpeedBackend:
         return TrainingSide(tensors, self._num_replicas, self._is_partitioned, size, num_kv_heads)
 
     def local_weights(self) -> dict[str, Tensor]:
-        return {
-            hf_name(name): (parameter.ds_tensor if self._is_partitioned else parameter).detach().view(-1)
-            for name, parameter in self._engine.module.named_parameters()
-        }
+        adapters = self.gathered_adapters()
+        held = {}
+        for name, parameter in hf_parameters(self._engine.module):
+            if not self._is_partitioned:
+                held[name] = merged(parameter.detach().view(-1), adapters.get(name))
+            elif name not in adapters:
+                held[name] = parameter.ds_tensor.detach().view(-1)
+            else:  # one row-major stretch of the weight; what lies behind it is padding
+                part = parameter.ds_tensor.detach().view(-1)
+                start = self.rank * part.numel()
+                held[name] = merged(part[: max(0, parameter.ds_numel - start)], adapters[name], start)
+        return held
 
     def save_hf(self, path: str) -> None:
         state = {name: tensor.to("cpu") for name, tensor in self.export_weights()}
+        adapters = self.gathered_adapters()
         if self.rank == 0:
-            self._engine.module.hf_model.save_pretrained(path, state_dict=state)
+            save_model(self._engine.module.hf_model, state, adapters, path)
         torch.distributed.barrier()
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
@@ -210,7 +231,7 @@ def build_deepspeed_backend(
         hf_config = _announce_zero3(settings)
     is_split = trainer.tensor_parallel_size > 1
     policy: Any = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
-    shapes = {hf_name(name): full_shape(parameter) for name, parameter in policy.named_parameters()}
+    shapes = {name: full_shape(parameter) for name, parameter in hf_parameters(policy)}
     if is_split:
         check_splittable(shapes, trainer.tensor_parallel_size, model.shape.num_kv_heads)
     mpu = register_ulysses(policy, model, trainer) if trainer.sequence_parallel_size > 1 else None

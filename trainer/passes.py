@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import POLICY, PolicyId
+from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
 from penstock.trainer.batches.packing import BatchPlan, RowLayout
 from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.batches.sequence_share import sequence_share
+from penstock.trainer.batches.sequences import loss_tokens
 from penstock.trainer.batches.units import plan_units
 
 
@@ -68,6 +70,19 @@ class Passes:
                 yield micro_batch
             else:
                 yield sequence_share(micro_batch, backend.sequence_parallel_rank, backend.sequence_parallel_size)
+
+    def per_sampled_token(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
+        """`per_target` of whole groups: `[n] float32` each, of its n sampled tokens, members one after another."""
+        members = [one for payload in payloads for one in payload.trajectories]
+        found = self.per_target(
+            [
+                TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
+                for one in members
+            ]
+        )
+        ends = np.cumsum([len(payload.trajectories) for payload in payloads])[:-1].tolist()
+        borders = zip([0, *ends], [*ends, len(found)], strict=True)
+        return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]
 
     def per_target(self, sequences: Sequence[TrainingSequence]) -> list[NDArray[np.float64]]:
         """What the model says of every target token, without gradient: `[n_i]` each, the same on all ranks."""

@@ -8,6 +8,7 @@ Shape legend: R rows, L row length, K loss tokens, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,14 @@ def hidden_at(
 
 def hf_name(parameter_name: str) -> str:
     """Name of a parameter of a wrapped model (`PolicyModel`, `ValueModel`) in the Hugging Face checkpoint."""
-    return parameter_name.partition(".")[2]
+    return parameter_name.partition(".")[2].replace(".base_layer.", ".")
+
+
+def hf_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name in the Hugging Face checkpoint and parameter, tied ones once; adapters (trainer/lora.py) are left out."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield hf_name(name), parameter
 
 
 def load_policy(path: str, model: ModelConfig, *, gradient_checkpointing: bool) -> PolicyModel:

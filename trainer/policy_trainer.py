@@ -39,6 +39,7 @@ from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.passes import Passes, StepSettings
 from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
+from penstock.weights.adapters import adapter_tensors
 from penstock.weights.layout.engine import TrainingSide
 
 
@@ -98,7 +99,8 @@ class PolicyTrainer:
             version: Policy version before the step.
             min_versions: Per group, tokens sampled before this version carry no loss weight; None: none is trimmed.
             references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed by
-                some algorithms (`AlgorithmConfig.needs_reference`).
+                some algorithms (`AlgorithmConfig.needs_reference`). None are needed with adapters: the reference is
+                then the policy without them.
 
         Returns:
             version + 1 and metrics, or the same version if every update was skipped.
@@ -222,6 +224,16 @@ class PolicyTrainer:
         """HF name -> what this rank holds of the tensor, flat; aliases of live weights."""
         return self.backend.local_weights()
 
+    def base_weights(self) -> dict[str, Tensor]:
+        """`local_weights` without adapters. Collective."""
+        with self.backend.adapters.off():
+            return self.backend.local_weights()
+
+    def export_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of what engines add to their weights, on every rank. Collective."""
+        for name, adapter in self.backend.gathered_adapters().items():
+            yield from adapter_tensors(name, adapter.down, adapter.scale * adapter.up)
+
     def close(self) -> None:
         """Leave the process group."""
         self.backend.close()
@@ -238,12 +250,15 @@ class PolicyTrainer:
     ) -> list[TrainingSequence]:
         """With advantages, and proximal logprobs if they are recomputed; `normaliser` 1.0: it is not known yet."""
         algorithm, limit = self._algorithm, self._settings.max_new_tokens
-        if algorithm.needs_reference and not references:
+        if algorithm.needs_reference and not references and not self.backend.adapters:
             asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
             raise TrainingError(
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
+        if algorithm.needs_reference and not references:
+            with self.backend.adapters.off():
+                references = self._passes.per_sampled_token(payloads)
         values = () if self.critic is None else self.critic.values(payloads)
         sequences = policy_sequences(
             payloads,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
-from penstock.trainer.policy_model import PolicyModel, hf_name
+from penstock.trainer.lora import Adapter, Adapters, merged, save_adapter
+from penstock.trainer.policy_model import PolicyModel, hf_parameters
 from penstock.trainer.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
@@ -34,6 +36,7 @@ class TorchBackend:
 
     def __init__(self, model: WrappedModel, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
         self.device = next(model.parameters()).device
+        self.adapters = Adapters(model)
         self._model = model
         self._optimizer = optimizer
         self._clip_norm = clip_norm
@@ -69,18 +72,22 @@ class TorchBackend:
             self._model.train()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            yield hf_name(name), parameter.detach()
+        adapters = self.gathered_adapters()
+        for name, parameter in hf_parameters(self._model):
+            yield name, merged(parameter.detach(), adapters.get(name))
+
+    def gathered_adapters(self) -> dict[str, Adapter]:
+        return self.adapters.copies()
 
     def training_side(self) -> TrainingSide:
-        parameters = self._model.named_parameters()
-        return TrainingSide(tuple(TensorSpec(hf_name(name), tuple(parameter.shape)) for name, parameter in parameters))
+        parameters = hf_parameters(self._model)
+        return TrainingSide(tuple(TensorSpec(name, tuple(parameter.shape)) for name, parameter in parameters))
 
     def local_weights(self) -> dict[str, Tensor]:
         return {name: tensor.view(-1) for name, tensor in self.export_weights()}
 
     def save_hf(self, path: str) -> None:
-        self._model.hf_model.save_pretrained(path)
+        save_model(self._model.hf_model, dict(self.export_weights()), self.gathered_adapters(), path)
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
         del operation
@@ -88,6 +95,13 @@ class TorchBackend:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def save_model(hf_model: Any, weights: dict[str, Tensor], adapters: dict[str, Adapter], path: str) -> None:
+    """Write a model in Hugging Face form, and its adapters, if it has any, by themselves in the folder `adapter`."""
+    hf_model.save_pretrained(path, state_dict=weights)
+    if adapters:
+        save_adapter(hf_model, adapters, Path(path) / "adapter")
 
 
 def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float) -> None:
@@ -107,7 +121,8 @@ def build_torch_backend(
 
 
 def build_adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Torch AdamW over all parameters: the same optimizer under every backend, and nothing to compile."""
+    """Torch AdamW over all that is trained: the same optimizer under every backend, and nothing to compile."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        trained, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )

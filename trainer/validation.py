@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from penstock.trainer.config import TrainerConfig
@@ -30,9 +31,37 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
         violations.append(
             "trainer.offload_optimizer=true has no effect with trainer.zero_stage=0. Use trainer.zero_stage=1, 2 or 3."
         )
+    violations += [message for message, _ in lora_violations(trainer)]
     if trainer.backend == "torch":
         violations += _torch_violations(model, trainer)
     return violations + [message for message, _ in parallel_violations(model, trainer)]
+
+
+def lora_violations(trainer: TrainerConfig) -> Iterator[Violation]:
+    """What adapters cannot be trained with."""
+    if trainer.lora is not None and trainer.tensor_parallel_size > 1:
+        yield Violation(
+            f"trainer.lora with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: AutoTP splits linear "
+            "layers by name, and would leave those that have an adapter whole. Use tensor_parallel_size=1 and "
+            "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state.",
+            ("trainer.lora", "trainer.tensor_parallel_size"),
+        )
+
+
+def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """One sentence per `trainer.lora.targets` that names none of a model's linear `layers` (the head is none)."""
+    kinds = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    violations = []
+    for target in targets:
+        if any(f".{layer}".endswith(f".{target}") for layer in layers):
+            continue
+        near = get_close_matches(target, [*kinds, *layers], n=2) or kinds
+        why = "logprobs are computed from the head's weight itself" if target == "lm_head" else "nothing would train"
+        violations.append(
+            f"trainer.lora.targets: {target} names no linear layer of this model but for the head: {why}. "
+            f"Nearest: {', '.join(near)}."
+        )
+    return violations
 
 
 def parallel_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:

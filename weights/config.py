@@ -10,6 +10,7 @@ NUM_SLOTS = 2
 """Versions kept in shared memory by `direct`: one is written while another may still be read."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
 CodecName = Literal["full", "delta", "int8_delta"]
+"""Those of messages between nodes; `lora` is none, since it is not the weights that travel."""
 
 
 class WeightsConfig(BaseModel):
@@ -22,6 +23,7 @@ class WeightsConfig(BaseModel):
             of its own for `direct` and Ray's object store for `gather`. The others force one of them.
         codec: What crosses nodes by a process group: everything, what has changed (bit-exact), or the difference in 8
             bits (not exact; engines of one device only, since replicated parameters would differ between devices).
+            `lora`, also within a node: only adapters, which engines add to the weights that they were loaded with.
         overlap: Training goes on once a version has left the training ranks, while engines take it. Until the first of
             them has, no request starts.
         directory: Parent of the folders that versions are published in; None: shared memory where there is some, else
@@ -41,7 +43,7 @@ class WeightsConfig(BaseModel):
 
     mode: Literal["direct", "gather"] = "direct"
     transport: Literal["auto", "shared_memory", "group", "object_store"] = "auto"
-    codec: CodecName = "full"
+    codec: CodecName | Literal["lora"] = "full"
     overlap: bool = False
     directory: str | None = None
     stage_on: Literal["device", "host"] = "device"

@@ -1,19 +1,22 @@
 """A version on its way into one rank of an engine, while that rank goes on decoding.
 
-Consumes: the shard in shared memory. Waits for: nothing; a thread compares it with the manifest and, if the device is a
-GPU, copies it there on a stream of its own. Unblocked by: the thread's end, which the engine polls. Only then are
-running requests frozen, so a damaged version harms nothing and the freeze lasts for one copy within the device.
+Consumes: the shard in shared memory, or the adapters that make it (weights/adapters.py). Waits for: nothing; a thread
+compares them with the manifest and, if the device is a GPU, copies them there on a stream of its own. Unblocked by: the
+thread's end, which the engine polls. Only then are running requests frozen, so a damaged version harms nothing and the
+freeze lasts for one copy within the device.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
+from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.transport.shards import read_shard
 
@@ -23,10 +26,30 @@ class Staging:
 
     Attributes:
         seconds: How long staging took; 0 while it runs.
+        entries: What the live parameters of this rank must be after the swap; of adapters, once it is done.
     """
 
-    def __init__(self, manifest: WeightManifest, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        rank: int,
+        device: torch.device,
+        base: BaseWeights,
+        live: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Begin.
+
+        Args:
+            manifest: The version.
+            rank: Of the engine.
+            device: Where it waits for its swap.
+            base: What adapters are added to.
+            live: Parameters by name; only read.
+        """
         self.seconds = 0.0
+        self.entries = tuple(entry for entry in manifest.entries if entry.rank == rank)
+        self._base = base
+        self._live = live
         self._manifest = manifest
         self._rank = rank
         self._device = device
@@ -67,21 +90,28 @@ class Staging:
         self.seconds = time.monotonic() - started
 
     def _stage(self) -> None:
-        arrived = dict(read_shard(self._manifest, self._rank))
         if self._device.type == "cuda":
             stream = torch.cuda.Stream(self._device)
             with torch.cuda.stream(stream):
-                arrived = {name: values.to(self._device) for name, values in arrived.items()}
-                self._compare(arrived)
+                self._staged = self._fetch()
             stream.synchronize()
         else:
-            self._compare(arrived)
-        self._staged = arrived
+            self._staged = self._fetch()
+
+    def _fetch(self) -> dict[str, torch.Tensor]:
+        """The version's values on the device, compared with the manifest."""
+        if self._manifest.adapters is not None:
+            merged = self._base.merge(self._manifest, self._live, self._device)
+            self.entries = entries_of(self._manifest, self._rank, merged)
+            return merged
+        arrived = dict(read_shard(self._manifest, self._rank))
+        if self._device.type == "cuda":
+            arrived = {name: values.to(self._device) for name, values in arrived.items()}
+        self._compare(arrived)
+        return arrived
 
     def _compare(self, arrived: dict[str, torch.Tensor]) -> None:
-        for entry in self._manifest.entries:
-            if entry.rank != self._rank:
-                continue
+        for entry in self.entries:
             checksum = tensor_checksum(arrived[entry.name])
             if checksum != entry.checksum:
                 raise WeightSyncError(

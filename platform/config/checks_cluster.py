@@ -205,7 +205,8 @@ def check_transport(config: RunConfig) -> Iterator[Finding]:
             "rollout.engine",
         )
     is_one_node = weights.transport == "auto" and config.cluster.address == "local"
-    if weights.codec != "full" and (weights.mode == "gather" or weights.transport == "shared_memory" or is_one_node):
+    is_message = weights.mode == "direct" and weights.transport != "shared_memory" and not is_one_node
+    if weights.codec not in ("full", "lora") and not is_message:
         yield warning(
             f"weights.codec={weights.codec} has no effect with weights.mode={weights.mode}, weights.transport="
             f"{weights.transport} and cluster.address={config.cluster.address}: only a process group "

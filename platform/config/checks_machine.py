@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform import hardware
+from penstock.platform.config.checks_lora import check_lora_targets
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.memory import GIB, published_gib
@@ -199,6 +200,8 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
     if not path.exists():
         yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.", key)
         return
+    if key == "model.path":
+        yield from check_lora_targets(config, directory)
     checkpoint: dict[str, Any] = json.loads(path.read_text())
     shape = "partner.model.shape" if key == "partner.model.path" else "model.shape"
     for theirs, name, stated in _stated(config.model.shape):

@@ -162,8 +162,9 @@ class RunConfig(Section):
 
     @property
     def num_references(self) -> int:
-        """Processes that hold the reference policy."""
-        return self.reference.num_workers if self.algorithm.needs_reference else 0
+        """Processes that hold the reference policy; with adapters it is the trained one without them."""
+        is_policy_without_adapters = self.trainer.lora is not None and self.reference.path is None
+        return self.reference.num_workers if self.algorithm.needs_reference and not is_policy_without_adapters else 0
 
     @property
     def reference_pool(self) -> str:

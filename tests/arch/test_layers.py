@@ -30,6 +30,7 @@ DOORS: dict[str, Callable[[str], bool]] = {
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
     "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_worker.py"},
     "deepspeed": lambda path: path in {"trainer/deepspeed_backend.py", "trainer/deepspeed_parallel.py"},
+    "peft": lambda path: path == "trainer/lora.py",
     "wandb": lambda path: path.startswith("platform/trackers/"),
     "triton": lambda path: path.startswith("kernels/"),
     "hydra": lambda path: path.startswith("platform/"),

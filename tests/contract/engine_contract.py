@@ -130,6 +130,37 @@ class EngineContract:
         assert after.tokens_generated - before.tokens_generated == 8 * 300
         assert after.busy_s > during.busy_s > before.busy_s
 
+    async def test_adapters_are_added_to_the_base_for_every_version_anew(self, harness: Harness) -> None:
+        await harness.publish(seed=0)
+        crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(4)], max_new_tokens=300)
+        await crowd.all_moved()
+        for seed in range(-20, 0):  # were they added to what is there, it would be off by all of them
+            manifest = harness.manifest(seed)
+            assert manifest.adapters is not None
+            ack = await within(harness.engine.update_weights(manifest))
+            assert (ack.version, ack.checksum) == (manifest.version, manifest.checksum)
+        prompt = prompt_of(12)
+        output = await harness.sample(prompt, max_new_tokens=60)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
+        without = harness.reference.logprobs(0, prompt, output.token_ids)
+        assert np.abs(without - output.logprobs).max() > 0.1, "the oracle must tell adapters apart"
+        await crowd.all_finished()
+
+    async def test_damaged_adapters_are_refused_and_the_old_weights_serve_on(self, harness: Harness) -> None:
+        await harness.publish(seed=0)
+        served = harness.engine.version
+        manifest = harness.manifest(-1)
+        content = bytearray(Path(manifest.location).read_bytes())
+        content[-2] ^= 1
+        Path(manifest.location).write_bytes(content)
+        with pytest.raises(WeightSyncError, match=r"lora_\w+ has checksum"):
+            await within(harness.engine.update_weights(manifest))
+        assert harness.engine.version == served
+        prompt = prompt_of(7)
+        output = await harness.sample(prompt, max_new_tokens=20)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt, output), atol=1e-4)
+        await harness.publish(seed=-2)
+
     async def test_the_acknowledged_checksum_is_the_manifests(self, harness: Harness) -> None:
         manifest = harness.manifest()
         ack = await within(harness.engine.update_weights(manifest))

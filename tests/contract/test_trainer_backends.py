@@ -46,7 +46,7 @@ def references(folder: Path) -> dict[Case, dict]:
 
 def plain(case: Case) -> Case:
     """Plain torch that trains the same."""
-    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "updates")}
+    kind = {name: getattr(case, name) for name in ("adam_epsilon", "is_tied", "updates", "has_adapters")}
     return dataclasses.replace(REFERENCE, **kind)
 
 
@@ -113,22 +113,30 @@ class TrainerContract:
     def test_weights_equal_plain_torch(self, result: dict, reference: dict) -> None:
         assert relative_error(result["weights"], reference["weights"]) < 1e-5
 
+    def test_adapters_equal_plain_torch(self, result: dict, reference: dict) -> None:
+        assert result["adapters"].keys() == reference["adapters"].keys()
+        if reference["adapters"]:
+            assert relative_error(result["adapters"], reference["adapters"]) < 1e-5
+
     def test_a_critic_beside_the_policy_equals_plain_torch(self, result: dict, reference: dict) -> None:
         assert result["critic"].keys() == reference["critic"].keys()
         if reference["critic"]:
             assert relative_error(result["critic"], reference["critic"]) < 1e-5
 
     def test_what_is_written_for_engines_is_what_is_exported(self, result: dict) -> None:
+        # ZeRO-3 multiplies up and down adapter for its stretch only: the sums may be rounded otherwise.
+        tolerance = 1e-7 if result["adapters"] else 0.0
         (whole,) = result["shards"]["torch", 1]
         assert whole.keys() == result["weights"].keys()
         for name, weights in result["weights"].items():
-            np.testing.assert_array_equal(whole[name], weights.ravel(), err_msg=name)
+            np.testing.assert_allclose(whole[name], weights.ravel(), rtol=0, atol=tolerance, err_msg=name)
         for size in (1, 2):
             for rank, shard in enumerate(result["shards"]["vllm", size]):
                 reference = vllm_rank(result["weights"], TIED, size, rank)
                 assert shard.keys() == reference.keys()
                 for name, weights in reference.items():
-                    np.testing.assert_array_equal(shard[name], np.where(weights == PADDING, 0, weights).ravel(), name)
+                    expected = np.where(weights == PADDING, 0, weights).ravel()
+                    np.testing.assert_allclose(shard[name], expected, rtol=0, atol=tolerance, err_msg=name)
 
     def test_what_is_saved_is_what_is_exported(self, result: dict, folder: Path) -> None:
         from safetensors.numpy import load_file

@@ -22,7 +22,7 @@ from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.trainer.backend import Backend
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
@@ -54,6 +54,7 @@ class Case:
     is_tied: bool = True
     offload_optimizer: bool = False
     updates: str = "one"
+    has_adapters: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -74,7 +75,9 @@ ALGORITHMS = {
     "one": AlgorithmConfig(),
     "several": SEVERAL,
     "several with a critic": SEVERAL.model_copy(update={"advantage": "gae"}),
+    "held to a reference": AlgorithmConfig(kl_coefficient=0.1),
 }
+LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 REFERENCE = Case(backend="torch")
 CASES = [
     Case(zero_stage=0),
@@ -85,6 +88,9 @@ CASES = [
     Case(world_size=2, zero_stage=0, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, max_tokens=40, adam_epsilon=1.0),
     Case(streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=0, has_adapters=True, updates="held to a reference"),
+    Case(world_size=2, zero_stage=1, has_adapters=True, streamed=True, is_tied=False),
+    Case(world_size=2, zero_stage=2, has_adapters=True, gradient_checkpointing=True, is_tied=False),
     Case(world_size=2, zero_stage=0, streamed=True),
     Case(world_size=2, zero_stage=1, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, streamed=True),
@@ -94,6 +100,9 @@ CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=400, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, gradient_checkpointing=True),
     Case(world_size=2, zero_stage=3, streamed=True, adam_epsilon=1.0),
+    Case(world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="held to a reference"),
+    Case(world_size=2, zero_stage=3, has_adapters=True, gradient_checkpointing=True, is_tied=False),
+    Case(world_size=2, zero_stage=3, has_adapters=True, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
@@ -105,6 +114,7 @@ CASES = [
     *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, has_adapters=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
@@ -181,6 +191,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         gradient_checkpointing=case.gradient_checkpointing,
         offload_optimizer=case.offload_optimizer,
         max_tokens_per_micro_batch=case.max_tokens,
+        lora=LORA if case.has_adapters else None,
         optimizer=OptimizerConfig(
             lr=1.0 if case.adam_epsilon == 1.0 else 1e-3, eps=case.adam_epsilon, gradient_clip_norm=0.05, warmup_steps=2
         ),
@@ -222,6 +233,11 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         "logprobs": trainer.token_logprobs(examples),
         "unchanged_by_skip": all(np.array_equal(before[name], after[name]) for name in before),
         "weights": weights_of(trainer),
+        "adapters": {
+            f"{name} {part}": getattr(adapter, part).numpy()
+            for name, adapter in trainer.backend.gathered_adapters().items()
+            for part in ("down", "up")
+        },
         "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
         "saved": saved,
         "shards": {

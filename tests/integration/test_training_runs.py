@@ -14,6 +14,14 @@ from tests.command_line import read_metric, read_summary, run_cli
 
 pytestmark = pytest.mark.integration
 
+ADAPTERS = [
+    "trainer=lora",
+    "trainer.lora.rank=4",
+    "trainer.optimizer.lr=1e-3",
+    "trainer.optimizer.warmup_steps=0",
+    "weights.codec=lora",
+    "algorithm.kl_coefficient=0.01",
+]
 SMALL = ["dataflow.batch_groups=8", "total_steps=3", "evaluation.num_tasks=32"]
 
 
@@ -42,7 +50,10 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
 @pytest.mark.parametrize(
     ("name", "sides"),
     [
-        ("zero3_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3"]),
+        (
+            "zero3_adapters_into_two_workers",
+            ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3", *ADAPTERS],
+        ),
         ("autotp_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.tensor_parallel_size=2"]),
     ],
 )
@@ -57,6 +68,12 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
     assert read_summary(run_dir)["share_tokens_stale"] == 0
     # Ratio 1 within 1e-4 at the first micro-batch and every other: behavior (vLLM) against proximal (trainer).
     assert max(read_metric(run_dir, "mismatch/abs_logprob_max")) < 1e-4
+    if "trainer=lora" in sides:
+        divergence = read_metric(run_dir, "loss/reference_kl")
+        assert divergence[0] < 1e-6 < 1e-4 < divergence[-1], "the policy without its adapters is the reference"
+        policy_bytes = (run_dir / "policy" / "model.safetensors").stat().st_size
+        assert max(read_metric(run_dir, "weights/bytes")) < 0.1 * policy_bytes
+        assert (run_dir / "policy" / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from penstock.weights.config import NUM_SLOTS
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.planner.plan import Plan, make_plan
+from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.strided import strided_box
 
 ALIGNMENT_BYTES = 64
@@ -160,12 +160,18 @@ class ShardWriter:
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
         """What this rank's elements add to the checksums, read where they come from."""
-        parts = []
-        for copy in self._copies:
-            sent = strided_box(tensors[copy.tensor], copy.shape, copy.source).to(self._dtype)
-            checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
-            parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
-        return parts
+        return shard_sums(self._copies, self._dtype, tensors)
+
+
+@torch.no_grad()
+def shard_sums(copies: Iterable[Copy], dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
+    """What the elements of these copies add to the checksums of the engines' parameters, in the wire dtype."""
+    parts = []
+    for copy in copies:
+        sent = strided_box(tensors[copy.tensor], copy.shape, copy.source).to(dtype)
+        checksum = strided_sum(sent, copy.destination.offset, copy.destination.strides)
+        parts.append(PartialSum(copy.dst_rank, copy.destination.buffer, checksum))
+    return parts
 
 
 def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch.Tensor]]:

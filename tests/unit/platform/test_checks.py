@@ -45,6 +45,13 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"], ["zero_stage=0", "Use trainer.zero_stage=1"]),
         (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
         (["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"], ["8 trajectories", "0.001 GiB", "preempted"]),
+        (["weights.codec=lora"], ["trainer.lora=null", "no adapters", "trainer=lora"]),
+        (["trainer=lora", "weights.codec=lora", "weights.mode=gather"], ["weights.mode=gather", "transport=auto"]),
+        (["trainer=lora", "weights.codec=lora", "weights.transport=group"], ["weights.transport=group", "are small"]),
+        (
+            ["trainer=lora", "trainer.num_ranks=2", "trainer.tensor_parallel_size=2"],
+            ["trainer.lora", "tensor_parallel_size=2", "AutoTP", "trainer.zero_stage=3"],
+        ),
         (["algorithm.kl_coefficient=0.1", "reference.pool=cpus"], ["reference.pool=cpus", "Did you mean cpu?"]),
         (["dataflow.group_sizing=penstock.dataflow.ids:TaskId"], ["has no method group_size"]),
         (["env.curriculum=penstock.dataflow.nothing:x"], ["env.curriculum", "attribute 'nothing'"]),
@@ -161,6 +168,7 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         ("dataflow.batch_timeout_s=10", "lost engine"),
         ("weights.codec=delta", "has no effect"),
         (["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"], "every micro-batch is one sequence"),
+        (["trainer=lora", "algorithm.kl_coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
     ],
 )
 def test_what_works_but_hurts_is_a_warning(override, words):

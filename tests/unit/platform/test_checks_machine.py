@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform import hardware
@@ -144,6 +146,16 @@ def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_pa
 def test_a_partner_of_another_shape_than_stated_is_refused(overrides, tmp_path):
     found = problem(partner(overrides, tmp_path, "abc", num_layers=5))
     assert "partner.model.shape.num_layers=3 differs from the checkpoint's num_hidden_layers=5" in found
+
+
+def test_targets_of_adapters_that_the_checkpoint_has_not_are_refused_with_the_nearest(overrides, tmp_path):
+    tensors = {f"model.layers.0.self_attn.{name}.weight": np.zeros((2, 2), np.float32) for name in ("q_proj", "qkv")}
+    save_file(tensors | {"model.norm.weight": np.zeros(2, np.float32)}, tmp_path / "policy" / "model.safetensors")
+    lora = [*overrides, "trainer=lora", "trainer.lora.targets=[q_proj,qvk]"]
+    assert "trainer.lora.targets: qvk names no linear layer" in problem(lora)
+    assert "Nearest: qkv" in problem(lora)
+    assert "norm names no" in problem([*overrides, "trainer=lora", "trainer.lora.targets=[qkv,norm]"])
+    load_config("train", [*overrides, "trainer=lora", "trainer.lora.targets=[self_attn.q_proj]"])
 
 
 def test_a_run_directory_in_use_is_refused(overrides):

@@ -22,6 +22,11 @@ def errors(*overrides: str, command: str = "rm") -> list[str]:
     return [finding.message for finding in check_config(config, command) if finding.severity == "error"]
 
 
+def test_a_reward_model_is_trained_whole_and_dpo_may_train_adapters():
+    assert "must be trained whole" in "".join(errors("trainer=lora"))
+    assert errors("trainer=lora", command="dpo") == errors(command="dpo")
+
+
 @pytest.mark.parametrize("command", ["rm", "dpo"])
 def test_the_experiment_is_sound_and_starts_a_trainer_only(command) -> None:
     assert errors(command=command) == []

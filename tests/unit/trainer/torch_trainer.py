@@ -9,7 +9,7 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Trajectory
 from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.weights.model_config import ModelConfig
 from tests.tiny_policy import tiny_shape
@@ -26,6 +26,7 @@ def trainer_of(
     adam_epsilon: float = 1e-8,
     critic_path: str | None = None,
     kind: str = "policy",
+    lora: LoraConfig | None = None,
     **algorithm,
 ) -> PolicyTrainer:
     return build_trainer(
@@ -34,6 +35,7 @@ def trainer_of(
         TrainerConfig(
             backend="torch",
             max_tokens_per_micro_batch=max_tokens,
+            lora=lora,
             optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
         AlgorithmConfig(**algorithm),

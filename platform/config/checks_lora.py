@@ -1,0 +1,76 @@
+"""Checks of adapters (LoRA): what they are trained with, how they travel, and whether the model has their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+
+from penstock.platform.config.findings import Finding, error, warning
+from penstock.platform.config.schema import RunConfig
+from penstock.trainer.validation import lora_violations, unmatched_targets
+
+
+def check_lora(config: RunConfig) -> Iterator[Finding]:
+    """What adapters cannot be trained with."""
+    yield from (error(message, *keys) for message, keys in lora_violations(config.trainer))
+
+
+def check_no_lora(config: RunConfig) -> Iterator[Finding]:
+    """A reward model is trained whole."""
+    if config.trainer.lora is not None:
+        yield error(
+            "trainer.lora with `penstock rm`: a reward model begins with a new head, which must be trained whole. Use "
+            "trainer.lora=null.",
+            "trainer.lora",
+        )
+
+
+def check_lora_publishing(config: RunConfig) -> Iterator[Finding]:
+    """Adapters travel by themselves only where there are some, and by one way; their reference is the policy itself."""
+    weights, reference = config.weights, config.reference
+    if weights.codec == "lora" and config.trainer.lora is None:
+        yield error(
+            "weights.codec=lora with trainer.lora=null: there are no adapters to send, all weights are trained. Use "
+            "trainer=lora, or another weights.codec.",
+            "weights.codec",
+            "trainer.lora",
+        )
+    if weights.codec == "lora" and (weights.mode == "gather" or weights.transport != "auto"):
+        yield error(
+            f"weights.codec=lora with weights.mode={weights.mode} and weights.transport={weights.transport}: adapters "
+            "are small, so they go whole, through shared memory and to other nodes through the object store, and "
+            "engines must know which parts of their weights they belong to. Use mode=direct and transport=auto.",
+            "weights.codec",
+            "weights.mode",
+            "weights.transport",
+        )
+    is_own = config.trainer.lora is not None and reference.path is None and config.algorithm.needs_reference
+    if is_own and (reference.pool is not None or reference.num_workers > 1):
+        yield warning(
+            f"reference.pool={reference.pool} and reference.num_workers={reference.num_workers} have no effect with "
+            "trainer.lora and reference.path=null: the trainer itself is the reference, without its adapters.",
+            "reference",
+            "trainer.lora",
+        )
+
+
+def check_lora_targets(config: RunConfig, directory: Path) -> Iterator[Finding]:
+    """Targets are linear layers of the checkpoint in `directory`."""
+    lora = config.trainer.lora
+    if lora is not None and (layers := _linear_layers(directory)):
+        yield from (error(message, "trainer.lora", "model.path") for message in unmatched_targets(layers, lora.targets))
+
+
+def _linear_layers(directory: Path) -> list[str]:
+    """By the names and shapes of its tensors; nothing is loaded."""
+    layers = []
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                layer = name.removesuffix(".weight")
+                is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
+                if is_linear and not layer.endswith(("embed_tokens", "lm_head")):
+                    layers.append(layer)
+    return layers

@@ -1,0 +1,136 @@
+"""Versions as adapters: engines keep the weights they were loaded with, the base, and add to them what has arrived.
+
+    live = base + B·A, in float32, rounded once to the parameter's dtype
+
+For every version anew, from the base: nothing is subtracted, so nothing drifts, and a missed version does no harm.
+B has the scale (alpha / rank) in it. A tensor-parallel rank multiplies its rows of B and its columns of A only.
+
+That the result is right is proven in three steps: the base has the checksums of the trainer's own, the adapters have
+those they were sent with, and the live parameters, read back, have those of the sums computed here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
+from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.algebra import Layout, View
+from penstock.weights.strided import strided_box
+from penstock.weights.transport.shared_memory import read_version
+
+_DOWN, _UP = ".lora_A", ".lora_B"
+
+
+def adapter_tensors(name: str, down: torch.Tensor, up: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """What travels of one adapted weight: A `[rank, in]`, and B `[out, rank]` with its scale, under their names."""
+    return [(f"{name}{_DOWN}", down), (f"{name}{_UP}", up)]
+
+
+def adapter_manifest(
+    sent: WeightManifest, base: tuple[TensorEntry, ...], layout: Layout, num_shards: int
+) -> WeightManifest:
+    """What engines are told of a version.
+
+    Args:
+        sent: Of the file with the adapters.
+        base: The engines' parameters, with the checksums of the trainer's weights without adapters.
+        layout: Where the engines hold the weights.
+        num_shards: Tensor-parallel ranks of an engine.
+    """
+    names = [entry.name.removesuffix(_UP) for entry in sent.entries if entry.name.endswith(_UP)]
+    boxes = tuple(
+        AdaptedBox(rank, name, box[0], box[1], view.buffer, view.offset, (view.strides[0], view.strides[1]))
+        for name in names
+        for rank, box, view in layout.shards[name]
+    )
+    checksum = combine_checksums((entry_key(one.rank, one.name), one.checksum) for one in (*base, *sent.entries))
+    adapters = AdapterManifest(sent.entries, boxes)
+    return replace(sent, entries=base, checksum=checksum, num_shards=num_shards, adapters=adapters)
+
+
+class BaseWeights:
+    """What one rank of an engine was loaded with, of the parameters that have adapters; a copy in main memory."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def merge(
+        self, manifest: WeightManifest, live: Mapping[str, torch.Tensor], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Compute a version.
+
+        Args:
+            manifest: With adapters.
+            live: Parameters by name; before the first version they are the base. Not changed.
+            device: Where to compute, and where the results are.
+
+        Returns:
+            Flat values of every parameter that has an adapter.
+
+        Raises:
+            WeightSyncError: If the engine was loaded with other weights than the trainer, or the adapters are damaged.
+        """
+        assert manifest.adapters is not None, "a version as weights needs no base"
+        boxes: dict[str, list[AdaptedBox]] = defaultdict(list)
+        for box in manifest.adapters.boxes:
+            if box.rank == self._rank:
+                boxes[box.parameter].append(box)
+        if not self._kept:
+            self._check_base(manifest, live)
+            self._kept = {name: live[name].detach().to("cpu", copy=True).view(-1) for name in boxes}
+        adapters = _arrived(manifest, manifest.adapters)
+        return {name: _sum(self._kept[name], boxes[name], adapters, device) for name in boxes}
+
+    def _check_base(self, manifest: WeightManifest, live: Mapping[str, torch.Tensor]) -> None:
+        for entry in manifest.entries:
+            if entry.rank != self._rank:
+                continue
+            if tensor_checksum(live[entry.name].detach().to(TORCH_DTYPES[entry.dtype])) != entry.checksum:
+                raise WeightSyncError(
+                    f"publish v{manifest.version}: {entry.name} of rank {self._rank} was loaded with other values than "
+                    "the trainer has under its adapters, so they cannot be added to it. Start both from one "
+                    "model.path and model.dtype, or use weights.codec=full."
+                )
+
+
+def entries_of(manifest: WeightManifest, rank: int, merged: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+    """What a rank's live parameters must be once `merged` is in them."""
+    return tuple(
+        replace(entry, checksum=tensor_checksum(merged[entry.name])) if entry.name in merged else entry
+        for entry in manifest.entries
+        if entry.rank == rank
+    )
+
+
+def _arrived(manifest: WeightManifest, adapters: AdapterManifest) -> dict[str, torch.Tensor]:
+    tensors = dict(read_version(replace(manifest, entries=adapters.entries)))
+    for entry in adapters.entries:
+        checksum = tensor_checksum(tensors[entry.name])
+        if checksum != entry.checksum:
+            raise WeightSyncError(
+                f"publish v{manifest.version}: what arrived of {entry.name} has checksum {checksum:x}, sent was "
+                f"{entry.checksum:x}. It was damaged on the way; the old weights go on serving."
+            )
+    return tensors
+
+
+def _sum(
+    base: torch.Tensor, boxes: list[AdaptedBox], adapters: Mapping[str, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """`base + B·A` of one parameter, flat."""
+    total = base.to(device, torch.float32, copy=True)
+    for box in boxes:
+        up = adapters[f"{box.tensor}{_UP}"][slice(*box.rows)].to(device)
+        down = adapters[f"{box.tensor}{_DOWN}"][:, slice(*box.columns)].to(device)
+        shape = (up.shape[0], down.shape[1])
+        strided_box(total, shape, View(box.parameter, box.offset, box.strides)).add_(up @ down)
+    return total.to(base.dtype)
