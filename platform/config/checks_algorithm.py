@@ -136,12 +136,12 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
             "algorithm.overlong_cache_tokens",
             "rollout.sampling.max_new_tokens",
         )
-    cannot_divide = trainer.backend == "deepspeed" and trainer.zero_stage == 0 and config.model.dtype != "float32"
+    cannot_divide = trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32"
     if algorithm.renormalise and cannot_divide:
         yield error(
-            f"algorithm.renormalise=true with trainer.zero_stage=0 in model.dtype={config.model.dtype}: the "
-            "gradient is divided by what was kept at the end of the batch, and DeepSpeed's plain bfloat16 "
-            "optimizer cannot. Use trainer.zero_stage=1 or more.",
+            f"algorithm.renormalise=true with trainer.zero_stage={trainer.zero_stage} in "
+            f"model.dtype={config.model.dtype}: the gradient is divided by what was kept at the end of the batch, and "
+            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3.",
             "algorithm.renormalise",
             "trainer.zero_stage",
             "model.dtype",

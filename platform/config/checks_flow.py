@@ -81,11 +81,11 @@ def check_streaming(config: RunConfig) -> Iterator[Finding]:
             "dataflow.stream_micro_batches",
             "cluster.colocated",
         )
-    if trainer.backend == "deepspeed" and trainer.zero_stage == 0 and config.model.dtype != "float32":
+    if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32":
         yield error(
-            f"dataflow.stream_micro_batches=true with trainer.zero_stage=0 in model.dtype={config.model.dtype}: the "
-            "gradient is divided by the size of the batch at its end, and DeepSpeed's plain bfloat16 optimizer cannot. "
-            "Use trainer.zero_stage=1 or more.",
+            f"dataflow.stream_micro_batches=true with trainer.zero_stage={trainer.zero_stage} in "
+            f"model.dtype={config.model.dtype}: the gradient is divided by the size of the batch at its end, and "
+            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3.",
             "dataflow.stream_micro_batches",
             "trainer.zero_stage",
             "model.dtype",

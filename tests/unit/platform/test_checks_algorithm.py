@@ -65,6 +65,14 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         ),
         (["algorithm.overlong=penalty", "algorithm.overlong_cache_tokens=5000"], "overlong_cache_tokens=5000"),
         (["algorithm.renormalise=true", "model.dtype=bfloat16"], "plain bfloat16 optimizer cannot"),
+        (
+            ["algorithm.renormalise=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
+            "with trainer.zero_stage=1 in model.dtype=bfloat16",
+        ),
+        (
+            ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
+            "with trainer.zero_stage=1 in model.dtype=bfloat16",
+        ),
         (["algorithm.loss=gspoo"], "Did you mean gspo?"),
         (["algorithm.correction=[decoupled,tis_tokens]"], "Did you mean tis_token?"),
         (["algorithm.advantage=greppo"], "Did you mean grpo?"),
