@@ -71,9 +71,10 @@ class TrainerRank:
         version: int,
         min_versions: list[int],
         references: list[ray.ObjectRef],
+        teachers: list[ray.ObjectRef],
     ) -> StepReport:
         """Train a batch, or the last part of one that was streamed."""
-        return self._running().step(ray.get(payloads), version, min_versions, ray.get(references))
+        return self._running().step(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
 
     def accumulate(
         self,
@@ -81,9 +82,10 @@ class TrainerRank:
         version: int,
         min_versions: list[int],
         references: list[ray.ObjectRef],
+        teachers: list[ray.ObjectRef],
     ) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references))
+        self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
 
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))

@@ -152,11 +152,12 @@ class TrainerClient:
                 f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. A rank hangs{hint}."
             ) from None
 
-    def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any]]:
+    def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any], list[Any]]:
         """Of `step` and `accumulate`."""
         return (
             [group.handle for group in groups],
             self.version,
             [group.min_version for group in groups],
             [group.reference for group in groups if group.reference is not None],
+            [group.teacher for group in groups if group.teacher is not None],
         )

@@ -122,16 +122,20 @@ def attention_share(shape: ModelShape) -> float:
 
 
 def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:
-    """Write the policy with its tokenizer in Hugging Face form. Collective.
+    """Write the policy with its tokenizer in Hugging Face form, and its critic beside it, as `critic`. Collective.
 
     Args:
         trainer: This rank's trainer.
         path: Directory to write; created.
         tokenizer_source: Where the tokenizer is: the directory or hub name the policy was loaded from.
     """
-    trainer.backend.save_hf(path)
-    if trainer.backend.rank == 0:
-        _copy_tokenizer(tokenizer_source, Path(path))
+    backends = {path: trainer.backend}
+    if trainer.critic is not None:
+        backends[str(Path(path).with_name("critic"))] = trainer.critic.backend
+    for folder, backend in backends.items():
+        backend.save_hf(folder)
+        if backend.rank == 0:
+            _copy_tokenizer(tokenizer_source, Path(folder))
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:

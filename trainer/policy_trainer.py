@@ -55,7 +55,7 @@ class TeacherForced(NamedTuple):
 
 
 References = Sequence[NDArray[np.float32]]
-_OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl")
+_OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 """Metrics that compare policies; supervised steps have none."""
 _LossFunction = Callable[[Tensor, Tensor, MicroBatch], LossTerms]
 
@@ -87,6 +87,7 @@ class PolicyTrainer:
         version: int,
         min_versions: Sequence[int] | None = None,
         references: References = (),
+        teachers: References = (),
     ) -> StepReport:
         """Train one batch; after `accumulate`, its last part: same gradient and report as of the whole (I9).
 
@@ -99,6 +100,7 @@ class PolicyTrainer:
             min_versions: Per group, tokens sampled before this version carry no loss weight; None: none is trimmed.
             references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed by
                 some algorithms (`AlgorithmConfig.needs_reference`).
+            teachers: Likewise, of the teacher (`AlgorithmConfig.needs_teacher`).
 
         Returns:
             version + 1 and metrics, or the same version if every update was skipped.
@@ -106,17 +108,20 @@ class PolicyTrainer:
         start = time.perf_counter()
         streamed, self._streamed = self._streamed, None
         if streamed is not None:
-            self._add(streamed, self._sequences(payloads, version, min_versions, references, 1.0), is_last=True)
+            sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
+            self._add(streamed, sequences, is_last=True)
             updates = [self._update(streamed)]
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
-            sequences = self._sequences(payloads, version, min_versions, references, None)
+            sequences = self._sequences(payloads, version, min_versions, references, None, teachers)
             updates = self._updates(sequences, version)
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
                 metrics |= self.critic.take_metrics(sequences)
         if not self._algorithm.needs_reference:
             del metrics["loss/reference_kl"]
+        if not self._algorithm.needs_teacher:
+            del metrics["loss/teacher_kl"]
         is_skipped = all(one.result.is_skipped for one in updates)
         metrics["trainer/step_s"] = busy_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
@@ -127,6 +132,7 @@ class PolicyTrainer:
         version: int,
         min_versions: Sequence[int] | None = None,
         references: References = (),
+        teachers: References = (),
     ) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.
 
@@ -135,6 +141,7 @@ class PolicyTrainer:
             version: As in `step`.
             min_versions: As in `step`.
             references: As in `step`.
+            teachers: As in `step`.
 
         Raises:
             TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
@@ -151,7 +158,8 @@ class PolicyTrainer:
             )
         start = time.perf_counter()
         streamed = self._streamed = self._streamed or OpenUpdate(TokenMetrics(self.backend.device))
-        self._add(streamed, self._sequences(payloads, version, min_versions, references, 1.0), is_last=False)
+        sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
+        self._add(streamed, sequences, is_last=False)
         streamed.payloads.extend(payloads)
         streamed.busy_s += time.perf_counter() - start
 
@@ -235,6 +243,7 @@ class PolicyTrainer:
         min_versions: Sequence[int] | None,
         references: References,
         normaliser: float | None,
+        teachers: References = (),
     ) -> list[TrainingSequence]:
         """With advantages, and proximal logprobs if they are recomputed; `normaliser` 1.0: it is not known yet."""
         algorithm, limit = self._algorithm, self._settings.max_new_tokens
@@ -244,8 +253,15 @@ class PolicyTrainer:
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
+        if algorithm.needs_teacher and not teachers:
+            raise TrainingError(
+                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
+                "one (teacher.path), or use a loss that learns from rewards."
+            )
         values = () if self.critic is None else self.critic.values(payloads)
-        sequences = policy_sequences(payloads, algorithm, limit, min_versions, normaliser, references, version, values)
+        sequences = policy_sequences(
+            payloads, algorithm, limit, min_versions, normaliser, references, version, values, teachers
+        )
         if algorithm.proximal != "recompute":
             return sequences
         found = self._passes.per_target(sequences)
@@ -286,7 +302,8 @@ class PolicyTrainer:
             if micro_batch.num_tokens:
                 proximal = micro_batch.proximal_logprobs if opened.is_first_epoch else None
                 start = target if opened.is_first else proximal
-                recorded = (start, micro_batch.behavior_logprobs, micro_batch.reference_logprobs)
+                reference, teacher = micro_batch.reference_logprobs, micro_batch.teacher_logprobs
+                recorded = (start, micro_batch.behavior_logprobs, reference, reference if teacher is None else teacher)
                 facts = (target, *recorded, entropies, micro_batch.lags, micro_batch.token_weights)
                 opened.metrics.add(loss, TokenFacts(*facts, *flags))
         opened.micro_batches.append(count)

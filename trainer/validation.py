@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from penstock.dataflow.errors import ConfigError
 from penstock.trainer.config import TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
@@ -33,6 +34,21 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
     if trainer.backend == "torch":
         violations += _torch_violations(model, trainer)
     return violations + [message for message, _ in parallel_violations(model, trainer)]
+
+
+def check_vocabulary(what: str, path: str, found: int, expected: int) -> None:
+    """A model that reads the policy's tokens has as many.
+
+    Raises:
+        ConfigError: If it has another number.
+    """
+    if found != expected:
+        raise ConfigError(
+            [
+                f"{what} {path}: its vocabulary has {found} tokens, the policy's (model.shape.vocab_size) {expected}: "
+                "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
+            ]
+        )
 
 
 def parallel_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform import hardware
+from penstock.platform.config.checks_companions import check_tokenizer, companions
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
 from penstock.platform.run_dir import is_finished, occupied
@@ -72,12 +73,13 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
 def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Policies are directories with a config.json of the stated shape, or hub names in the local cache."""
     if config.model.path is not None and not config.model.from_scratch:
-        yield from _check_model_path(config, "model.path", config.model.path)
-    if command == "train" and config.num_references and config.reference.path is not None:
-        yield from _check_model_path(config, "reference.path", config.reference.path)
+        yield from check_model_path(config, "model.path", config.model.path)
+    for key, path in companions(config) if command == "train" else ():
+        yield from check_model_path(config, key, path)
+        yield from check_tokenizer(config, key, path)
 
 
-def _check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
+def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
     directory = Path(path).expanduser()
     if directory.is_dir():
         yield from _check_checkpoint(config, key, directory)
@@ -106,7 +108,11 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
     cluster = config.cluster
     used = {
         name: cluster.pools[name]
-        for name in (cluster.trainer_pool, cluster.rollout_pool, *([config.reference_pool] * config.num_references))
+        for name in (
+            cluster.trainer_pool,
+            cluster.rollout_pool,
+            *(config.frozen_pool(role) for role in FROZEN_ROLES if config.num_frozen(role)),
+        )
         if cluster.pools[name].device == "gpu"
     }
     if not used:
@@ -177,7 +183,7 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[Finding]:
-    """The directory holds a model, of the shape that the YAML states; a reference needs its vocabulary only."""
+    """The directory holds a model, of the shape that the YAML states; one beside the policy has its vocabulary only."""
     path = directory / "config.json"
     if not path.exists():
         yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.", key)
@@ -190,7 +196,7 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
         why = (
             "layouts and memory estimates start from the shape. Copy the checkpoint's."
             if key == "model.path"
-            else "its logprobs would be of other tokens. Use a reference with the policy's tokenizer."
+            else "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
         )
         yield error(
             f"model.shape.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}",

@@ -20,10 +20,15 @@ from penstock.trainer.config import (
     PreferenceConfig,
     ReferenceConfig,
     SftConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
+
+FrozenRole = Literal["reference", "teacher"]
+FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
+"""Policies that score what the trained one samples, each in processes of its own."""
 
 
 class PoolConfig(Section):
@@ -133,15 +138,20 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     sft: SftConfig | None = None
     preference: PreferenceConfig | None = None
 
-    @property
-    def num_references(self) -> int:
-        """Processes that hold the reference policy."""
-        return self.reference.num_workers if self.algorithm.needs_reference else 0
+    def frozen(self, role: FrozenRole) -> ReferenceConfig | TeacherConfig:
+        """The section of a frozen policy."""
+        return self.reference if role == "reference" else self.teacher
 
-    @property
-    def reference_pool(self) -> str:
-        return self.reference.pool or self.cluster.trainer_pool
+    def num_frozen(self, role: FrozenRole) -> int:
+        """Processes that hold it; 0 if the algorithm asks it nothing."""
+        algorithm = self.algorithm
+        is_needed = algorithm.needs_reference if role == "reference" else algorithm.needs_teacher
+        return self.frozen(role).num_workers if is_needed else 0
+
+    def frozen_pool(self, role: FrozenRole) -> str:
+        return self.frozen(role).pool or self.cluster.trainer_pool

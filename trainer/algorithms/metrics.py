@@ -22,7 +22,7 @@ from penstock.trainer.algorithms.tokens import clamped_exp
 
 _SUMS = (
     "tokens", "measured_tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
-    "abs_log_ratio", "kl_k3", "reference_kl", "token_weight", "kept_token_weight",
+    "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
 _MAXIMA = ("weight", "abs_log_ratio")
 LAG_BUCKETS = ("0", "1", "2_3", "4_plus")
@@ -39,6 +39,7 @@ class TokenFacts(NamedTuple):
         start: Logprobs at the start of the batch; None: not known any more, or measured before.
         behavior: Logprobs recorded by the engine.
         reference: Logprobs of the reference policy; anything if there is none.
+        teacher: Likewise, of the teacher.
         entropies: Of the policy, nats.
         lags: `int64`, staleness in versions.
         token_weights: Of the aggregation.
@@ -51,6 +52,7 @@ class TokenFacts(NamedTuple):
     start: Tensor | None
     behavior: Tensor
     reference: Tensor
+    teacher: Tensor
     entropies: Tensor
     lags: Tensor
     token_weights: Tensor
@@ -88,6 +90,7 @@ class TokenMetrics:
             distance.sum(),
             (weight - log_ratio - 1.0).sum(),
             k3(facts.target, facts.reference).double().sum(),
+            k3(facts.target, facts.teacher).double().sum(),
             facts.token_weights.double().sum(),
             facts.token_weights.double().masked_fill(facts.is_masked, 0.0).sum(),
         )
@@ -139,6 +142,7 @@ class TokenSums:
             "loss/policy": sums["loss"],
             "loss/entropy": sums["entropy"] / tokens,
             "loss/reference_kl": sums["reference_kl"] / tokens,
+            "loss/teacher_kl": sums["teacher_kl"] / tokens,
             "ratio/behavior_mean": sums["weight"] / measured,
             "ratio/behavior_max": maxima["weight"],
             "ratio/masked_share": sums["masked"] / tokens,
