@@ -20,6 +20,7 @@ from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.torch_backend import Loader, build_torch_backend
 from penstock.trainer.validation import trainer_violations
 from penstock.trainer.value_model import load_value_model
+from penstock.trainer.work import Work, peak_flops
 from penstock.weights.model_config import ModelConfig, ModelShape
 
 
@@ -94,12 +95,14 @@ def build_trainer(
         max_new_tokens=max_new_tokens,
         kind=kind,
     )
+    device_name = torch.cuda.get_device_name(backend.device) if device == "cuda" else None
+    work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
     if critic is None or not algorithm.needs_critic:
-        return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)
+        return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work)
     its_trainer = trainer.model_copy(update={"optimizer": critic.optimizer})
     its_backend = _build_backend(load_value_model, critic.path or model_path, model, its_trainer, device)
-    judge = Critic(its_backend, algorithm, critic.optimizer, settings)
-    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, judge)
+    judge = Critic(its_backend, algorithm, critic.optimizer, settings, work)
+    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work, judge)
 
 
 def _build_backend(load: Loader, path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> Backend:

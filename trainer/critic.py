@@ -23,6 +23,7 @@ from penstock.trainer.batches.sequences import loss_tokens
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.passes import Passes, StepSettings
 from penstock.trainer.updates import warmed_up_lr
+from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
 
 @dataclass(slots=True)
@@ -38,12 +39,18 @@ class Critic:
     """One rank's critic. Collective: all ranks make the same calls with the same arguments."""
 
     def __init__(
-        self, backend: Backend, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, settings: StepSettings
+        self,
+        backend: Backend,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        settings: StepSettings,
+        work: Work,
     ) -> None:
         self.backend = backend
         self._algorithm = algorithm
         self._optimizer = optimizer
         self._passes = Passes(backend, settings)
+        self._work = work
         self._num_steps = 0
         self._sums = _Sums()
 
@@ -56,6 +63,7 @@ class Critic:
             for group, payload in enumerate(payloads)
             for one in payload.trajectories
         ]
+        self._work.computed(sequences, num_forwards=1)
         found = self._passes.per_target(sequences)
         return [
             np.concatenate([v for one, v in zip(sequences, found, strict=True) if one.group == group]).astype(
@@ -66,6 +74,7 @@ class Critic:
 
     def update(self, sequences: Sequence[TrainingSequence]) -> None:
         """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""
+        self._work.computed(sequences, num_forwards=FORWARD_AND_BACKWARD)
         plan = self._passes.plan(sequences)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,7 +39,9 @@ from penstock.trainer.batches.sequences import (
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.passes import Passes, StepSettings
+from penstock.trainer.rank_agreement import RankShare, agreement
 from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
+from penstock.trainer.work import Work
 from penstock.weights.layout.engine import TrainingSide
 
 
@@ -69,6 +72,7 @@ class PolicyTrainer:
         algorithm: AlgorithmConfig,
         optimizer: OptimizerConfig,
         settings: StepSettings,
+        work: Work,
         critic: Critic | None = None,
     ) -> None:
         self.backend = backend
@@ -77,6 +81,7 @@ class PolicyTrainer:
         self._optimizer = optimizer
         self._settings = settings
         self._passes = Passes(backend, settings)
+        self._work = work
         self._objective = Objective(algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
@@ -107,6 +112,7 @@ class PolicyTrainer:
         """
         start = time.perf_counter()
         streamed, self._streamed = self._streamed, None
+        share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         if streamed is not None:
             sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
             self._add(streamed, sequences, is_last=True)
@@ -114,7 +120,7 @@ class PolicyTrainer:
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
             sequences = self._sequences(payloads, version, min_versions, references, None, teachers)
-            updates = self._updates(sequences, version)
+            updates = self._updates(sequences, version, share)
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
                 metrics |= self.critic.take_metrics(sequences)
@@ -123,7 +129,9 @@ class PolicyTrainer:
         if not self._algorithm.needs_teacher:
             del metrics["loss/teacher_kl"]
         is_skipped = all(one.result.is_skipped for one in updates)
+        metrics |= agreement(share, self.backend)
         metrics["trainer/step_s"] = busy_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
+        metrics |= self._work.take(busy_s)
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
     def accumulate(
@@ -157,7 +165,9 @@ class PolicyTrainer:
                 "(algorithm.mini_batches x epochs) over all of it. Use dataflow.stream_micro_batches=false."
             )
         start = time.perf_counter()
-        streamed = self._streamed = self._streamed or OpenUpdate(TokenMetrics(self.backend.device))
+        if self._streamed is None:
+            self._streamed = self._open(RankShare.at_start(self.backend))
+        streamed = self._streamed
         sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
         self._add(streamed, sequences, is_last=False)
         streamed.payloads.extend(payloads)
@@ -170,13 +180,13 @@ class PolicyTrainer:
             examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
         """
         start = time.perf_counter()
-        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        opened = self._open()
         self._backward(opened, supervised_sequences(examples), supervised_terms, is_last=True)
         metrics = summary([self._update(opened)])
         kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
-        return kept
+        return kept | self._work.take(kept["trainer/step_s"])
 
     def preference_step(
         self, pairs: Sequence[Preference], reference_margins: NDArray[np.float64] | None = None
@@ -188,13 +198,14 @@ class PolicyTrainer:
             reference_margins: `[P]`, `preference_margins` of the frozen reference; None for a reward model.
         """
         start = time.perf_counter()
-        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        opened = self._open()
         sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_margins)
         self._backward(opened, sequences, self._objective, is_last=True)
         metrics = summary([self._update(opened)])
         names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
         kept = {name: metrics[name] for name in names}
-        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": time.perf_counter() - start}
+        step_s = time.perf_counter() - start
+        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._work.take(step_s)
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: by how much the chosen answer is worth more, in summed logprobs or in score."""
@@ -264,19 +275,27 @@ class PolicyTrainer:
         )
         if algorithm.proximal != "recompute":
             return sequences
+        self._work.computed(sequences, num_forwards=1)
         found = self._passes.per_target(sequences)
         return [
             replace(one, proximal_logprobs=logprobs.astype(np.float32))
             for one, logprobs in zip(sequences, found, strict=True)
         ]
 
-    def _updates(self, sequences: Sequence[TrainingSequence], version: int) -> list[Update]:
+    def _open(
+        self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
+    ) -> OpenUpdate:
+        """An update without gradient; `share` None: of a step that is not compared over ranks."""
+        unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=self.backend.device))
+        return OpenUpdate(TokenMetrics(self.backend.device), share or unseen, is_first, is_first_epoch)
+
+    def _updates(self, sequences: Sequence[TrainingSequence], version: int, share: RankShare) -> list[Update]:
         """Every optimizer step of a whole batch."""
         updates: list[Update] = []
         for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
             is_first = all(one.result.is_skipped for one in updates)
             is_first_epoch = len(updates) < self._algorithm.mini_batches
-            opened = OpenUpdate(TokenMetrics(self.backend.device), is_first, is_first_epoch)
+            opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
             self._backward(opened, part, partial(self._objective, is_first_update=is_first), is_last=True)
             updates.append(self._update(opened))
             if self.critic is not None:
@@ -292,10 +311,12 @@ class PolicyTrainer:
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch."""
+        self._work.trained(sequences)
         plan = self._passes.plan(sequences)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
+            opened.share.watch(target)
             terms, *flags = loss_function(target, entropies, micro_batch)
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=is_last and position == count - 1)
@@ -311,6 +332,7 @@ class PolicyTrainer:
 
     def _update(self, opened: OpenUpdate) -> Update:
         """The optimizer step."""
+        opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.renormalise and sums.kept_share > 0:

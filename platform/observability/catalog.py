@@ -31,6 +31,7 @@ _FAMILIES = {
     "memory": "Memory of all processes of the run on the driver's machine.",
     "eval": "Greedy evaluation on held-out tasks.",
     "trainer": "The trainer's own work.",
+    "rank": "Whether the trainer's ranks agree (only with several).",
     "preference": "Learning from pairs of answers.",
     "sft": "Supervised warm-up (`penstock sft`).",
 }

@@ -100,6 +100,10 @@ class TokenMetrics:
             self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
             self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
 
+    def local(self) -> tuple[float, float]:
+        """(Σ weight · term, Σ weight) of this rank."""
+        return float(self._sums[_SUMS.index("loss")]), float(self._sums[_SUMS.index("token_weight")])
+
     def reduce(
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
     ) -> TokenSums:
