@@ -217,7 +217,7 @@ class CriticConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | None = None
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
 class ReferenceConfig(BaseModel):
