@@ -1,4 +1,6 @@
-"""Synthetic preferences: a full correct answer against the same with one digit changed, wherever that is.
+"""Synthetic preferences: a full correct answer against the same with one to four digits changed, wherever they are.
+
+That is how a half-trained policy errs: answers with several mistakes are seen through first, then those with one.
 
 Any task source that knows gold responses gives them, without limit and the same for the same task.
 """
@@ -9,6 +11,8 @@ import random
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource
+
+MAX_CHANGES = 4
 
 
 def answer_pair(source: GoldSource, task: Task) -> tuple[str, str]:
@@ -22,6 +26,7 @@ def answer_pair(source: GoldSource, task: Task) -> tuple[str, str]:
     if not digits:
         raise ValueError(f"task {task.task_id}: its gold response {gold!r} has no digit to change")
     rng = random.Random(f"preferences/{task.task_id}/{task.prompt}")
-    place = rng.choice(digits)
-    wrong = (int(gold[place]) + rng.randrange(1, 10)) % 10
-    return gold, f"{gold[:place]}{wrong}{gold[place + 1 :]}"
+    spoilt = list(gold)
+    for place in rng.sample(digits, min(len(digits), rng.randint(1, MAX_CHANGES))):
+        spoilt[place] = str((int(gold[place]) + rng.randrange(1, 10)) % 10)
+    return gold, "".join(spoilt)

@@ -12,7 +12,7 @@ from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding,
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
-from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.vllm import vllm_layout
 
@@ -24,7 +24,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     too_few = list(check_device_counts(config, command))
     yield from too_few or check_memory(config, command)
     if command not in WITHOUT_ENGINES:
-        yield from check_cpu_engine(config)
+        yield from check_engine_device(config)
         yield from check_kv_cache(config)
         yield from check_tensor_parallel(config)
     if command == "train":
@@ -132,10 +132,18 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
             )
 
 
-def check_cpu_engine(config: RunConfig) -> Iterator[Finding]:
-    """Flash attention does not exist on a CPU."""
-    name = config.cluster.rollout_pool
+def check_engine_device(config: RunConfig) -> Iterator[Finding]:
+    """Flash attention does not exist on a CPU, nor bit-for-bit repeatable decoding anywhere else."""
+    name, engine = config.cluster.rollout_pool, config.rollout.engine
     if config.cluster.pools[name].device == "gpu":
+        if isinstance(engine, TorchEngineConfig) and engine.deterministic:
+            yield error(
+                f"rollout.engine.deterministic=true needs a CPU, {name} is a GPU pool: fixed shapes make a CPU's sums "
+                "repeatable, and a GPU's kernels may add in another order each time. Use deterministic=false, or "
+                "cluster=local_cpu.",
+                "rollout.engine",
+                "cluster",
+            )
         return
     if config.model.attention == "flash_attention_2":
         yield error(

@@ -88,6 +88,12 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
     assert all(word in problem for word in words), problem
 
 
+def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
+    overrides = ["rollout/engine=torch", "rollout.engine.deterministic=true"]
+    problem = refused("math_qwen_8gpu", *overrides, several=True)
+    assert "rollout.engine.deterministic=true needs a CPU, generate is a GPU pool" in problem
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
