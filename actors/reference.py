@@ -41,9 +41,13 @@ class ReferenceActor:
 
 
 class ReferenceClient:
-    """`LogprobWorker`: groups go to the workers in turn. Arrays stay in the object store; the driver holds handles."""
+    """`LogprobWorker`: groups go to the workers in turn. Arrays stay in the object store; the driver holds handles.
 
-    def __init__(self, workers: Sequence[ActorHandle], timeout_s: float) -> None:
+    `role` is the section that configures it: `reference` or `teacher`.
+    """
+
+    def __init__(self, role: str, workers: Sequence[ActorHandle], timeout_s: float) -> None:
+        self._role = role
         self._workers = workers
         self._timeout_s = timeout_s
         self._num_calls = 0
@@ -65,21 +69,25 @@ class ReferenceClient:
 
     async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> None:
         try:
-            with ray_boundary(PenstockError, f"reference: {what}"):
+            with ray_boundary(PenstockError, f"{self._role}: {what}"):
                 async with asyncio.timeout(timeout_s):
                     await call
         except TimeoutError:
             raise PenstockError(
-                f"reference: {what} took longer than {timeout_s:.0f} s: the worker hangs or has too much to do. Use "
-                "more reference.num_workers, or raise reference.timeout_s (trainer.start_timeout_s for the start)."
+                f"{self._role}: {what} took longer than {timeout_s:.0f} s: the worker hangs or has too much to do. Use "
+                f"more {self._role}.num_workers, or raise {self._role}.timeout_s (its start: trainer.start_timeout_s)."
             ) from None
 
 
 async def start_references(
-    spec: ReferenceSpec, resources: Sequence[Resources], environment: Mapping[str, str], timeouts_s: tuple[float, float]
+    role: str,
+    spec: ReferenceSpec,
+    resources: Sequence[Resources],
+    environment: Mapping[str, str],
+    timeouts_s: tuple[float, float],
 ) -> ReferenceClient:
-    """Start the processes with the reference policy; `timeouts_s` are those of the start and of one group."""
+    """Start the processes with a frozen policy; `timeouts_s` are those of the start and of one group."""
     workers = [ray.remote(ReferenceActor).options(**need.options(environment)).remote(spec) for need in resources]
-    client = ReferenceClient(workers, timeouts_s[1])
+    client = ReferenceClient(role, workers, timeouts_s[1])
     await client.start(timeouts_s[0])
     return client

@@ -19,7 +19,8 @@ from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.trainer.batches.preferences import Preference
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.policy_trainer import PolicyTrainer, TeacherForced
+from penstock.trainer.passes import TeacherForced
+from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -76,9 +77,10 @@ class TrainerRank:
         version: int,
         min_versions: list[int],
         references: list[ray.ObjectRef],
+        teachers: list[ray.ObjectRef],
     ) -> StepReport:
         """Train a batch, or the last part of one that was streamed."""
-        return self._running().step(ray.get(payloads), version, min_versions, ray.get(references))
+        return self._running().step(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
 
     def accumulate(
         self,
@@ -86,9 +88,10 @@ class TrainerRank:
         version: int,
         min_versions: list[int],
         references: list[ray.ObjectRef],
+        teachers: list[ray.ObjectRef],
     ) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references))
+        self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
 
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))

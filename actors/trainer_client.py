@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.preferences import Preference
 from penstock.trainer.batches.sequences import Example
-from penstock.trainer.policy_trainer import TeacherForced
+from penstock.trainer.passes import TeacherForced
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
+
+_DESYNCHRONISED = "rank/desynchronised"
 
 
 class TrainerClient:
@@ -70,9 +73,13 @@ class TrainerClient:
                 reports = await self._all("step", *self._arguments(part))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        self.version = reports[0].version
-        self.busy_s += reports[0].busy_s
-        return reports[0]
+        report: StepReport = reports[0]
+        if _DESYNCHRONISED in report.metrics:  # ranks of another tensor-parallel part compare their own
+            worst = max(one.metrics[_DESYNCHRONISED] for one in reports)
+            report = replace(report, metrics={**report.metrics, _DESYNCHRONISED: worst})
+        self.version = report.version
+        self.busy_s += report.busy_s
+        return report
 
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         return (await self._all("supervised_step", examples))[0]
@@ -162,11 +169,12 @@ class TrainerClient:
                 f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. A rank hangs{hint}."
             ) from None
 
-    def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any]]:
+    def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any], list[Any]]:
         """Of `step` and `accumulate`."""
         return (
             [group.handle for group in groups],
             self.version,
             [group.min_version for group in groups],
             [group.reference for group in groups if group.reference is not None],
+            [group.teacher for group in groups if group.teacher is not None],
         )

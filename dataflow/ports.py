@@ -116,7 +116,7 @@ class RewardWorker(Protocol):
 
 
 class LogprobWorker(Protocol):
-    """A policy that is not trained (the reference): it scores groups before their batch is complete."""
+    """A policy that is not trained (the reference, a teacher): it scores groups before their batch is complete."""
 
     async def logprobs(self, handle: Any) -> Any:
         """Handle of `[n] float32`: of the n sampled tokens of a stored group, members one after another."""

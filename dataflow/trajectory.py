@@ -144,6 +144,7 @@ class GroupRef:
         rewards: One scalar per member, in member order.
         min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
         reference: Handle of the reference policy's logprobs of the sampled tokens, if the loss needs them.
+        teacher: Likewise, of the teacher's.
     """
 
     group_id: GroupId
@@ -154,6 +155,7 @@ class GroupRef:
     num_tokens: int
     min_version: int = 0
     reference: Any = None
+    teacher: Any = None
 
     @property
     def oldest_version(self) -> int:

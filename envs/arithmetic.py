@@ -145,6 +145,13 @@ class ArithmeticTasks:
         problem = Problem.from_prompt(task.prompt)
         return ";".join([*worked_steps(problem), str(problem.answer)])
 
+    def mistaken_response(self, task: Task, rng: random.Random) -> str:
+        """The same with a mistake that looks right."""
+        from penstock.envs.arithmetic_mistakes import mistaken_response
+
+        assert isinstance(task.prompt, str), "gold_response comes first"
+        return mistaken_response(Problem.from_prompt(task.prompt), rng)
+
     def _draw(self, rng: random.Random) -> Problem:
         """One problem: lengths first, so that short operands are as frequent as long ones."""
         operator = rng.choice(self._operators)

@@ -41,12 +41,12 @@ def reverse_scan(values: Tensor, decay: Tensor, bounds: Tensor) -> Tensor:
     """Compute `y_t = values_t + decay_t · y_{t+1}` from the end of each sequence to its start.
 
     Args:
-        values: `[T] float32`.
-        decay: `[T] float32`; that of a sequence's last token is not read.
+        values: `[T] float32`; on a CPU float64 as well.
+        decay: `[T]` of the same; that of a sequence's last token is not read.
         bounds: `[S + 1] int64`: 0, where each sequence ends, T. Empty sequences are allowed.
 
     Returns:
-        `[T] float32`.
+        `[T]`.
 
     Raises:
         ShapeError: If `bounds` are not those of the tokens.

@@ -39,9 +39,8 @@ def run_algorithms(kind: str | None, console: Console) -> int:
             table.add_column(column, overflow="fold")
         for algorithm in ALGORITHMS:
             if algorithm.kind == shown:
-                note = f"\nneeds {algorithm.missing}" if algorithm.missing else ""
                 where = PurePosixPath(algorithm.file).name
-                table.add_row(algorithm.name, algorithm.formula + note, source(algorithm.source), where)
+                table.add_row(algorithm.name, algorithm.formula, source(algorithm.source), where)
         console.print(table)
     console.print(
         "where: file in trainer/algorithms. "
@@ -57,9 +56,8 @@ def paper_table() -> str:
     """All of the catalog as Markdown, one row each."""
     rows = ["| kind | setting `algorithm.…` | equation | file | source |", "|---|---|---|---|---|"]
     for one in ALGORITHMS:
-        missing = " (not yet: see below)" if one.missing else ""
         link = f"[{one.source}](https://arxiv.org/abs/{one.source})" if is_arxiv(one.source) else one.source
-        rows.append(f"| {one.kind} | `{setting(one)}`{missing} | `{one.formula}` | `{one.file}` | {link} |")
+        rows.append(f"| {one.kind} | `{setting(one)}` | `{one.formula}` | `{one.file}` | {link} |")
     return "\n".join(rows)
 
 

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import PenstockError, TrajectoryError
@@ -35,13 +35,14 @@ _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason
 
 @dataclass(frozen=True, slots=True)
 class FlowPorts:
-    """What the flow works with; `reference` is asked for each group as soon as it is scored."""
+    """What the flow works with; `reference` and `teacher` are asked for each group as soon as it is scored."""
 
     runner: Runs
     rewards: RewardWorker
     store: PayloadStore
     sampling: SamplingParams
     reference: LogprobWorker | None = None
+    teacher: LogprobWorker | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,8 @@ class Flow:
     async def _store(self, run: GroupRun, members: tuple[Trajectory, ...]) -> GroupRef:
         ports = self.ports
         handle = await ports.store.put(GroupPayload(run.group_id, members))
-        reference = None if ports.reference is None else await ports.reference.logprobs(handle)
+        frozen = (ports.reference, ports.teacher)
+        reference, teacher = await asyncio.gather(*(_logprobs(worker, handle) for worker in frozen))
         return GroupRef(
             group_id=run.group_id,
             task_id=run.queued.task.task_id,
@@ -243,4 +245,9 @@ class Flow:
             rewards=tuple(member.reward for member in members if member.reward is not None),
             num_tokens=sum(len(member.token_ids) for member in members),
             reference=reference,
+            teacher=teacher,
         )
+
+
+async def _logprobs(worker: LogprobWorker | None, handle: Any) -> Any:
+    return None if worker is None else await worker.logprobs(handle)

@@ -126,7 +126,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             side = together(side, await stack.enter_async_context(partner), config.trainer.max_bad_steps)
 
         def make_flow(stats: FlowStats) -> Flow:
-            ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, actors.reference)
+            ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, actors.reference, actors.teacher)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
             core, filters = make_core(config), make_filters(flow.filters)

@@ -16,7 +16,7 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     published            P·b in shared memory, twice with weights.mode=direct
     with adapters        of A parameters: gradients, masters and moments are of A; plus P·b while a version is merged.
                          With weights.codec=lora not that, 4·A in shared memory, P·b of main memory beside each engine
-    reference            4·P + activations of one layer
+    reference, teacher   4·P (of its own) + activations of one layer
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
 
 Good to about 20 %, on the high side.
@@ -111,11 +111,14 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     )
 
 
-def reference_memory(config: RunConfig, pool: PoolConfig) -> Memory:
-    """Memory of one process with the reference policy: float32, and nothing is kept for a backward."""
+def frozen_memory(config: RunConfig, pool: PoolConfig, weights: int | None = None) -> Memory:
+    """Memory of one process with a policy that only scores: float32, and nothing is kept for a backward.
+
+    `weights` is how many it has; None: as many as the trained one.
+    """
     shape, tokens = config.model.shape, config.trainer.max_group_tokens
     passing = 4 * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
-    parts: dict[Part, float] = {"weights": 4 * shape.num_parameters / GIB, "activations": passing / GIB}
+    parts: dict[Part, float] = {"weights": 4 * (weights or shape.num_parameters) / GIB, "activations": passing / GIB}
     if pool.device == "cpu":
         return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts})
     return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB})

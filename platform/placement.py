@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import floor
 from typing import Literal
 
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
-from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, PoolConfig, RunConfig
 from penstock.platform.memory import (
     BASE_HOST_GIB,
     Memory,
     Part,
     engine_memory,
-    reference_memory,
+    frozen_memory,
     shared_gib,
     trainer_memory,
 )
 
-Role = Literal["trainer", "engine", "reference", "reward", "driver"]
+Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
 
     GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
-    pool of their own, `tensor_parallel_size` each. References take the slots after both, and a partner's ranks and
-    engines those after all of them.
+    pool of their own, `tensor_parallel_size` each. References take the slots after both, teachers those after them, and
+    a partner's ranks and engines those after all of these.
     """
     own = _plan(config, command)
     if config.partner is None or command != "train":
@@ -89,20 +91,25 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
     turns = cluster.colocated and command == "train"
     same_pool = cluster.trainer_pool == cluster.rollout_pool
     first_engine_slot = num_ranks if same_pool and not turns else 0
-    num_references = config.num_references if command == "train" else 0
+    num_frozen = {role: config.num_frozen(role) if command == "train" else 0 for role in FROZEN_ROLES}
     width = config.rollout.engine.tensor_parallel_size
     taken = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines * width})
-    in_pool = taken + Counter({config.reference_pool: num_references})
+    first_slots: dict[FrozenRole, int] = {}
+    for frozen_role, count in num_frozen.items():
+        first_slots[frozen_role] = taken[config.frozen_pool(frozen_role)]
+        taken += Counter({config.frozen_pool(frozen_role): count})
 
     def place(role: Role, index: int, first_slot: int, num_slots: int = 1) -> RolePlacement:
-        name, estimate = {
+        roles: dict[Role, tuple[str, Callable[[RunConfig, PoolConfig], Memory]]] = {
             "trainer": (cluster.trainer_pool, trainer_memory),
             "engine": (cluster.rollout_pool, engine_memory),
-            "reference": (config.reference_pool, reference_memory),
-        }[role]
+            "reference": (config.frozen_pool("reference"), frozen_memory),
+            "teacher": (config.frozen_pool("teacher"), partial(frozen_memory, weights=config.teacher.num_parameters)),
+        }
+        name, estimate = roles[role]
         pool = cluster.pools[name]
         memory = estimate(config, pool)
-        num_gpus, num_cpus = _share(pool, in_pool[name], is_colocated=turns and role != "reference")
+        num_gpus, num_cpus = _share(pool, taken[name], is_colocated=turns and role not in FROZEN_ROLES)
         slot = (first_slot + index * num_slots) % pool.count
         return RolePlacement(
             role, index, name, pool.device, slot, num_gpus * num_slots, num_cpus * num_slots, memory, num_slots
@@ -112,7 +119,7 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
         _driver(config, command),
         *(place("trainer", rank, 0) for rank in range(num_ranks)),
         *(place("engine", index, first_engine_slot, width) for index in range(num_engines)),
-        *(place("reference", index, taken[config.reference_pool]) for index in range(num_references)),
+        *(place(role, index, first_slots[role]) for role, count in num_frozen.items() for index in range(count)),
         *(_reward_worker(index) for index in range(config.reward.num_workers if num_engines else 0)),
     ]
 

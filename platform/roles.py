@@ -28,7 +28,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.findings import Command
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.placement import Role, plan_placement
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
@@ -49,6 +49,7 @@ class RunActors:
     rewards: RewardClient
     store: ObjectStore
     reference: ReferenceClient | None
+    teacher: ReferenceClient | None
     partner: RunActors | None = None
 
     def of_policies(self) -> list[TrainerClient | RemoteEngine]:
@@ -82,14 +83,21 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
     async with ray_session(config.cluster.address, config.weights.directory):
         rewards = start_rewards(config.reward, config.sandbox)
         async with asyncio.TaskGroup() as starting:
-            reference_start = starting.create_task(start_reference_group(config)) if config.num_references else None
             partner_start = starting.create_task(_start_partner(config, rewards)) if config.partner else None
             trainer_start = starting.create_task(start_trainer_group(config))
             engines_start = starting.create_task(start_engine_group(config))
-        trainer, engines = trainer_start.result(), engines_start.result()
-        reference = None if reference_start is None else reference_start.result()
-        partner = None if partner_start is None else partner_start.result()
-        actors = RunActors(model_path(config), engines, trainer, rewards, ObjectStore(), reference, partner)
+            frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
+        reference, teacher = (start.result() for start in frozen_starts)
+        actors = RunActors(
+            model_path(config),
+            engines_start.result(),
+            trainer_start.result(),
+            rewards,
+            ObjectStore(),
+            reference,
+            teacher,
+            None if partner_start is None else partner_start.result(),
+        )
         try:
             yield actors
         finally:
@@ -100,7 +108,7 @@ async def _start_partner(config: RunConfig, rewards: RewardClient) -> RunActors:
     """Trainer and engines of the other policy."""
     view = config.partner_view
     trainer, engines = await asyncio.gather(start_trainer_group(view, policy_id=PARTNER), start_engine_group(view))
-    return RunActors(model_path(view), engines, trainer, rewards, ObjectStore(), None)
+    return RunActors(model_path(view), engines, trainer, rewards, ObjectStore(), None, None)
 
 
 async def start_trainer_group(
@@ -131,19 +139,22 @@ async def start_trainer_group(
     return await start_trainer(spec, resources(config, "trainer", command), torch_environment(config, spec.device))
 
 
-async def start_reference_group(config: RunConfig) -> ReferenceClient:
-    """The processes with the reference policy of `config`."""
+async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceClient | None:
+    """The processes with the reference policy of `config`, or with its teacher; None if the algorithm has none."""
+    if not config.num_frozen(role):
+        return None
+    section = config.frozen(role)
     spec = ReferenceSpec(
-        path=config.reference.path or model_path(config),
+        path=section.path or model_path(config),
         model=config.model,
-        device=pool_device(config, config.reference_pool),
+        device=pool_device(config, config.frozen_pool(role)),
         threads=config.cluster.threads_per_process,
         max_tokens=config.trainer.max_group_tokens,
         temperature=config.rollout.sampling.temperature,
     )
     environment = torch_environment(config, spec.device)
-    timeouts_s = (config.trainer.start_timeout_s, config.reference.timeout_s)
-    return await start_references(spec, resources(config, "reference", "train"), environment, timeouts_s)
+    timeouts_s = (config.trainer.start_timeout_s, section.timeout_s)
+    return await start_references(role, spec, resources(config, role, "train"), environment, timeouts_s)
 
 
 def torch_environment(config: RunConfig, device: str) -> dict[str, str]:

@@ -45,14 +45,14 @@ def make_flow(
     streamed: bool = False,
     gang: bool = False,
     reference: LogprobWorker | None = None,
+    teacher: LogprobWorker | None = None,
 ) -> Flow:
     """Groups of two over `engines`; what is not said is small and quick."""
     limits = FlowLimits(batch, eta, steps, surplus, on_expiry)
     core = Dataflow(limits, GroupRules(2, 2, max_retries=retries, max_engine_retries=retries))
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
-    ports = FlowPorts(
-        runner, rewards, FakeStore(), SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids), reference
-    )
+    sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
+    ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher)
     line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size=2)
     chain = FilterChain(filters, max_refills)
     return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))

@@ -23,6 +23,7 @@ from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.torch_backend import Loader, build_torch_backend
 from penstock.trainer.validation import trainer_violations
 from penstock.trainer.value_model import load_value_model
+from penstock.trainer.work import Work, peak_flops
 from penstock.weights.model_config import ModelConfig, ModelShape
 
 
@@ -104,12 +105,14 @@ def build_trainer(
         kind=kind,
         policy_id=policy_id,
     )
+    device_name = torch.cuda.get_device_name(backend.device) if device == "cuda" else None
+    work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
     if critic is None or not algorithm.needs_critic:
-        return PolicyTrainer(backend, algorithm, trainer.optimizer, settings)
+        return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work)
     its_trainer = trainer.model_copy(update={"optimizer": critic.optimizer})
     its_backend = _build_backend(load_value_model, critic.path or model_path, model, its_trainer, device)
-    judge = Critic(its_backend, algorithm, critic.optimizer, settings)
-    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, judge)
+    judge = Critic(its_backend, algorithm, critic.optimizer, settings, work)
+    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work, judge)
 
 
 def _build_backend(load: Loader, path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> Backend:
@@ -132,16 +135,20 @@ def attention_share(shape: ModelShape) -> float:
 
 
 def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:
-    """Write the policy with its tokenizer in Hugging Face form. Collective.
+    """Write the policy with its tokenizer in Hugging Face form, and its critic beside it, as `critic`. Collective.
 
     Args:
         trainer: This rank's trainer.
         path: Directory to write; created.
         tokenizer_source: Where the tokenizer is: the directory or hub name the policy was loaded from.
     """
-    trainer.backend.save_hf(path)
-    if trainer.backend.rank == 0:
-        _copy_tokenizer(tokenizer_source, Path(path))
+    backends = {path: trainer.backend}
+    if trainer.critic is not None:
+        backends[str(Path(path).with_name("critic"))] = trainer.critic.backend
+    for folder, backend in backends.items():
+        backend.save_hf(folder)
+        if backend.rank == 0:
+            _copy_tokenizer(tokenizer_source, Path(folder))
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:

@@ -215,6 +215,11 @@ class AlgorithmConfig(BaseModel):
         return self.kl_coefficient if self.kl_in == "reward" else 0.0
 
     @property
+    def needs_teacher(self) -> bool:
+        """A teacher has to score every sampled token."""
+        return self.loss == "distill"
+
+    @property
     def needs_critic(self) -> bool:
         """A critic has to value every sampled token."""
         return self.advantage == "gae"
@@ -237,7 +242,7 @@ class CriticConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | None = None
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-4)
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
 class ReferenceConfig(BaseModel):
@@ -253,6 +258,26 @@ class ReferenceConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | None = None
+    num_workers: int = Field(default=1, ge=1)
+    pool: str | None = None
+    timeout_s: float = Field(default=600.0, gt=0)
+
+
+class TeacherConfig(BaseModel):
+    """The frozen policy that `algorithm.loss: distill` learns from: any size, but the policy's tokenizer.
+
+    Attributes:
+        path: Hugging Face directory or hub name.
+        num_parameters: Its weights, for the estimate of memory; None: as many as the policy has.
+        num_workers: Processes; each holds the whole teacher in float32.
+        pool: Pool that they run on; None is the trainer's.
+        timeout_s: Longest wait for the logprobs of one group, seconds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = None
+    num_parameters: int | None = Field(default=None, gt=0)
     num_workers: int = Field(default=1, ge=1)
     pool: str | None = None
     timeout_s: float = Field(default=600.0, gt=0)

@@ -20,8 +20,9 @@ from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
-from penstock.trainer.passes import Passes, StepSettings
+from penstock.trainer.passes import Passes, StepSettings, sampled_tokens
 from penstock.trainer.updates import warmed_up_lr
+from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
 
 @dataclass(slots=True)
@@ -37,21 +38,29 @@ class Critic:
     """One rank's critic. Collective: all ranks make the same calls with the same arguments."""
 
     def __init__(
-        self, backend: Backend, algorithm: AlgorithmConfig, optimizer: OptimizerConfig, settings: StepSettings
+        self,
+        backend: Backend,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        settings: StepSettings,
+        work: Work,
     ) -> None:
         self.backend = backend
         self._algorithm = algorithm
         self._optimizer = optimizer
         self._passes = Passes(backend, settings)
+        self._work = work
         self._num_steps = 0
         self._sums = _Sums()
 
     def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
+        self._work.computed(sampled_tokens(payloads), num_forwards=1)
         return self._passes.per_sampled_token(payloads)
 
     def update(self, sequences: Sequence[TrainingSequence]) -> None:
         """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""
+        self._work.computed(sequences, num_forwards=FORWARD_AND_BACKWARD)
         plan = self._passes.plan(sequences)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)

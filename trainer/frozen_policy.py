@@ -16,6 +16,7 @@ from penstock.trainer.batches.collate import TrainingSequence, collate, place_by
 from penstock.trainer.batches.packing import plan_batch
 from penstock.trainer.batches.sequences import loss_tokens
 from penstock.trainer.policy_model import PolicyModel, load_policy
+from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import ModelConfig
 
 
@@ -39,9 +40,10 @@ class FrozenPolicy:
         """Load it in float32.
 
         Raises:
-            ConfigError: If there is no such model, or it cannot be loaded.
+            ConfigError: If there is no such model, it cannot be loaded, or it has another vocabulary than the policy.
         """
         policy = load_policy(path, model, gradient_checkpointing=False).to(device).eval()
+        check_vocabulary("frozen policy", path, policy.hf_model.config.vocab_size, model.shape.vocab_size)
         return cls(
             policy.requires_grad_(requires_grad=False), torch.device(device), model.attention, max_tokens, temperature
         )

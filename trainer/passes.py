@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,27 @@ class StepSettings:
     policy_id: PolicyId = POLICY
 
 
+class TeacherForced(NamedTuple):
+    """How well a policy knows given answers.
+
+    Attributes:
+        greedy_accuracy: Share of examples whose every response token is the argmax: those that greedy decoding gives.
+        sampled_accuracy: Mean probability of the whole response: the expected share that one sample at T = 1 gives.
+    """
+
+    greedy_accuracy: float
+    sampled_accuracy: float
+
+
+def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
+    """Every trajectory, with all its sampled tokens as targets."""
+    return [
+        TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
+        for payload in payloads
+        for one in payload.trajectories
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Passes:
     """This rank's share of a batch, by a plan that is the same on all ranks."""
@@ -73,13 +95,7 @@ class Passes:
 
     def per_sampled_token(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """`per_target` of whole groups: `[n] float32` each, of its n sampled tokens, members one after another."""
-        members = [one for payload in payloads for one in payload.trajectories]
-        found = self.per_target(
-            [
-                TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
-                for one in members
-            ]
-        )
+        found = self.per_target(sampled_tokens(payloads))
         ends = np.cumsum([len(payload.trajectories) for payload in payloads])[:-1].tolist()
         borders = zip([0, *ends], [*ends, len(found)], strict=True)
         return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]
@@ -95,3 +111,15 @@ class Passes:
                 mine = values[: micro_batch.num_tokens].double().cpu().numpy()
                 place_by_sequence(mine, micro_batch, starts, found)
         return np.split(self.backend.all_reduce(found, "sum"), starts[1:-1]) if counts else []
+
+    def teacher_forced(self, sequences: Sequence[TrainingSequence]) -> TeacherForced:
+        """Measure answers without sampling them, the same on all ranks."""
+        num_wrong, gold_logprobs = np.zeros((2, len(sequences)))  # tokens of other ranks count 0
+        with self.backend.evaluation():
+            for micro_batch in self.micro_batches(sequences, self.plan(sequences)):
+                logprobs, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
+                index = micro_batch.sequence_index
+                np.add.at(num_wrong, index, ~is_argmax[: micro_batch.num_tokens].cpu().numpy())
+                np.add.at(gold_logprobs, index, logprobs[: micro_batch.num_tokens].double().cpu().numpy())
+        num_wrong, gold_logprobs = self.backend.all_reduce(np.stack([num_wrong, gold_logprobs]), "sum")
+        return TeacherForced(float(np.mean(num_wrong == 0)), float(np.exp(gold_logprobs).mean()))

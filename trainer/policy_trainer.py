@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,26 +37,15 @@ from penstock.trainer.batches.sequences import (
 )
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.critic import Critic
-from penstock.trainer.passes import Passes, StepSettings
+from penstock.trainer.passes import Passes, StepSettings, TeacherForced, sampled_tokens
+from penstock.trainer.rank_agreement import RankShare, agreement
 from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
+from penstock.trainer.work import Work
 from penstock.weights.adapters import adapter_tensors
 from penstock.weights.layout.engine import TrainingSide
 
-
-class TeacherForced(NamedTuple):
-    """How well a policy knows given answers.
-
-    Attributes:
-        greedy_accuracy: Share of examples whose every response token is the argmax: those that greedy decoding gives.
-        sampled_accuracy: Mean probability of the whole response: the expected share that one sample at T = 1 gives.
-    """
-
-    greedy_accuracy: float
-    sampled_accuracy: float
-
-
 References = Sequence[NDArray[np.float32]]
-_OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl")
+_OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 """Metrics that compare policies; supervised steps have none."""
 _LossFunction = Callable[[Tensor, Tensor, MicroBatch], LossTerms]
 
@@ -70,6 +59,7 @@ class PolicyTrainer:
         algorithm: AlgorithmConfig,
         optimizer: OptimizerConfig,
         settings: StepSettings,
+        work: Work,
         critic: Critic | None = None,
     ) -> None:
         self.backend = backend
@@ -78,6 +68,7 @@ class PolicyTrainer:
         self._optimizer = optimizer
         self._settings = settings
         self._passes = Passes(backend, settings)
+        self._work = work
         self._objective = Objective(algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
@@ -88,6 +79,7 @@ class PolicyTrainer:
         version: int,
         min_versions: Sequence[int] | None = None,
         references: References = (),
+        teachers: References = (),
     ) -> StepReport:
         """Train one batch; after `accumulate`, its last part: same gradient and report as of the whole (I9).
 
@@ -101,26 +93,33 @@ class PolicyTrainer:
             references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed by
                 some algorithms (`AlgorithmConfig.needs_reference`). None are needed with adapters: the reference is
                 then the policy without them.
+            teachers: Likewise, of the teacher (`AlgorithmConfig.needs_teacher`).
 
         Returns:
             version + 1 and metrics, or the same version if every update was skipped.
         """
         start = time.perf_counter()
         streamed, self._streamed = self._streamed, None
+        share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         if streamed is not None:
-            self._add(streamed, self._sequences(payloads, version, min_versions, references, 1.0), is_last=True)
+            sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
+            self._add(streamed, sequences, is_last=True)
             updates = [self._update(streamed)]
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
-            sequences = self._sequences(payloads, version, min_versions, references, None)
-            updates = self._updates(sequences, version)
+            sequences = self._sequences(payloads, version, min_versions, references, None, teachers)
+            updates = self._updates(sequences, version, share)
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
                 metrics |= self.critic.take_metrics(sequences)
         if not self._algorithm.needs_reference:
             del metrics["loss/reference_kl"]
+        if not self._algorithm.needs_teacher:
+            del metrics["loss/teacher_kl"]
         is_skipped = all(one.result.is_skipped for one in updates)
+        metrics |= agreement(share, self.backend)
         metrics["trainer/step_s"] = busy_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
+        metrics |= self._work.take(busy_s)
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
     def accumulate(
@@ -129,6 +128,7 @@ class PolicyTrainer:
         version: int,
         min_versions: Sequence[int] | None = None,
         references: References = (),
+        teachers: References = (),
     ) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.
 
@@ -137,6 +137,7 @@ class PolicyTrainer:
             version: As in `step`.
             min_versions: As in `step`.
             references: As in `step`.
+            teachers: As in `step`.
 
         Raises:
             TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
@@ -152,8 +153,11 @@ class PolicyTrainer:
                 "(algorithm.mini_batches x epochs) over all of it. Use dataflow.stream_micro_batches=false."
             )
         start = time.perf_counter()
-        streamed = self._streamed = self._streamed or OpenUpdate(TokenMetrics(self.backend.device))
-        self._add(streamed, self._sequences(payloads, version, min_versions, references, 1.0), is_last=False)
+        if self._streamed is None:
+            self._streamed = self._open(RankShare.at_start(self.backend))
+        streamed = self._streamed
+        sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
+        self._add(streamed, sequences, is_last=False)
         streamed.payloads.extend(payloads)
         streamed.busy_s += time.perf_counter() - start
 
@@ -164,13 +168,13 @@ class PolicyTrainer:
             examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
         """
         start = time.perf_counter()
-        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        opened = self._open()
         self._backward(opened, supervised_sequences(examples), supervised_terms, is_last=True)
         metrics = summary([self._update(opened)])
         kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
         kept["trainer/step_s"] = time.perf_counter() - start
-        return kept
+        return kept | self._work.take(kept["trainer/step_s"])
 
     def preference_step(
         self, pairs: Sequence[Preference], reference_margins: NDArray[np.float64] | None = None
@@ -182,13 +186,14 @@ class PolicyTrainer:
             reference_margins: `[P]`, `preference_margins` of the frozen reference; None for a reward model.
         """
         start = time.perf_counter()
-        opened = OpenUpdate(TokenMetrics(self.backend.device))
+        opened = self._open()
         sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_margins)
         self._backward(opened, sequences, self._objective, is_last=True)
         metrics = summary([self._update(opened)])
         names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
         kept = {name: metrics[name] for name in names}
-        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": time.perf_counter() - start}
+        step_s = time.perf_counter() - start
+        return kept | {"preference/loss": metrics["loss/policy"], "trainer/step_s": step_s} | self._work.take(step_s)
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: by how much the chosen answer is worth more, in summed logprobs or in score."""
@@ -197,16 +202,7 @@ class PolicyTrainer:
 
     def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""
-        sequences = supervised_sequences(examples)
-        num_wrong, gold_logprobs = np.zeros((2, len(sequences)))  # tokens of other ranks count 0
-        with self.backend.evaluation():
-            for micro_batch in self._passes.micro_batches(sequences, self._passes.plan(sequences)):
-                logprobs, is_argmax = self.backend.forward(micro_batch.inputs, temperature=1.0)
-                index = micro_batch.sequence_index
-                np.add.at(num_wrong, index, ~is_argmax[: micro_batch.num_tokens].cpu().numpy())
-                np.add.at(gold_logprobs, index, logprobs[: micro_batch.num_tokens].double().cpu().numpy())
-        num_wrong, gold_logprobs = self.backend.all_reduce(np.stack([num_wrong, gold_logprobs]), "sum")
-        return TeacherForced(float(np.mean(num_wrong == 0)), float(np.exp(gold_logprobs).mean()))
+        return self._passes.teacher_forced(supervised_sequences(examples))
 
     def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
         """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
@@ -247,6 +243,7 @@ class PolicyTrainer:
         min_versions: Sequence[int] | None,
         references: References,
         normaliser: float | None,
+        teachers: References = (),
     ) -> list[TrainingSequence]:
         """With advantages, and proximal logprobs if they are recomputed; `normaliser` 1.0: it is not known yet."""
         algorithm, limit = self._algorithm, self._settings.max_new_tokens
@@ -256,36 +253,43 @@ class PolicyTrainer:
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
+        if algorithm.needs_teacher and not teachers:
+            raise TrainingError(
+                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
+                "one (teacher.path), or use a loss that learns from rewards."
+            )
         if algorithm.needs_reference and not references:
+            self._work.computed(sampled_tokens(payloads), num_forwards=1)
             with self.backend.adapters.off():
                 references = self._passes.per_sampled_token(payloads)
         values = () if self.critic is None else self.critic.values(payloads)
+        policy_id = self._settings.policy_id
         sequences = policy_sequences(
-            payloads,
-            algorithm,
-            limit,
-            min_versions,
-            normaliser,
-            references,
-            version,
-            values,
-            self._settings.policy_id,
+            payloads, algorithm, limit, min_versions, normaliser, references, version, values, teachers, policy_id
         )
         if algorithm.proximal != "recompute":
             return sequences
+        self._work.computed(sequences, num_forwards=1)
         found = self._passes.per_target(sequences)
         return [
             replace(one, proximal_logprobs=logprobs.astype(np.float32))
             for one, logprobs in zip(sequences, found, strict=True)
         ]
 
-    def _updates(self, sequences: Sequence[TrainingSequence], version: int) -> list[Update]:
+    def _open(
+        self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
+    ) -> OpenUpdate:
+        """An update without gradient; `share` None: of a step that is not compared over ranks."""
+        unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=self.backend.device))
+        return OpenUpdate(TokenMetrics(self.backend.device), share or unseen, is_first, is_first_epoch)
+
+    def _updates(self, sequences: Sequence[TrainingSequence], version: int, share: RankShare) -> list[Update]:
         """Every optimizer step of a whole batch."""
         updates: list[Update] = []
         for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
             is_first = all(one.result.is_skipped for one in updates)
             is_first_epoch = len(updates) < self._algorithm.mini_batches
-            opened = OpenUpdate(TokenMetrics(self.backend.device), is_first, is_first_epoch)
+            opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
             self._backward(opened, part, partial(self._objective, is_first_update=is_first), is_last=True)
             updates.append(self._update(opened))
             if self.critic is not None:
@@ -301,17 +305,20 @@ class PolicyTrainer:
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch."""
+        self._work.trained(sequences)
         plan = self._passes.plan(sequences)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
+            opened.share.watch(target)
             terms, *flags = loss_function(target, entropies, micro_batch)
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=is_last and position == count - 1)
             if micro_batch.num_tokens:
                 proximal = micro_batch.proximal_logprobs if opened.is_first_epoch else None
                 start = target if opened.is_first else proximal
-                recorded = (start, micro_batch.behavior_logprobs, micro_batch.reference_logprobs)
+                reference, teacher = micro_batch.reference_logprobs, micro_batch.teacher_logprobs
+                recorded = (start, micro_batch.behavior_logprobs, reference, reference if teacher is None else teacher)
                 facts = (target, *recorded, entropies, micro_batch.lags, micro_batch.token_weights)
                 opened.metrics.add(loss, TokenFacts(*facts, *flags))
         opened.micro_batches.append(count)
@@ -319,6 +326,7 @@ class PolicyTrainer:
 
     def _update(self, opened: OpenUpdate) -> Update:
         """The optimizer step."""
+        opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.renormalise and sums.kept_share > 0:

@@ -12,6 +12,7 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backend import OptimizerResult
 from penstock.trainer.config import OptimizerConfig
+from penstock.trainer.rank_agreement import RankShare
 
 
 def warmed_up_lr(optimizer: OptimizerConfig, num_steps: int) -> float:
@@ -26,6 +27,7 @@ class OpenUpdate:
 
     Attributes:
         metrics: Sums over all micro-batches so far.
+        share: What this rank has of the batch.
         normaliser: Σ over parts of what their gradients are still to be divided by; 0 if they are divided already.
         payloads: Groups of the parts before the last, for the statistics of the batch.
         busy_s: Wall seconds spent on those.
@@ -34,6 +36,7 @@ class OpenUpdate:
     """
 
     metrics: TokenMetrics
+    share: RankShare
     is_first: bool = True
     is_first_epoch: bool = True
     normaliser: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from penstock.dataflow.errors import ConfigError
 from penstock.trainer.config import TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
@@ -62,6 +63,21 @@ def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str
             f"Nearest: {', '.join(near)}."
         )
     return violations
+
+
+def check_vocabulary(what: str, path: str, found: int, expected: int) -> None:
+    """A model that reads the policy's tokens has as many.
+
+    Raises:
+        ConfigError: If it has another number.
+    """
+    if found != expected:
+        raise ConfigError(
+            [
+                f"{what} {path}: its vocabulary has {found} tokens, the policy's (model.shape.vocab_size) {expected}: "
+                "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
+            ]
+        )
 
 
 def parallel_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:

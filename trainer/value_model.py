@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
 from penstock.trainer.policy_model import hidden_at
+from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import ModelConfig
 
 
@@ -61,7 +62,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
         gradient_checkpointing: Recompute each layer in backward.
 
     Raises:
-        ConfigError: If there is no such model, it cannot be loaded, or it has another number of labels.
+        ConfigError: If there is no such model, it cannot be loaded, or it has another number of labels or tokens.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -76,6 +77,7 @@ def load_value_model(path: str, model: ModelConfig, *, gradient_checkpointing: b
             num_labels=1,
             output_loading_info=True,
         )
+    check_vocabulary("critic or reward model", path, classifier.config.vocab_size, model.shape.vocab_size)
     if "score.weight" in loading["missing_keys"]:
         head = classifier.score.weight
         with torch.no_grad():

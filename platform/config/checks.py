@@ -20,6 +20,7 @@ from penstock.platform.config.checks_algorithm import (
     check_algorithm_limits,
     check_algorithm_parallel,
     check_critic,
+    check_teacher,
 )
 from penstock.platform.config.checks_cluster import check_cluster, check_pools
 from penstock.platform.config.checks_flow import (
@@ -219,7 +220,7 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         check_model, check_has_policy, check_batch, check_trainer, check_parallel, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
         check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits, check_critic,
-        check_algorithm_bias, check_lora, check_lora_publishing, check_partner,
+        check_teacher, check_algorithm_bias, check_lora, check_lora_publishing, check_partner,
     ),
     "sft": (check_model, check_sft_section, check_trainer, check_parallel, check_lora),
     "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel, check_no_lora),

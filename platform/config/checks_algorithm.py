@@ -113,6 +113,34 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage}", why, "algorithm.advantage")
 
 
+def check_teacher(config: RunConfig) -> Iterator[Finding]:
+    """What learns from a teacher has one, and no other algorithm does; groups are not chosen by rewards then."""
+    algorithm, teacher = config.algorithm, config.teacher
+    if not algorithm.needs_teacher:
+        if teacher.path is not None:
+            yield error(
+                f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss}, which asks no teacher: it would "
+                "not be loaded. Use algorithm=distill, or teacher.path=null.",
+                "teacher.path",
+                "algorithm.loss",
+            )
+        return
+    if teacher.path is None:
+        yield error(
+            "teacher.path is not set, and algorithm.loss=distill learns from a teacher only. Give the directory or hub "
+            "name of a policy with the same tokenizer.",
+            "teacher.path",
+            "algorithm.loss",
+        )
+    if config.dataflow.filters.zero_variance:
+        yield error(
+            "dataflow.filters.zero_variance=true with algorithm.loss=distill: it throws away groups of equal rewards, "
+            "from which a teacher teaches as much as from others. Use zero_variance=false.",
+            "dataflow.filters.zero_variance",
+            "algorithm.loss",
+        )
+
+
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
     """Token budget of pairs, length of the penalty's ramp, optimizers that cannot divide."""
     algorithm, trainer, context = config.algorithm, config.trainer, config.model.max_context_tokens

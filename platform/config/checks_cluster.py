@@ -9,10 +9,10 @@ from math import ceil
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
-from penstock.rollout.config import VllmEngineConfig
+from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.vllm import vllm_layout
 
@@ -24,7 +24,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
     too_few = list(check_device_counts(config, command))
     yield from too_few or check_memory(config, command)
     if command not in WITHOUT_ENGINES:
-        yield from check_cpu_engine(config)
+        yield from check_engine_device(config)
         yield from check_kv_cache(config)
         yield from check_tensor_parallel(config)
     if command == "train":
@@ -38,8 +38,7 @@ def check_pools(config: RunConfig) -> Iterator[Finding]:
     """The pools that roles name must exist; the other checks need them."""
     cluster, pools = config.cluster, list(config.cluster.pools)
     roles = [("cluster.trainer_pool", cluster.trainer_pool), ("cluster.rollout_pool", cluster.rollout_pool)]
-    if config.reference.pool is not None:
-        roles.append(("reference.pool", config.reference.pool))
+    roles += [(f"{role}.pool", pool) for role in FROZEN_ROLES if (pool := config.frozen(role).pool) is not None]
     for key, name in roles:
         if name not in pools:
             close = get_close_matches(name, pools, n=1)
@@ -64,16 +63,21 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
             "cluster.colocated",
             "dataflow.max_staleness",
         )
-    pool = cluster.pools[config.reference_pool]
-    if config.num_references and config.reference_pool == cluster.trainer_pool and pool.device == "gpu":
-        yield error(
-            f"cluster.colocated=true with algorithm.kl_coefficient={config.algorithm.kl_coefficient:g}: trainer and "
-            f"engines fill the GPUs of {config.reference_pool} in turns, and the reference works while they do. Give "
-            "it a pool of its own (reference.pool; a CPU pool will do for small policies).",
-            "cluster.colocated",
-            "algorithm.kl_coefficient",
-            "reference.pool",
-        )
+    asked_by = {
+        "reference": ("algorithm.kl_coefficient", f"{config.algorithm.kl_coefficient:g}"),
+        "teacher": ("algorithm.loss", config.algorithm.loss),
+    }
+    for role in FROZEN_ROLES:
+        name, (key, value) = config.frozen_pool(role), asked_by[role]
+        if config.num_frozen(role) and name == cluster.trainer_pool and cluster.pools[name].device == "gpu":
+            yield error(
+                f"cluster.colocated=true with {key}={value}: trainer and engines fill the GPUs of {name} in turns, and "
+                f"the {role} works while they do. Give it a pool of its own ({role}.pool; a CPU pool will do for small "
+                "policies).",
+                "cluster.colocated",
+                key,
+                f"{role}.pool",
+            )
     if cluster.trainer_pool != cluster.rollout_pool:
         yield error(
             f"cluster.colocated=true needs one pool, not trainer_pool={cluster.trainer_pool} and "
@@ -128,10 +132,18 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
             )
 
 
-def check_cpu_engine(config: RunConfig) -> Iterator[Finding]:
-    """Flash attention does not exist on a CPU."""
-    name = config.cluster.rollout_pool
+def check_engine_device(config: RunConfig) -> Iterator[Finding]:
+    """Flash attention does not exist on a CPU, nor bit-for-bit repeatable decoding anywhere else."""
+    name, engine = config.cluster.rollout_pool, config.rollout.engine
     if config.cluster.pools[name].device == "gpu":
+        if isinstance(engine, TorchEngineConfig) and engine.deterministic:
+            yield error(
+                f"rollout.engine.deterministic=true needs a CPU, {name} is a GPU pool: fixed shapes make a CPU's sums "
+                "repeatable, and a GPU's kernels may add in another order each time. Use deterministic=false, or "
+                "cluster=local_cpu.",
+                "rollout.engine",
+                "cluster",
+            )
         return
     if config.model.attention == "flash_attention_2":
         yield error(

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.platform import hardware
+from penstock.platform.config.checks_companions import check_tokenizer, companions
 from penstock.platform.config.checks_lora import check_lora_targets
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
 from penstock.platform.run_dir import is_finished, occupied
@@ -73,15 +74,16 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
 def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Policies are directories with a config.json of the stated shape, or hub names in the local cache."""
     if config.model.path is not None and not config.model.from_scratch:
-        yield from _check_model_path(config, "model.path", config.model.path)
+        yield from check_model_path(config, "model.path", config.model.path)
     if command == "train" and config.partner is not None and config.partner.model.path is not None:
-        yield from _check_model_path(config.partner_view, "partner.model.path", config.partner.model.path)
-        yield from _check_one_tokenizer(config.model.path, config.partner.model.path)
-    if command == "train" and config.num_references and config.reference.path is not None:
-        yield from _check_model_path(config, "reference.path", config.reference.path)
+        yield from check_model_path(config.partner_view, "partner.model.path", config.partner.model.path)
+        yield from check_tokenizer(config, "partner.model.path", config.partner.model.path)
+    for key, path in companions(config) if command == "train" else ():
+        yield from check_model_path(config, key, path)
+        yield from check_tokenizer(config, key, path)
 
 
-def _check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
+def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
     directory = Path(path).expanduser()
     if directory.is_dir():
         yield from _check_checkpoint(config, key, directory)
@@ -110,7 +112,11 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
     cluster = config.cluster
     used = {
         name: cluster.pools[name]
-        for name in (cluster.trainer_pool, cluster.rollout_pool, *([config.reference_pool] * config.num_references))
+        for name in (
+            cluster.trainer_pool,
+            cluster.rollout_pool,
+            *(config.frozen_pool(role) for role in FROZEN_ROLES if config.num_frozen(role)),
+        )
         if cluster.pools[name].device == "gpu"
     }
     if not used:
@@ -180,22 +186,8 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _check_one_tokenizer(ours: str | None, theirs: str) -> Iterator[Finding]:
-    """Two policies that train on each other's tokens mean the same by them."""
-    files = [Path(path or "").expanduser() / "tokenizer.json" for path in (ours, theirs)]
-    if all(file.is_file() for file in files):
-        vocabularies = [json.loads(file.read_text())["model"].get("vocab") for file in files]
-        if vocabularies[0] != vocabularies[1]:
-            yield error(
-                f"partner.model.path={theirs} has another vocabulary than model.path={ours} (tokenizer.json): each "
-                "would train on tokens that mean something else to it. Use two policies of one tokenizer.",
-                "partner.model.path",
-                "model.path",
-            )
-
-
 def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[Finding]:
-    """The directory holds a model, of the shape that the YAML states; a reference needs its vocabulary only."""
+    """The directory holds a model, of the shape that the YAML states; one beside the policy has its vocabulary only."""
     path = directory / "config.json"
     if not path.exists():
         yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.", key)
@@ -204,14 +196,15 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
         yield from check_lora_targets(config, directory)
     checkpoint: dict[str, Any] = json.loads(path.read_text())
     shape = "partner.model.shape" if key == "partner.model.path" else "model.shape"
+    is_trained = key in ("model.path", "partner.model.path")
     for theirs, name, stated in _stated(config.model.shape):
         found = checkpoint.get(theirs)
-        if found is None or found == stated or (key == "reference.path" and name != "vocab_size"):
+        if found is None or found == stated or (not is_trained and name != "vocab_size"):
             continue
         why = (
             "layouts and memory estimates start from the shape. Copy the checkpoint's."
-            if key != "reference.path"
-            else "its logprobs would be of other tokens. Use a reference with the policy's tokenizer."
+            if is_trained
+            else "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
         )
         yield error(
             f"{shape}.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}",

@@ -21,10 +21,15 @@ from penstock.trainer.config import (
     PreferenceConfig,
     ReferenceConfig,
     SftConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
+
+FrozenRole = Literal["reference", "teacher"]
+FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
+"""Policies that score what the trained one samples, each in processes of its own."""
 
 
 class PoolConfig(Section):
@@ -146,6 +151,7 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     partner: PartnerConfig | None = None
     sft: SftConfig | None = None
@@ -160,12 +166,16 @@ class RunConfig(Section):
             trainer = trainer.model_copy(update={"optimizer": self.partner.optimizer})
         return self.model_copy(update={"model": self.partner.model, "trainer": trainer, "partner": None})
 
-    @property
-    def num_references(self) -> int:
-        """Processes that hold the reference policy; with adapters it is the trained one without them."""
-        is_policy_without_adapters = self.trainer.lora is not None and self.reference.path is None
-        return self.reference.num_workers if self.algorithm.needs_reference and not is_policy_without_adapters else 0
+    def frozen(self, role: FrozenRole) -> ReferenceConfig | TeacherConfig:
+        """The section of a frozen policy."""
+        return self.reference if role == "reference" else self.teacher
 
-    @property
-    def reference_pool(self) -> str:
-        return self.reference.pool or self.cluster.trainer_pool
+    def num_frozen(self, role: FrozenRole) -> int:
+        """Processes that hold it; 0 if the algorithm asks it nothing, or it is the trained one without its adapters."""
+        algorithm = self.algorithm
+        is_needed = algorithm.needs_reference if role == "reference" else algorithm.needs_teacher
+        is_without_adapters = role == "reference" and self.trainer.lora is not None and self.reference.path is None
+        return self.frozen(role).num_workers if is_needed and not is_without_adapters else 0
+
+    def frozen_pool(self, role: FrozenRole) -> str:
+        return self.frozen(role).pool or self.cluster.trainer_pool

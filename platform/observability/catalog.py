@@ -32,6 +32,7 @@ _FAMILIES = {
     "eval": "Greedy evaluation on held-out tasks.",
     "trainer": "The trainer's own work.",
     "partner": "The other policy of a run with two (`partner` in the configuration).",
+    "rank": "Whether the trainer's ranks agree (only with several).",
     "preference": "Learning from pairs of answers.",
     "sft": "Supervised warm-up (`penstock sft`).",
 }

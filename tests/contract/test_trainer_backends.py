@@ -172,6 +172,17 @@ class TestDeepSpeedBackend(TrainerContract):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_replica_that_has_left_the_others_is_seen_at_the_next_step(case: Case, deepspeed_results: dict) -> None:
+    result = deepspeed_results[dataclasses.astuple(case)]
+    has_replicas = case.world_size > case.tensor_parallel and case.zero_stage < 3
+    before = [report.metrics.get("rank/desynchronised") for report in result["reports"]]
+    assert (before, result["desynchronised"]) == (([0.0] * 3, 1.0) if has_replicas else ([None] * 3, None))
+    spreads = [report.metrics.get("rank/loss_spread", 0.0) for report in result["reports"] if not report.skipped]
+    assert (min(spreads) > 0) == (case.world_size > case.tensor_parallel)
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("case", [case for case in FLOAT32 if case.adam_epsilon == 1.0], ids=str)
 def test_gradients_are_those_of_plain_torch(
     case: Case, deepspeed_results: dict, references: dict, folder: Path

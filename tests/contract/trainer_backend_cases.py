@@ -244,9 +244,17 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
             (kind, size): published(trainer, EngineSide(kind, case.shape, size), rank, folder) for kind, size in ENGINES
         },
     }
+    result["desynchronised"] = desynchronised(trainer, is_last_replica=rank >= case.world_size - case.tensor_parallel)
     if rank == 0:
         result["buffers"] = {str(b.dtype) for b in model_of(trainer).buffers() if b.is_floating_point()}
     return result
+
+
+def desynchronised(trainer: PolicyTrainer, *, is_last_replica: bool) -> float | None:
+    """What the next step says after one weight of the last replica was nudged on it alone."""
+    if is_last_replica:
+        next(iter(trainer.local_weights().values()))[0] += 1e-3
+    return trainer.step(make_batch(4), 2).metrics.get("rank/desynchronised")
 
 
 def published(trainer: PolicyTrainer, engine: EngineSide, rank: int, folder: Path) -> list[dict[str, np.ndarray]]:

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError
+from penstock.kernels.segment_scan import reverse_scan
 from penstock.trainer.algorithms.advantages import GroupEstimator, dr_grpo, is_zero_variance, scaled
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
@@ -104,32 +106,23 @@ def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[N
 
 
 def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
-    """Generalised advantage estimation over sampled tokens only; the reward comes at the last. arXiv 1506.02438."""
-    found = []
-    for reward, penalty, values in zip(batch.rewards, batch.penalties, batch.values, strict=True):
-        per_token = -penalty
-        if len(per_token):
-            per_token[-1] += reward
-        found.append(gae_of_trajectory(per_token, values, config))
-    return found
-
-
-def gae_of_trajectory(
-    rewards: NDArray[np.float64], values: NDArray[np.float64], config: AlgorithmConfig
-) -> NDArray[np.float64]:
     """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`; V is 0 after the end. Returns are A + V.
 
-    Args:
-        rewards: `[n]` of the sampled tokens; observation tokens between them are skipped, not zeros.
-        values: `[n]` V before each of them.
-        config: γ and λ.
+    Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
+    skipped, not zeros. The reward comes at the last one. All trajectories lie one after another under one scan.
     """
-    advantages, following, next_value = np.zeros_like(values), 0.0, 0.0
-    for t in reversed(range(len(values))):
-        delta = rewards[t] + config.gae_gamma * next_value - values[t]
-        following = delta + config.gae_gamma * config.gae_lambda * following
-        advantages[t], next_value = following, values[t]
-    return advantages
+    ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
+    lasts = ends[[len(values) > 0 for values in batch.values]] - 1
+    per_token = -np.concatenate([np.zeros(0), *batch.penalties])
+    per_token[lasts] += batch.rewards[[len(values) > 0 for values in batch.values]]
+    values = np.concatenate([np.zeros(0), *batch.values])
+    following = np.append(values[1:], 0.0)[: len(values)]
+    following[lasts] = 0.0
+    surprises = per_token + config.gae_gamma * following - values
+    decay = np.full_like(values, config.gae_gamma * config.gae_lambda)
+    bounds = torch.from_numpy(np.append(0, ends))
+    advantages = reverse_scan(torch.from_numpy(surprises), torch.from_numpy(decay), bounds)
+    return np.split(advantages.numpy(), ends[:-1])
 
 
 def whitened(

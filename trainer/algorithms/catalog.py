@@ -41,7 +41,6 @@ class Algorithm:
         takes_weight: Of a loss: False if it looks at the behavior policy itself, or never does.
         has_ratio: Of a loss: ρ is in it, so that at proximal=behavior it carries the step from the behavior policy.
         is_weight: A correction that weighs (at most one in a chain); the others only mask.
-        missing: What it needs that a run does not have yet; empty: it can be trained.
     """
 
     kind: Kind
@@ -53,7 +52,6 @@ class Algorithm:
     takes_weight: bool = True
     has_ratio: bool = True
     is_weight: bool = False
-    missing: str = ""
 
     @property
     def is_own(self) -> bool:
@@ -78,8 +76,6 @@ class Algorithm:
             raise ConfigError([f"{key}={self.name!r} is not callable, but a {type(target).__name__}. Name a function."])
         return target
 
-
-_NO_TEACHER = "a teacher, which does not exist yet"
 
 ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("advantage", "grpo", "A_i = (R_i − mean R) / (std R + ε)", "2402.03300", "advantages:grpo", "group"),
@@ -106,10 +102,11 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("loss", "topr", "A > 0: −A c; else −sg(min(exp(Σ_t(c − b)), 1)) A c", "2503.14286",
               "sequence_losses:topr", "sequence", takes_weight=False),
     Algorithm("loss", "online_dpo", "−log σ(β Δ), Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)", "2402.04792",
-              "pair_losses:online_dpo", "pair", takes_weight=False),
-    Algorithm("loss", "ipo", "(Δ − 1/(2β))²", "2310.12036", "pair_losses:ipo", "pair", takes_weight=False),
+              "pair_losses:online_dpo", "pair", takes_weight=False, has_ratio=False),
+    Algorithm("loss", "ipo", "(Δ − 1/(2β))²", "2310.12036", "pair_losses:ipo", "pair", takes_weight=False,
+              has_ratio=False),
     Algorithm("loss", "distill", "−sg(log π_teacher − c) c; or Σ_{top-k, tail} π (log π − log π_teacher)", "2306.13649",
-              "other_losses:distill", missing=_NO_TEACHER),
+              "other_losses:distill", has_ratio=False),
     Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False),
     Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",
               "other_losses:value", takes_weight=False),

@@ -23,7 +23,7 @@ from penstock.trainer.algorithms.tokens import clamped_exp
 
 _SUMS = (
     "tokens", "measured_tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
-    "abs_log_ratio", "kl_k3", "reference_kl", "token_weight", "kept_token_weight",
+    "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
 _MAXIMA = ("weight", "abs_log_ratio")
 OF_ANOTHER_POLICY = -1
@@ -42,6 +42,7 @@ class TokenFacts(NamedTuple):
         start: Logprobs at the start of the batch; None: not known any more, or measured before.
         behavior: Logprobs recorded by the engine.
         reference: Logprobs of the reference policy; anything if there is none.
+        teacher: Likewise, of the teacher.
         entropies: Of the policy, nats.
         lags: `int64`, staleness in versions, or `OF_ANOTHER_POLICY`.
         token_weights: Of the aggregation.
@@ -54,6 +55,7 @@ class TokenFacts(NamedTuple):
     start: Tensor | None
     behavior: Tensor
     reference: Tensor
+    teacher: Tensor
     entropies: Tensor
     lags: Tensor
     token_weights: Tensor
@@ -91,6 +93,7 @@ class TokenMetrics:
             distance.sum(),
             ((weights - log_ratio - 1.0) * is_own).sum(),
             k3(facts.target, facts.reference).double().sum(),
+            k3(facts.target, facts.teacher).double().sum(),
             facts.token_weights.double().sum(),
             facts.token_weights.double().masked_fill(facts.is_masked, 0.0).sum(),
         )
@@ -99,6 +102,10 @@ class TokenMetrics:
             per_token = torch.stack([torch.ones_like(weights), weights, facts.is_masked.double()], dim=1)
             self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
             self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
+
+    def local(self) -> tuple[float, float]:
+        """(Σ weight · term, Σ weight) of this rank."""
+        return float(self._sums[_SUMS.index("loss")]), float(self._sums[_SUMS.index("token_weight")])
 
     def reduce(
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
@@ -142,6 +149,7 @@ class TokenSums:
             "loss/policy": sums["loss"],
             "loss/entropy": sums["entropy"] / tokens,
             "loss/reference_kl": sums["reference_kl"] / tokens,
+            "loss/teacher_kl": sums["teacher_kl"] / tokens,
             "ratio/behavior_mean": sums["weight"] / measured,
             "ratio/behavior_max": maxima["weight"],
             "ratio/masked_share": sums["masked"] / tokens,

@@ -85,8 +85,9 @@ class Objective:
 
     def _tokens(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> LossTokens:
         behavior, recomputed = micro_batch.behavior_logprobs, micro_batch.proximal_logprobs
-        if recomputed is None and not micro_batch.num_tokens:
-            recomputed = target.detach()  # of the dummy token
+        teacher = micro_batch.teacher_logprobs
+        if not micro_batch.num_tokens:
+            recomputed = teacher = target.detach()  # of the dummy token
         inputs = ProximalInputs(target.detach(), behavior, recomputed, micro_batch.lags, is_first_update)
         return LossTokens(
             target=target,
@@ -97,6 +98,7 @@ class Objective:
             segments=micro_batch.segments,
             num_segments=micro_batch.num_segments,
             pairs=micro_batch.pairs,
+            teacher=teacher,
         )
 
     def _kl_weights(self, tokens: LossTokens) -> Tensor | float:

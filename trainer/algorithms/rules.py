@@ -21,6 +21,9 @@ class Violation(NamedTuple):
 
 SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
 _LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
+_READ_ADVANTAGES = ("opsm", "f_tis")
+_UNUSED_ADVANTAGE, _UNUSED_AGGREGATION = "grpo", "token_mean"
+"""The defaults, which stand in a configuration also where nothing reads them."""
 _COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
 """Masks of p − b, which is 0 everywhere at proximal=behavior."""
 
@@ -33,15 +36,6 @@ def algorithm_violations(config: AlgorithmConfig) -> list[Violation]:
 def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
     """Those of the correction chain that weigh."""
     return [entry for entry in map(_correction, config.correction) if entry.is_weight]
-
-
-def _missing(config: AlgorithmConfig) -> Iterator[Violation]:
-    """What is defined and tested, but has nothing to work on yet."""
-    for entry in (find("advantage", config.advantage), find("loss", config.loss)):
-        if entry.missing:
-            yield Violation(
-                f"algorithm.{entry.kind}={entry.name} needs {entry.missing}. Choose another one.", (entry.kind,)
-            )
 
 
 def _critics_loss(config: AlgorithmConfig) -> Iterator[Violation]:
@@ -212,11 +206,50 @@ def _token_factors(config: AlgorithmConfig) -> Iterator[Violation]:
             )
 
 
+def _without_advantage(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Losses that look at no advantage; only the default, which costs nothing, may stand beside them."""
+    is_of_pairs = config.compares_pairs
+    if not is_of_pairs and not config.needs_teacher:
+        return
+    instead = "it compares the rewards of a pair" if is_of_pairs else "a teacher's logprobs stand in its place"
+    if config.advantage != _UNUSED_ADVANTAGE:
+        yield Violation(
+            f"algorithm.advantage={config.advantage} with algorithm.loss={config.loss} has no effect: {instead}. "
+            f"Use advantage={_UNUSED_ADVANTAGE}, the default, which costs nothing.",
+            ("advantage", "loss"),
+        )
+    for name in config.correction if config.needs_teacher else ():
+        if name in _READ_ADVANTAGES:
+            yield Violation(
+                f"algorithm.correction={name} with algorithm.loss={config.loss}: it masks answers of negative "
+                f"advantage, and this loss has none. Use mis_seq_geo, veto or a weight.",
+                ("correction", "loss"),
+            )
+
+
+def _pairs_alone(config: AlgorithmConfig) -> Iterator[Violation]:
+    """A loss of pairs is a mean over pairs and has no ratio: what aggregates or centres has nothing to act on."""
+    if not config.compares_pairs:
+        return
+    if config.aggregation != _UNUSED_AGGREGATION:
+        yield Violation(
+            f"algorithm.aggregation={config.aggregation} with algorithm.loss={config.loss} has no effect: the loss is "
+            f"the mean over the pairs of a batch. Use aggregation={_UNUSED_AGGREGATION}, the default.",
+            ("aggregation", "loss"),
+        )
+    if config.proximal in ("recompute", "interpolate"):
+        yield Violation(
+            f"algorithm.proximal={config.proximal} with algorithm.loss={config.loss} has no effect: a pair is compared "
+            "with the reference, and has no ratio to centre. Use proximal=target.",
+            ("proximal", "loss"),
+        )
+
+
 def _correction(name: str) -> Algorithm:
     return find("correction", name)
 
 
 _RULES: tuple[Callable[[AlgorithmConfig], Iterator[Violation]], ...] = (
-    _missing, _critics_loss, _chain, _several_updates, _double_correction, _weight_and_loss, _aggregation, _kl,
-    _reward_weights, _token_factors,
+    _critics_loss, _chain, _several_updates, _double_correction, _weight_and_loss, _aggregation, _kl,
+    _reward_weights, _token_factors, _without_advantage, _pairs_alone,
 )  # fmt: skip

@@ -31,6 +31,7 @@ class TrainingSequence:
         advantages: `[len(targets)]`; None: zeros.
         lags: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
+        teacher_logprobs: Likewise, of a teacher.
         preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
         unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
         group: Position of its group in the batch; a mini-batch is of whole groups.
@@ -52,6 +53,7 @@ class TrainingSequence:
     proximal_logprobs: NDArray[np.float32] | None = None
     old_values: NDArray[np.floating] | None = None
     returns: NDArray[np.floating] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -112,6 +114,7 @@ class MicroBatch:
         proximal_logprobs: None if there was no forward at the start of the batch.
         old_values: V of the critic at the start of the batch; None if there is none.
         returns: What V should be.
+        teacher_logprobs: None if there is no teacher.
     """
 
     inputs: ModelInputs
@@ -129,6 +132,7 @@ class MicroBatch:
     proximal_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
 
 def collate(
@@ -200,6 +204,7 @@ def collate(
         proximal_logprobs=if_any([one.proximal_logprobs for one in chosen]),
         old_values=if_any([one.old_values for one in chosen]),
         returns=if_any([one.returns for one in chosen]),
+        teacher_logprobs=if_any([one.teacher_logprobs for one in chosen]),
     )
 
 

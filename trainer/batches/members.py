@@ -34,6 +34,7 @@ class Member:
         carries_loss: `[n_i] bool`, of its sampled tokens.
         reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
         values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
+        teacher: `[n_i] float32` logprobs of a teacher; None if there is none.
     """
 
     trajectory: Trajectory
@@ -42,6 +43,7 @@ class Member:
     carries_loss: NDArray[np.bool_]
     reference: NDArray[np.float32] | None
     values: NDArray[np.float32] | None = None
+    teacher: NDArray[np.float32] | None = None
 
     @property
     def targets(self) -> NDArray[np.int64]:
@@ -60,27 +62,29 @@ def batch_members(
     min_versions: Sequence[int] | None,
     references: Sequence[NDArray[np.float32]],
     values: Sequence[NDArray[np.float32]] = (),
+    teachers: Sequence[NDArray[np.float32]] = (),
 ) -> list[Member]:
     """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
 
     Raises:
         TrainingError: If there is no group, or a trajectory has no finite reward.
-        ShapeError: If the reference did not score every sampled token.
+        ShapeError: If the reference or the teacher did not score every sampled token.
     """
     if not payloads:
         raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
     floors = [0] * len(payloads) if min_versions is None else min_versions
     scores = _of_trajectories(payloads, references, "reference logprobs")
     worths = _of_trajectories(payloads, values, "values")
+    lessons = _of_trajectories(payloads, teachers, "teacher logprobs")
     members = []
     for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
-            reference, value = next(scores), next(worths)
+            reference, value, teacher = next(scores), next(worths), next(lessons)
             is_cut = trajectory.finish_reason == "length"
             if is_cut and algorithm.overlong == "drop":
                 continue
             carries_loss = is_new_enough(trajectory, floor) & (not (is_cut and algorithm.overlong == "mask"))
-            members.append(Member(trajectory, group, float(reward), carries_loss, reference, value))
+            members.append(Member(trajectory, group, float(reward), carries_loss, reference, value, teacher))
     return members
 
 

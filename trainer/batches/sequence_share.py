@@ -51,6 +51,7 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
         token_index=micro_batch.token_index[is_mine.cpu().numpy()],
         num_tokens=int(is_mine.sum()),
         proximal_logprobs=None if micro_batch.proximal_logprobs is None else micro_batch.proximal_logprobs[is_mine],
+        teacher_logprobs=None if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs[is_mine],
     )
 
 

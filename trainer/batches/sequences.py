@@ -36,6 +36,7 @@ def policy_sequences(
     references: Sequence[NDArray[np.float32]] = (),
     version: int = 0,
     values: Sequence[NDArray[np.float32]] = (),
+    teachers: Sequence[NDArray[np.float32]] = (),
     policy_id: PolicyId = POLICY,
 ) -> list[TrainingSequence]:
     """One sequence per trajectory, with the advantages and the aggregation weight of its tokens.
@@ -51,12 +52,13 @@ def policy_sequences(
         version: Policy version before the step, from which staleness is counted.
         values: Per group `[n] float32`, V of a critic before each of its n sampled tokens; empty: there is none.
         policy_id: Who is trained. What another policy sampled has no staleness: its lags are `OF_ANOTHER_POLICY`.
+        teachers: As `references`, of a teacher.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
-        ShapeError: If the reference did not score every sampled token.
+        ShapeError: If the reference or the teacher did not score every sampled token.
     """
-    members = batch_members(payloads, algorithm, min_versions, references, values)
+    members = batch_members(payloads, algorithm, min_versions, references, values, teachers)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     preferred = batch_pairs(rewards, algorithm)
@@ -78,6 +80,7 @@ def policy_sequences(
                 group=member.group,
                 old_values=None if member.values is None else member.values[keep],
                 returns=None if member.values is None else (advantage + member.values)[keep],
+                teacher_logprobs=None if member.teacher is None else member.teacher[keep],
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)

@@ -1,29 +1,70 @@
-"""Synthetic preferences: one digit of a correct answer is changed."""
+"""Synthetic preferences: a correct answer against a worse one, and mistakes of arithmetic that look right."""
 
 from __future__ import annotations
 
+import random
+import re
 from itertools import islice
 
 import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.arithmetic import ArithmeticTasks
+from penstock.envs.arithmetic import ArithmeticTasks, Problem
+from penstock.envs.arithmetic_mistakes import KINDS, mistaken_response
 from penstock.envs.preferences import answer_pair
 
 
-def test_the_rejected_answer_differs_in_one_digit_and_is_the_same_every_time() -> None:
-    source = ArithmeticTasks(seed=0)
-    places = set()
-    for task in islice(source.train(), 200):
-        chosen, rejected = answer_pair(source, task)
-        assert chosen == source.gold_response(task)
-        assert len(rejected) == len(chosen)
-        (place,) = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
-        assert rejected[place].isdigit()
-        assert answer_pair(source, task) == (chosen, rejected)
-        places.add(place)
-    assert len(places) > 5, "not always the same place"
+class Answers:
+    """Knows what is right, and no way to get it wrong."""
+
+    def __init__(self) -> None:
+        self.source = ArithmeticTasks(seed=0)
+        self.gold_response = self.source.gold_response
+
+
+def test_a_correct_answer_is_spoilt_in_a_few_digits_or_a_stretch_and_the_same_every_time() -> None:
+    answers, counts, num_stretches = Answers(), set(), 0
+    for task in islice(answers.source.train(), 300):
+        chosen, rejected = answer_pair(answers, task)
+        assert chosen == answers.gold_response(task) != rejected
+        assert answer_pair(answers, task) == (chosen, rejected)
+        if len(rejected) != len(chosen):
+            num_stretches += 1
+            continue
+        changed = [index for index, (a, b) in enumerate(zip(chosen, rejected, strict=True)) if a != b]
+        assert all(rejected[place].isdigit() for place in changed)
+        counts.add(len(changed))
+    assert counts == {1, 2, 3, 4}
+    assert 50 < num_stretches < 130
+
+
+@pytest.mark.parametrize("operators", ["+", "-"])
+def test_a_mistake_looks_right_and_is_one(operators: str) -> None:
+    source = ArithmeticTasks(seed=0, digits=3, operators=operators)
+    num_consistent = 0
+    for task in islice(source.train(), 400):
+        gold, wrong = source.gold_response(task), source.mistaken_response(task, random.Random(str(task.task_id)))
+        assert wrong != gold
+        *steps, answer = wrong.split(";")
+        assert all(re.fullmatch(r"\d+[+-]\d+[+-]\d+=\d+", step) for step in steps)
+        assert len(steps) == gold.count(";")
+        last_digits = [step.rpartition("=")[2][-1] for step in reversed(steps)]
+        num_consistent += answer.endswith("".join(last_digits).lstrip("0"))
+    assert 200 < num_consistent < 400, "the answer follows from the columns, unless it is the mistake"
+
+
+def test_each_kind_of_mistake_is_made() -> None:
+    problem = Problem(648, "+", 257)
+    made = {mistaken_response(problem, random.Random(seed)) for seed in range(300)}
+    examples = {
+        "sum": "8+7+0=14;4+5+1=10;6+2+1=9;904",
+        "digit": "8+7+0=15;4+4+1=9;6+2+0=8;895",
+        "carry": "8+7+0=15;4+5+0=9;6+2+0=8;895",
+        "answer": "8+7+0=15;4+5+1=10;6+2+1=9;915",
+    }
+    assert set(examples) == set(KINDS)
+    assert set(examples.values()) <= made
 
 
 def test_an_answer_without_digits_is_refused() -> None:

@@ -42,7 +42,10 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
         (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),
         (["dataflow.stream_micro_batches=true", "dataflow.surplus=4"], ["surplus=4", "when a batch closes"]),
-        (["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"], ["zero_stage=0", "Use trainer.zero_stage=2 or 3"]),
+        (
+            ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"],
+            ["zero_stage=0", "Use trainer.zero_stage=2 or 3"],
+        ),
         (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
         (["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"], ["8 trajectories", "0.001 GiB", "preempted"]),
         (["weights.codec=lora"], ["trainer.lora=null", "no adapters", "trainer=lora"]),
@@ -93,6 +96,12 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
 def test_the_demo_with_a_contradiction_is_refused(overrides, words):
     problem = refused("arithmetic", *overrides)
     assert all(word in problem for word in words), problem
+
+
+def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
+    overrides = ["rollout/engine=torch", "rollout.engine.deterministic=true"]
+    problem = refused("math_qwen_8gpu", *overrides, several=True)
+    assert "rollout.engine.deterministic=true needs a CPU, generate is a GPU pool" in problem
 
 
 @pytest.mark.parametrize(

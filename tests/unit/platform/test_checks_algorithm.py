@@ -24,19 +24,23 @@ def warnings(*overrides: str) -> list[str]:
     return [finding.message for finding in check_config(config, "train") if finding.severity == "warning"]
 
 
+def preset_overrides(preset: str) -> list[str]:
+    """What it takes to choose one."""
+    return [f"algorithm={preset}", *(["teacher.path=somewhere"] if preset == "distill" else [])]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_composes_without_a_warning(preset):
-    assert warnings(f"algorithm={preset}") == []
+    assert warnings(*preset_overrides(preset)) == []
 
 
-def test_presets_that_compare_with_a_reference_start_one():
-    referenced = {
-        one for one in PRESETS if compose_config(["experiment=arithmetic", f"algorithm={one}"]).num_references
-    }
-    assert referenced == {"online_dpo"}
-    assert compose_config(["experiment=arithmetic", "algorithm.kl_coefficient=0.1"]).num_references == 1
+def test_presets_that_ask_a_frozen_policy_start_one():
+    configs = {one: compose_config(["experiment=arithmetic", *preset_overrides(one)]) for one in PRESETS}
+    assert {one for one in PRESETS if configs[one].num_frozen("reference")} == {"online_dpo"}
+    assert {one for one in PRESETS if configs[one].num_frozen("teacher")} == {"distill"}
+    assert compose_config(["experiment=arithmetic", "algorithm.kl_coefficient=0.1"]).num_frozen("reference") == 1
     in_reward = ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1"]
-    assert compose_config(["experiment=arithmetic", *in_reward]).num_references == 1
+    assert compose_config(["experiment=arithmetic", *in_reward]).num_frozen("reference") == 1
 
 
 SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
@@ -81,6 +85,10 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         ([f"algorithm.advantage={OWN}:NOT_A_FUNCTION"], "is not callable"),
         (["algorithm.loss=value", "algorithm.correction=none"], "what a critic is trained with"),
         (["critic.path=somewhere"], "which has no critic"),
+        (["algorithm=distill"], "teacher.path is not set"),
+        (["teacher.path=somewhere"], "which asks no teacher"),
+        (["algorithm=distill", "teacher.path=x", "dataflow.filters.zero_variance=true"], "groups of equal rewards"),
+        (["algorithm=distill", "teacher.path=x", "teacher.pool=cpus"], "Did you mean cpu?"),
         (["algorithm=ppo", "algorithm.epochs=1", "dataflow.stream_micro_batches=true"], "trained on whole batches"),
         (["algorithm=ppo", "trainer.tensor_parallel_size=2", "trainer.num_ranks=2"], "a second engine in it"),
         (["algorithm.proximal=recompute", "algorithm.mini_batches=3"], "mini_batches=3 does not divide"),

@@ -117,6 +117,40 @@ def test_a_file_is_no_model_directory(overrides, tmp_path):
     assert "model.bin is a file" in problem([*overrides, f"model.path={tmp_path / 'model.bin'}"])
 
 
+def beside_the_policy(tmp_path: Path, vocab_size: int, vocabulary: dict[str, int]) -> Path:
+    """A model that is not the policy; both have a tokenizer."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"vocab_size": vocab_size, "hidden_size": 999}))
+    ours = {"0": 2, "1": 3, "+": 4}
+    for folder, ids in ((tmp_path / "policy", ours), (other, vocabulary)):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}, "added_tokens": []}))
+    return other
+
+
+BESIDE = {"critic.path": "algorithm=ppo", "teacher.path": "algorithm=distill", "reference.path": "algorithm=online_dpo"}
+
+
+@pytest.mark.parametrize("key", BESIDE)
+def test_a_model_beside_the_policy_reads_its_tokens(overrides, tmp_path, key):
+    other = beside_the_policy(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
+    load_config("train", [*overrides, BESIDE[key], f"{key}={other}"])
+
+
+@pytest.mark.parametrize("key", BESIDE)
+def test_another_vocabulary_or_tokenizer_beside_the_policy_is_refused_with_both_numbers(overrides, tmp_path, key):
+    other = beside_the_policy(tmp_path, 33, {"0": 2, "1": 3, "+": 4})
+    found = problem([*overrides, BESIDE[key], f"{key}={other}"])
+    assert "vocab_size=32 differs from the checkpoint's vocab_size=33" in found
+    assert f"({key}, " in found
+    (other / "config.json").write_text(json.dumps({"vocab_size": 32}))
+    swapped = {"model": {"vocab": {"0": 3, "1": 2, "+": 4}}}
+    (other / "tokenizer.json").write_text(json.dumps(swapped))
+    found = problem([*overrides, BESIDE[key], f"{key}={other}"])
+    assert "2 of 3 tokens have another id" in found
+    assert "'0' 3 instead of 2" in found
+
+
 def test_a_shape_that_is_not_the_checkpoints_is_refused(overrides):
     found = problem([*overrides, "model.shape.num_layers=5"])
     assert "model.shape.num_layers=5 differs from the checkpoint's num_hidden_layers=4" in found
@@ -140,7 +174,7 @@ def test_a_partner_of_the_same_tokenizer_is_taken(overrides, tmp_path):
 
 
 def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_path):
-    assert "another vocabulary than model.path=" in problem(partner(overrides, tmp_path, "acb"))
+    assert "2 of 3 tokens have another id than in the policy's" in problem(partner(overrides, tmp_path, "acb"))
 
 
 def test_a_partner_of_another_shape_than_stated_is_refused(overrides, tmp_path):

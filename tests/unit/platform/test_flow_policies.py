@@ -122,12 +122,14 @@ class FakeReference:
 
 
 async def test_reference_logprobs_are_fetched_for_each_group_before_its_batch_is_complete() -> None:
-    engines, reference = [long_tailed()], FakeReference()
-    flow = reference.flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=4, reference=reference)
+    engines, reference, teacher = [long_tailed()], FakeReference(), FakeReference()
+    frozen = {"reference": reference, "teacher": teacher}
+    flow = reference.flow = teacher.flow = make_flow(engines, FakeRewards(), batch=3, eta=2, steps=4, **frozen)
     async with flow:
         batch = await next_groups(flow)
     assert reference.num_ready[0] == 0, "asked before any group is ready, let alone the batch"
-    assert all(group.reference == f"logprobs of {group.group_id}" for group in batch)
+    assert all(group.reference == group.teacher == f"logprobs of {group.group_id}" for group in batch)
+    assert len(teacher.num_ready) == len(reference.num_ready)
 
 
 async def test_a_reference_that_dies_stops_the_run() -> None:

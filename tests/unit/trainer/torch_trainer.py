@@ -25,6 +25,7 @@ def trainer_of(
     warmup_steps: int = 0,
     adam_epsilon: float = 1e-8,
     critic_path: str | None = None,
+    critic: CriticConfig | None = None,
     kind: str = "policy",
     lora: LoraConfig | None = None,
     **algorithm,
@@ -48,7 +49,7 @@ def trainer_of(
         temperature=TEMPERATURE,
         max_new_tokens=30,
         kind=kind,
-        critic=CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
+        critic=critic or CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import ShapeError
-from penstock.trainer.algorithms.batch_advantages import RewardBatch, gae_of_trajectory, token_advantages
+from penstock.trainer.algorithms.batch_advantages import RewardBatch, token_advantages
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.shaping import overlong_penalty
 from penstock.trainer.config import AlgorithmConfig
@@ -147,9 +147,13 @@ class TestOfABatch:
             np.testing.assert_allclose(advantages, expected, rtol=1e-12)
 
     def test_gae_with_lambda_1_is_the_return_minus_the_value(self) -> None:
-        rewards, values = np.array([0.1, 0.0, 2.0]), np.array([0.5, -1.0, 0.3])
-        found = gae_of_trajectory(rewards, values, AlgorithmConfig(gae_gamma=1.0, gae_lambda=1.0))
-        np.testing.assert_allclose(found, [2.1 - 0.5, 2.0 + 1.0, 2.0 - 0.3], rtol=1e-12)
+        values = [np.array([0.5, -1.0, 0.3]), np.zeros(0), np.array([7.0])]
+        penalties = [np.array([-0.1, 0.0, 0.0]), np.zeros(0), np.zeros(1)]
+        masks = [np.ones(len(one), bool) for one in values]
+        batch = RewardBatch(np.array([2.0, 5.0, 1.0]), np.arange(3), penalties, masks, values=values)
+        found = token_advantages(batch, AlgorithmConfig(advantage="gae", gae_gamma=1.0, gae_lambda=1.0))
+        np.testing.assert_allclose(found[0], [2.1 - 0.5, 2.0 + 1.0, 2.0 - 0.3], rtol=1e-12)
+        assert [one.tolist() for one in found[1:]] == [[], [-6.0]], "nothing leaks from one trajectory into another"
 
 
 def test_a_users_own_estimator_is_named_by_path_and_held_to_one_number_per_member() -> None:

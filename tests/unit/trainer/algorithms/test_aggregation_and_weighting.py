@@ -57,19 +57,20 @@ def test_the_top_tokens_by_entropy_of_each_sequence_are_kept(share: float) -> No
 
 def test_two_micro_batches_add_up_to_the_whole() -> None:
     rng = np.random.default_rng(5)
-    start, behavior, reference = rng.normal(-2, 0.5, (3, 11))
+    start, behavior, reference, teacher = rng.normal(-2, 0.5, (4, 11))
     entropies, weights = rng.random((2, 11))
     masked, low, high = rng.random((3, 11)) < 0.3
     lags = np.array([0, 0, 1, 2, 3, 4, 9, 0, 1, 3, 0])
     metrics = TokenMetrics(torch.device("cpu"))
     for part in (slice(0, 4), slice(4, 11)):
-        columns = (start, start, behavior, reference, entropies, lags, weights, masked, low, high)
+        columns = (start, start, behavior, reference, teacher, entropies, lags, weights, masked, low, high)
         metrics.add(torch.tensor(0.25), TokenFacts(*(torch.tensor(column[part]) for column in columns)))
     w = np.exp(start - behavior)
     expected = {
         "loss/policy": 0.5,
         "loss/entropy": entropies.mean(),
         "loss/reference_kl": (np.exp(reference - start) - (reference - start) - 1).mean(),
+        "loss/teacher_kl": (np.exp(teacher - start) - (teacher - start) - 1).mean(),
         "ratio/behavior_mean": w.mean(),
         "ratio/behavior_max": w.max(),
         "ratio/masked_share": masked.mean(),
@@ -107,7 +108,7 @@ def test_what_another_policy_sampled_is_measured_apart() -> None:
     is_other = np.arange(8) < 3
     lags = np.where(is_other, OF_ANOTHER_POLICY, 1)
     metrics = TokenMetrics(torch.device("cpu"))
-    columns = (start, start, behavior, start, zeros, lags, zeros, masked, zeros > 0, zeros > 0)
+    columns = (start, start, behavior, start, start, zeros, lags, zeros, masked, zeros > 0, zeros > 0)
     metrics.add(torch.tensor(0.0), TokenFacts(*map(torch.tensor, columns)))
     found = metrics.reduce(lambda values, _: values).metrics()
     w, distance = np.exp(start - behavior), np.abs(start - behavior)

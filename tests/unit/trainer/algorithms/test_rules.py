@@ -38,6 +38,7 @@ SOUND = [
     {"loss": "gspo_token", "correction": ["tis_token"], "aggregation": "seq_mean_token_mean"},
     {"loss": "topr", "correction": ["veto"], "aggregation": "constant_length"},
     {"loss": "online_dpo", "correction": "none"},
+    {"loss": "distill", "correction": ["decoupled", "veto"]},
     {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1", "advantage": "reinforce_pp"},
     {"kl_coefficient": 0.0, "kl_estimator": "k1"},
     {"reward_weights": {"a": 1.0}},
@@ -49,7 +50,9 @@ SOUND = [
 ]
 UNSOUND = [
     ({"loss": "value", "correction": "none"}, "what a critic is trained with"),
-    ({"loss": "distill"}, "distill needs a teacher"),
+    ({"loss": "distill", "advantage": "rloo"}, "a teacher's logprobs stand in its place"),
+    ({"loss": "distill", "correction": ["tis_token", "opsm"]}, "masks answers of negative advantage"),
+    ({"loss": "distill", "proximal": "behavior", "correction": "none"}, "has no ρ"),
     ({"mini_batches": 2}, "mini_batches=2 x epochs=1"),
     ({"epochs": 3, "loss": "sapo"}, "clips do nothing"),
     ({"correction": ["decoupled", "tis_token"]}, "2 weights, decoupled and tis_token"),
@@ -65,6 +68,9 @@ UNSOUND = [
     ({"loss": "online_dpo"}, "two halves of a pair"),
     ({"loss": "ipo", "correction": ["opsm"]}, "two halves of a pair"),
     ({"loss": "ipo", "correction": "none", "kl_coefficient": 0.1}, "the pair's own β"),
+    ({"loss": "ipo", "correction": "none", "advantage": "gae"}, "it compares the rewards of a pair"),
+    ({"loss": "online_dpo", "correction": "none", "aggregation": "constant_length"}, "the mean over the pairs"),
+    ({"loss": "online_dpo", "correction": "none", "proximal": "recompute", "epochs": 2}, "has no ratio to centre"),
     ({"loss": "gspo", "aggregation": "seq_mean_token_mean"}, "one term per sequence: it would get the mean weight"),
     ({"loss": "gspo", "correction": "none"}, "would count by its length"),
     ({"loss": "gspo", "correction": "none", "aggregation": "seq_mean_token_sum"}, "would count by its length"),

@@ -49,7 +49,8 @@ VARIANTS = {
 def settings_of(name: str) -> dict:
     if name in VARIANTS:
         return VARIANTS[name]
-    return compose_config(["experiment=arithmetic", f"algorithm={name}"]).algorithm.model_dump()
+    chosen = [f"algorithm={name}", *(["teacher.path=somewhere"] if name == "distill" else [])]
+    return compose_config(["experiment=arithmetic", *chosen]).algorithm.model_dump()
 
 
 @pytest.fixture
@@ -86,8 +87,8 @@ def gradient(trainer: PolicyTrainer, parts: list[tuple[list, list]]) -> torch.Te
     backend.optimizer_step = catch
     *firsts, (payloads, references) = parts
     for some, theirs in firsts:
-        trainer.accumulate(some, 5, references=theirs)
-    trainer.step(payloads, 5, references=references)
+        trainer.accumulate(some, 5, references=theirs, teachers=theirs)
+    trainer.step(payloads, 5, references=references, teachers=references)
     return caught[0]
 
 
@@ -119,7 +120,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
 def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, references) -> None:
     trainer = trainer_of(policy, 60, **settings_of(name))
     before = torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()])
-    reports = [trainer.step(aged, 5 + step, references=references) for step in range(3)]
+    reports = [trainer.step(aged, 5 + step, references=references, teachers=references) for step in range(3)]
     after = torch.cat([tensor.flatten() for _, tensor in trainer.export_weights()])
     assert [report.version for report in reports] == [6, 7, 8]
     assert not torch.equal(before, after)
@@ -134,7 +135,7 @@ def test_every_loss_advantage_and_correction_that_can_train_is_trained_here() ->
     seen |= {("advantage", one.get("advantage", "grpo")) for one in trained}
     chains = [one.get("correction", "decoupled") for one in trained]
     seen |= {("correction", name) for chain in chains for name in ([chain] if isinstance(chain, str) else chain)}
-    wanted = {(e.kind, e.name) for e in ALGORITHMS if e.kind in ("loss", "advantage", "correction") and not e.missing}
+    wanted = {(e.kind, e.name) for e in ALGORITHMS if e.kind in ("loss", "advantage", "correction")}
     assert wanted - {("loss", "value")} <= seen, "value is the loss of gae's critic"
 
 

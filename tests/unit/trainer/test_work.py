@@ -1,0 +1,74 @@
+"""Model FLOPs against torch's own counter, device peaks by name, and what a step says of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.trainer.rank_agreement import fingerprint
+from penstock.trainer.work import Work, forward_flops, peak_flops
+
+from .torch_trainer import MODEL, trainer_of
+
+
+def test_model_flops_are_those_that_torch_counts_with_half_of_the_attention(policy) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, attn_implementation="eager")
+    shape, num_tokens = MODEL.shape, 24
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, num_tokens, dtype=torch.int64), use_cache=False)
+    never_seen = 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
+    found = forward_flops(shape, num_tokens, num_tokens)
+    assert found == pytest.approx(counter.get_total_flops() - never_seen, rel=0.02), "norms count as weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("NVIDIA GH200 480GB", "bfloat16", None),
+        ("NVIDIA H200", "float32", None),
+        (None, "bfloat16", None),
+    ],
+)
+def test_the_peak_is_that_of_the_name_or_unknown(name, dtype, peak) -> None:
+    assert peak_flops(name, dtype) == peak
+
+
+def test_a_step_tells_its_rates_and_no_utilisation_where_the_peak_is_unknown(policy, batch) -> None:
+    trainer = trainer_of(policy, epochs=2, proximal="recompute")
+    metrics = trainer.step(batch, 0).metrics
+    inputs = [int(one.loss_mask.nonzero()[0][-1]) for group in batch for one in group.trajectories]
+    targets = [one.num_sampled_tokens for group in batch for one in group.trajectories]
+    forward = sum(forward_flops(MODEL.shape, n, m) for n, m in zip(inputs, targets, strict=True))
+    seconds = metrics["trainer/step_s"]
+    assert metrics["trainer/tokens_per_s_per_device"] == pytest.approx(2 * sum(inputs) / seconds)
+    assert metrics["trainer/tflops_per_device"] == pytest.approx(7 * forward / seconds / 1e12), "2 epochs and a forward"
+    assert "trainer/mfu" not in metrics
+    assert not any(name.startswith("rank/") for name in metrics), "there is one rank"
+
+
+def test_utilisation_is_of_all_devices_and_begins_anew() -> None:
+    work = Work(MODEL.shape, num_devices=4, peak_flops=1e12, num_tokens=800, flops=2e12)
+    assert work.take(2.0) == {
+        "trainer/tokens_per_s_per_device": 100.0,
+        "trainer/tflops_per_device": 0.25,
+        "trainer/mfu": 0.25,
+    }
+    assert work.take(2.0)["trainer/mfu"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_is_of_the_bits_whatever_the_order(dtype) -> None:
+    weights = [torch.randn(5, 3).to(dtype), torch.randn(7).to(dtype)]
+    before = fingerprint(weights)
+    assert fingerprint([weights[1], weights[0].T.contiguous()]) == before
+    weights[1][3] = torch.nextafter(weights[1][3], torch.tensor(9.0, dtype=dtype))
+    assert fingerprint(weights) != before

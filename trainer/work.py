@@ -1,0 +1,87 @@
+"""How much a trainer computes, and what its device could: model FLOPs, tokens per second, utilisation (MFU).
+
+Symbols: n tokens of a sequence, m of them loss tokens, W weights of the layers, V vocabulary, H hidden, L layers,
+A query heads times their size.
+
+    forward   2·W·n + 2·V·H·m + 2·L·A·n²        (causal attention: QKᵀ and AV over half of n × n)
+    forward and backward are three times that; recomputed activations are no model FLOPs and do not count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.trainer.batches.collate import TrainingSequence
+from penstock.weights.model_config import DType, ModelShape
+
+FORWARD_AND_BACKWARD = 3
+"""Times a forward."""
+_BF16_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "L4": 121e12,
+}
+"""Dense bfloat16 peak of a device by its name, FLOP/s, from the makers' data sheets. The first that fits counts."""
+
+
+def peak_flops(device_name: str | None, dtype: DType) -> float | None:
+    """Peak of a device, FLOP/s; None where it is not known: on a CPU, for other names, in float32."""
+    if device_name is None or dtype != "bfloat16":
+        return None
+    words = device_name.replace("-", " ").split()
+    return next((peak for name, peak in _BF16_FLOPS.items() if set(name.split()) <= set(words)), None)
+
+
+def forward_flops(shape: ModelShape, num_tokens: int, num_targets: int) -> float:
+    """Model FLOPs of one sequence through one forward."""
+    head = shape.vocab_size * shape.hidden_size
+    layers = shape.num_parameters - head * (1 if shape.tie_word_embeddings else 2)
+    attention = shape.num_layers * shape.num_heads * shape.head_dim * num_tokens**2
+    return 2.0 * (layers * num_tokens + head * num_targets + attention)
+
+
+@dataclass(slots=True)
+class Work:
+    """What all ranks together have computed since it was last taken.
+
+    Attributes:
+        num_devices: That share it.
+        peak_flops: Of one of them, FLOP/s; None: not known.
+        num_tokens: That the policy was trained on, prompts included.
+    """
+
+    shape: ModelShape
+    num_devices: int
+    peak_flops: float | None
+    num_tokens: int = 0
+    flops: float = 0.0
+
+    def trained(self, sequences: Sequence[TrainingSequence]) -> None:
+        """The policy went forward and backward over these."""
+        self.computed(sequences, num_forwards=FORWARD_AND_BACKWARD)
+        self.num_tokens += sum(one.num_inputs for one in sequences)
+
+    def computed(self, sequences: Sequence[TrainingSequence], *, num_forwards: int) -> None:
+        """Passes over these beside that: of a critic, or without gradient."""
+        self.flops += num_forwards * sum(
+            forward_flops(self.shape, one.num_inputs, len(one.targets)) for one in sequences
+        )
+
+    def take(self, busy_s: float) -> dict[str, float]:
+        """Rates over `busy_s` seconds of computing; begins anew."""
+        device_s = max(busy_s, 1e-9) * self.num_devices
+        rates = {
+            "trainer/tokens_per_s_per_device": self.num_tokens / device_s,
+            "trainer/tflops_per_device": self.flops / device_s / 1e12,
+        }
+        if self.peak_flops is not None:
+            rates["trainer/mfu"] = self.flops / device_s / self.peak_flops
+        self.num_tokens, self.flops = 0, 0.0
+        return rates
