@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from penstock.dataflow.ids import TaskId
@@ -28,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, code in PYTHON.findall(guide.read_text()):
             (tmp_path / name).write_text(code)
             written += 1
-    assert written == 6
+    assert written == 7
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -68,3 +70,15 @@ async def test_the_reward_of_the_guide_scores(folder: Path) -> None:
     finally:
         await runner.shutdown()
     assert (score.reward, score.parts) == (1.1, {"right": 1.0, "short": 0.1})
+
+
+async def test_the_service_of_the_guide_scores(folder: Path) -> None:
+    app = importlib.import_module("my_service").app
+    async with TestServer(app) as server:
+        args = {"url": str(server.make_url("/reward")), "request_timeout_s": 5}
+        runner = RewardRunner(RewardConfig(fn="penstock.envs.rewards.http_reward:HttpReward", args=args))
+        try:
+            score = await runner.score(Task(TaskId("t"), "1+1=", {"answer": "2"}), answered("1+1+0=2;2"))
+        finally:
+            await runner.shutdown()
+    assert (score.reward, score.parts) == (1.0, {"right": 1.0})
