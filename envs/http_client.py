@@ -55,12 +55,17 @@ class JsonClient:
         retry: When to ask again.
         max_concurrency: Requests at a time.
         headers: Of every request.
+        interval_s: Shortest time between the starts of two tries, seconds.
     """
 
-    def __init__(self, retry: RetryConfig, max_concurrency: int, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, retry: RetryConfig, max_concurrency: int, headers: Mapping[str, str], interval_s: float = 0.0
+    ) -> None:
         self._retry = retry
         self._max_concurrency = max_concurrency
         self._headers = dict(headers)
+        self._interval_s = interval_s
+        self._next_start = 0.0
         self._slots = asyncio.Semaphore(max_concurrency)
         self._breaker = CircuitBreaker(retry.failures_to_open, retry.open_s)
         self._last_problem = ""
@@ -84,6 +89,7 @@ class JsonClient:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + patience_s
         for attempt in range(1, self._retry.max_attempts + 1):
+            await self._wait_for_turn()
             async with self._slots:
                 if not self._breaker.admit(loop.time()):
                     raise NoAnswerError(
@@ -115,6 +121,12 @@ class JsonClient:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
+
+    async def _wait_for_turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        start = max(now, self._next_start)
+        self._next_start = start + self._interval_s
+        await asyncio.sleep(start - now)
 
     async def _post_once(self, url: str, data: bytes, timeout_s: float) -> Any:
         if self._session is None:

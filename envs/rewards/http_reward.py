@@ -26,11 +26,13 @@ class HttpConfig(RetryConfig):
         key_variable: Environment variable of the reward workers with the key that is sent as `Authorization: Bearer`;
             None sends none.
         request_timeout_s: Longest time for one try, seconds.
+        max_requests_per_s: Of each reward worker, tries included; None is unbounded.
     """
 
     url: str = Field(pattern=r"^https?://")
     key_variable: str | None = None
     request_timeout_s: float = Field(default=20.0, gt=0)
+    max_requests_per_s: float | None = Field(default=None, gt=0)
 
 
 class RewardServiceError(Exception):
@@ -45,7 +47,7 @@ class RewardService:
         context: Limits of a call.
 
     Raises:
-        ConfigError: If its key is not set, or one try may take longer than a call.
+        ConfigError: If its key is not set, or a call cannot end in time.
     """
 
     def __init__(self, config: HttpConfig, context: RewardContext) -> None:
@@ -59,7 +61,17 @@ class RewardService:
                     "several tries and their waits."
                 ]
             )
-        self._client = JsonClient(config, context.max_concurrency, _headers(config.key_variable))
+        interval_s = 0.0 if config.max_requests_per_s is None else 1 / config.max_requests_per_s
+        if context.max_concurrency * interval_s > self._patience_s:
+            raise ConfigError(
+                [
+                    f"reward max_requests_per_s={config.max_requests_per_s:g} with reward.max_concurrency="
+                    f"{context.max_concurrency}: the last of them would be sent after "
+                    f"{context.max_concurrency * interval_s:.0f} s, reward.timeout_s={context.timeout_s:g}. Lower "
+                    "reward.max_concurrency, or raise reward.timeout_s."
+                ]
+            )
+        self._client = JsonClient(config, context.max_concurrency, _headers(config.key_variable), interval_s)
 
     async def ask(self, body: object, url: str | None = None) -> Any:
         """Post a body; the decoded reply.
