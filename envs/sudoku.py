@@ -30,7 +30,7 @@ class SudokuTasks(GeneratedTasks):
         seed: Order of the training stream.
         size: 4 or 9.
         num_blanks: Cells to fill in, 1..10 or 1..52.
-        chat: Ask in chat messages, to be answered in `<answer>` tags; else `1002;..=?`, 0 for a blank, answered by the
+        chat: Ask in chat messages, to be answered in `<answer>` tags; else `1002;..=`, 0 for a blank, answered by the
             rows alone.
 
     Raises:
@@ -68,7 +68,7 @@ class SudokuTasks(GeneratedTasks):
 
     def _prompt(self, rows: list[str]) -> str | list[dict[str, str]]:
         if not self._chat:
-            return f"{';'.join(rows)}=?"
+            return f"{';'.join(rows)}="
         side = {4: 2, 9: 3}[self._size]
         question = (
             f"Solve this Sudoku: replace each 0, so that every row, column and {side}x{side} box holds each digit of "

@@ -8,6 +8,7 @@ from math import isqrt
 
 import pytest
 
+from penstock.envs.arithmetic import ALPHABET
 from penstock.envs.sudoku import MAX_BLANKS, SudokuTasks, solves, sudoku_reward
 from penstock.envs.sudoku_grids import completions, has_one_solution, is_solution
 from tests.answers import answered
@@ -104,3 +105,8 @@ def test_arguments_out_of_range_are_refused(size: int, num_blanks: int) -> None:
     with pytest.raises(ValueError, match=r"size=6: it is 4 or 9|is outside 1\.\."):
         SudokuTasks(0, size, num_blanks)
     assert set(MAX_BLANKS) == {4, 9}
+
+
+def test_plain_prompts_are_made_of_signs_that_the_character_tokenizer_knows() -> None:
+    task = next(SudokuTasks(0, 4, 5, chat=False).train())
+    assert set(task.prompt + "".join(task.fields["solution"])) <= set(ALPHABET)
