@@ -30,9 +30,17 @@ def pure(function: _Function) -> _Function:
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
-    """What a reward may use besides its arguments."""
+    """What a reward may use besides its arguments.
+
+    Attributes:
+        sandbox: Where it may run programs.
+        timeout_s: Of one call, seconds: `reward.timeout_s`.
+        max_concurrency: Calls at a time: `reward.max_concurrency`.
+    """
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    timeout_s: float = 10.0
+    max_concurrency: int = 256
 
 
 @runtime_checkable

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
+
+from pydantic import ValidationError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.composition import BoundReward, WeightedPart, compose
@@ -69,7 +72,7 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
                 "reward.normalize=false, or make the function a part."
             ]
         )
-    context = context or RewardContext()
+    context = replace(context or RewardContext(), timeout_s=config.timeout_s, max_concurrency=config.max_concurrency)
     if config.fn is not None:
         return _load_one(config.fn, config.args, "reward", context)
     for name, part in config.parts.items():
@@ -92,6 +95,9 @@ def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardC
     if isinstance(function, type) and isinstance(function, RewardFactory):
         try:
             return cast("RewardFunction", function.build(context, **args))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {wrong}."]) from error
         except (TypeError, ValueError) as error:
             raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {error}."]) from error
     if not args:

@@ -25,6 +25,7 @@ BUILT_IN = {
     "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
     "math": "penstock.envs.math_tasks:MathTasks",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
+    "sudoku": "penstock.envs.sudoku:SudokuTasks",
 }
 """Name -> import path of the factory."""
 

@@ -32,12 +32,10 @@ class ToolEnvironment(Environment):
     def score(self, task: Task, answer: str) -> RewardResult | Awaitable[RewardResult]:
         """Reward of the final answer, the text of the turn without a call."""
 
-    def reset(self, task: Task) -> Observation:
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """The prompt; chat messages get the tools in their system message."""
         self.task = task
-        if isinstance(task.prompt, str):
-            return Observation(task.prompt)
-        return Observation(with_tools(task.prompt, self.toolbox.describe()))
+        return prompt_with_tools(task, self.toolbox)
 
     async def step(self, action: Action) -> Observation | Done:
         """Run the calls of a turn one after the other, or score the answer."""
@@ -53,6 +51,13 @@ class ToolEnvironment(Environment):
         if left := len(calls) - len(results):
             messages.append({"role": "tool", "content": f"error: {left} more calls were ignored; {len(results)} fit"})
         return Observation(messages, role="tool", counts=_floats(counts))
+
+
+def prompt_with_tools(task: Task, toolbox: Toolbox) -> Observation:
+    """The prompt of a task; chat messages get the tools in their system message."""
+    if isinstance(task.prompt, str):
+        return Observation(task.prompt)
+    return Observation(with_tools(task.prompt, toolbox.describe()))
 
 
 def with_tools(messages: Sequence[Message], description: str) -> list[Message]:

@@ -17,19 +17,46 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_type_hints
 
+from jsonschema import Draft202012Validator
 from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
-Tool = Callable[..., object]
 Outcome = Literal["ok", "bad_json", "unknown_tool", "bad_arguments", "error", "timeout"]
 
 CALL_OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MAX_RESULT_CHARACTERS = 4000
+_MAX_PROBLEMS = 5
+
+
+class ToolError(Exception):
+    """A tool says that a call failed; the model is told these words."""
+
+
+class ToolServerError(Exception):
+    """What runs a tool is gone or hangs: no fault of the model's, so the attempt fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTool:
+    """A tool that comes with its schema, e.g. from an MCP server (mcp_tools.py).
+
+    Attributes:
+        parameters: JSON Schema of its arguments.
+        call: Takes the arguments and keeps its own time-out; may raise `ToolError` and `ToolServerError`.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    call: Callable[[Mapping[str, Any]], Awaitable[str]]
+
+
+Tool = Callable[..., object] | DescribedTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +112,8 @@ class Toolbox:
     """Tools by name.
 
     Args:
-        tools: Functions, plain or asynchronous, with a type hint for each parameter and a docstring for the model.
+        tools: Functions, plain or asynchronous, with a type hint for each parameter and a docstring for the model; or
+            tools that come with their schema.
         timeout_s: Longest time for one call, seconds.
 
     Raises:
@@ -97,10 +125,12 @@ class Toolbox:
         self._arguments: dict[str, Any] = {}
         self._timeout_s = timeout_s
         for tool in tools:
-            name = getattr(tool, "__name__", type(tool).__name__)
+            name = tool.name if isinstance(tool, DescribedTool) else getattr(tool, "__name__", type(tool).__name__)
             if name in self._tools:
                 raise TypeError(f"two tools are called {name!r}; the model could not tell them apart. Rename one.")
-            self._tools[name], self._arguments[name] = tool, _argument_model(name, tool)
+            self._tools[name] = tool
+            if not isinstance(tool, DescribedTool):
+                self._arguments[name] = _argument_model(name, tool)
 
     def schemas(self) -> list[dict[str, Any]]:
         """As OpenAI and chat templates describe tools."""
@@ -109,12 +139,21 @@ class Toolbox:
                 "type": "function",
                 "function": {
                     "name": name,
-                    "description": inspect.getdoc(tool) or "",
-                    "parameters": _plain_schema(self._arguments[name].model_json_schema()),
+                    "description": self._description(tool),
+                    "parameters": self._parameters(name),
                 },
             }
             for name, tool in self._tools.items()
         ]
+
+    def _description(self, tool: Tool) -> str:
+        return tool.description if isinstance(tool, DescribedTool) else inspect.getdoc(tool) or ""
+
+    def _parameters(self, name: str) -> dict[str, Any]:
+        tool = self._tools[name]
+        if isinstance(tool, DescribedTool):
+            return dict(tool.parameters)
+        return _plain_schema(self._arguments[name].model_json_schema())
 
     def describe(self) -> str:
         """As `describe_tools`."""
@@ -123,6 +162,9 @@ class Toolbox:
     async def run(self, call: ToolCall) -> ToolResult:
         """Make one call; whatever happens is a result. A plain function runs in a thread that is left behind at the
         time-out; `env.episode.timeout_s` is the limit that ends a process.
+
+        Raises:
+            ToolServerError: If what runs the tool is gone or hangs.
         """
         if call.problem:
             return ToolResult("bad_json", f"error: {call.problem}")
@@ -130,16 +172,28 @@ class Toolbox:
             near = get_close_matches(call.name, self._tools, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             return ToolResult("unknown_tool", f"error: no tool {call.name!r:.60}; there are {list(self._tools)}.{hint}")
+        tool = self._tools[call.name]
+        if isinstance(tool, DescribedTool):
+            return await self._call_described(tool, call.arguments)
         try:
             model = self._arguments[call.name].model_validate(call.arguments)
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:_MAX_PROBLEMS])
             return ToolResult("bad_arguments", f"error: {call.name}: {wrong}")
         arguments = {name: getattr(model, name) for name in type(model).model_fields}
-        return await self._call(call.name, arguments)
+        return await self._call(call.name, tool, arguments)
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        tool = self._tools[name]
+    async def _call_described(self, tool: DescribedTool, arguments: dict[str, Any]) -> ToolResult:
+        wrong = [error.message for error in Draft202012Validator(tool.parameters).iter_errors(arguments)]
+        if wrong:
+            said = f"error: {tool.name}: {'; '.join(wrong[:_MAX_PROBLEMS])}"
+            return ToolResult("bad_arguments", said[:_MAX_RESULT_CHARACTERS])
+        try:
+            return ToolResult("ok", (await tool.call(arguments))[:_MAX_RESULT_CHARACTERS])
+        except ToolError as error:
+            return ToolResult("error", f"error: {error}"[:_MAX_RESULT_CHARACTERS])
+
+    async def _call(self, name: str, tool: Callable[..., object], arguments: dict[str, Any]) -> ToolResult:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -155,7 +209,7 @@ class Toolbox:
         return ToolResult("ok", text[:_MAX_RESULT_CHARACTERS])
 
 
-def _argument_model(name: str, tool: Tool) -> Any:
+def _argument_model(name: str, tool: Callable[..., object]) -> Any:
     """A pydantic model of a function's parameters."""
     hints = get_type_hints(tool)
     parameters: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import os
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.envs.retrying import RetryConfig
 from penstock.envs.sandbox.contract import Limits
 
 _MIB, _KIB = 1 << 20, 1 << 10
@@ -47,30 +48,18 @@ class LimitsConfig(BaseModel):
         )
 
 
-class RemoteConfig(BaseModel):
+class RemoteConfig(RetryConfig):
     """A sandbox service that speaks the protocol of envs/sandbox/service.py.
 
     Attributes:
         url: Its address, e.g. `http://sandbox:8080`.
         token_variable: Environment variable of the reward workers that holds the service's token; None sends none.
-        connect_timeout_s: Longest wait for a connection, seconds.
         grace_s: How much longer than the program's own wall-clock limit an answer may take, seconds.
-        max_attempts: Tries of one program, the first included.
-        backoff_s: Wait before the second try, seconds; doubled each time, with jitter.
-        failures_to_open: Failed tries in a row after which nothing is sent for a while.
-        open_s: That while, seconds; then one program tries.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str = Field(pattern=r"^https?://")
     token_variable: str | None = None
-    connect_timeout_s: float = Field(default=5.0, gt=0)
     grace_s: float = Field(default=10.0, gt=0)
-    max_attempts: int = Field(default=4, ge=1)
-    backoff_s: float = Field(default=0.5, ge=0)
-    failures_to_open: int = Field(default=8, ge=1)
-    open_s: float = Field(default=15.0, gt=0)
 
 
 class SandboxConfig(BaseModel):

@@ -5,60 +5,27 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
+from penstock.envs.retrying import CircuitBreaker
 from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program, SandboxResult, SandboxUnavailableError, encode_job
 from penstock.envs.sandbox.local import LocalSandbox
-from penstock.envs.sandbox.remote import CircuitBreaker, RemoteSandbox
+from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.envs.sandbox.service import cut_limits, make_service
+from tests.unit.envs.http_service import Handler, Service, answer, hang, hang_up, serving
 
 FINE = {"outcome": "exited", "exit_code": 0, "stdout": "2\n", "stderr": "", "wall_s": 0.1, "detail": ""}
-Plan = list[Callable[[web.Request], Awaitable[web.Response]]]
-
-
-def answer(status: int = 200, body: object = FINE) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def handler(_: web.Request) -> web.Response:
-        return web.json_response(body, status=status)
-
-    return handler
-
-
-async def hang_up(request: web.Request) -> web.Response:
-    assert request.transport is not None
-    request.transport.close()
-    return web.Response()
-
-
-async def hang(_: web.Request) -> web.Response:
-    await asyncio.sleep(30)
-    return web.Response()
-
-
-class Service:
-    """Answers the n-th request as the n-th of its plan says, the last one for ever."""
-
-    def __init__(self) -> None:
-        self.plan: Plan = []
-        self.num_requests = 0
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.num_requests += 1
-        handler = self.plan.pop(0) if len(self.plan) > 1 else self.plan[0]
-        return await handler(request)
 
 
 @pytest.fixture
 async def service() -> AsyncIterator[tuple[Service, str]]:
-    made = Service()
-    app = web.Application()
-    app.router.add_post("/run", made.handle)
-    async with TestServer(app) as server:
-        yield made, str(server.make_url("/"))
+    async with serving("/run") as made:
+        yield made, f"{made.url}/"
 
 
 async def ask(url: str, wall_s: float = 1.0, **config: object) -> SandboxResult:
@@ -71,15 +38,15 @@ async def ask(url: str, wall_s: float = 1.0, **config: object) -> SandboxResult:
 
 async def test_failures_that_may_pass_are_tried_again(service: tuple[Service, str]) -> None:
     made, url = service
-    made.plan = [answer(503, "busy"), hang_up, answer(429, "slow down"), answer()]
+    made.plan = [answer("busy", 503), hang_up, answer("slow down", 429), answer(FINE)]
     assert (await ask(url)).stdout == "2\n"
     assert made.num_requests == 4
 
 
 async def test_after_the_last_attempt_the_error_says_what_happened(service: tuple[Service, str]) -> None:
     made, url = service
-    made.plan = [answer(503, "x" * 10_000)]
-    with pytest.raises(SandboxUnavailableError, match=r"after 3 attempts at most: HTTP 503: .xxx") as caught:
+    made.plan = [answer("x" * 10_000, 503)]
+    with pytest.raises(SandboxUnavailableError, match=r"no result: HTTP 503: .xxx.*\(try 3 of 3\)") as caught:
         await ask(url, max_attempts=3)
     assert made.num_requests == 3
     assert len(str(caught.value)) < 700
@@ -88,13 +55,13 @@ async def test_after_the_last_attempt_the_error_says_what_happened(service: tupl
 @pytest.mark.parametrize(
     ("handler", "message"),
     [
-        (answer(400, "no job"), "refused a job: HTTP 400"),
-        (answer(200, {"stdout": 1}), "something else than a result"),
-        (answer(200, ["?"]), "something else than a result"),
+        (answer("no job", 400), "refused a job: HTTP 400"),
+        (answer({"stdout": 1}, 200), "something else than a result"),
+        (answer(["?"], 200), "something else than a result"),
     ],
 )
 async def test_what_no_repetition_can_mend_is_not_tried_again(
-    service: tuple[Service, str], handler: Callable[[web.Request], Awaitable[web.Response]], message: str
+    service: tuple[Service, str], handler: Handler, message: str
 ) -> None:
     made, url = service
     made.plan = [handler]
@@ -115,14 +82,14 @@ async def test_a_service_that_hangs_costs_one_time_out_each_time(service: tuple[
 
 async def test_a_service_that_is_down_is_left_alone_and_found_again(service: tuple[Service, str]) -> None:
     made, url = service
-    made.plan = [answer(500, "down")]
+    made.plan = [answer("down", 500)]
     config = RemoteConfig(url=url, backoff_s=0, max_attempts=1, failures_to_open=3, open_s=0.5)
     sandbox = RemoteSandbox(config, 4)
     for _ in range(10):
         with pytest.raises(SandboxUnavailableError):
             await sandbox.run(Program(""), Limits())
     assert made.num_requests == 3
-    made.plan = [answer()]
+    made.plan = [answer(FINE)]
     await asyncio.sleep(0.6)
     assert (await sandbox.run(Program(""), Limits())).is_ok
     assert (await sandbox.run(Program(""), Limits())).is_ok

@@ -1,0 +1,177 @@
+"""JSON over HTTP to a service that may be slow, busy or down: retries, a circuit breaker, bounded times and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from penstock.envs.retrying import CircuitBreaker, RetryConfig, parse_retry_after
+
+MAX_REPLY_BYTES = 16 << 20
+_MAX_ERROR_CHARACTERS = 300
+_CHUNK_BYTES = 1 << 16
+
+
+class ServiceError(Exception):
+    """There is no usable answer; the message says why."""
+
+
+class NoAnswerError(ServiceError):
+    """The service did not answer, or said that the fault is its own."""
+
+
+class RefusalError(ServiceError):
+    """It answered, and the same request would get the same answer."""
+
+
+class _PassingError(Exception):
+    """One try failed in a way that may pass.
+
+    Attributes:
+        retry_after_s: What the service asks for, seconds.
+        is_busy: It is up and wants fewer requests: no failure in the circuit breaker's eyes.
+    """
+
+    def __init__(self, problem: str, retry_after_s: float = 0.0, *, is_busy: bool = False) -> None:
+        super().__init__(problem)
+        self.retry_after_s = retry_after_s
+        self.is_busy = is_busy
+
+
+class JsonClient:
+    """Posts JSON and reads JSON. Use it from one event loop.
+
+    Tried again are 408, 429, 5xx, broken connections and time-outs, after a wait that grows and is at least what
+    `Retry-After` says. After `failures_to_open` failures in a row nothing is sent for `open_s`: a service that is down
+    costs each request an instant and not a time-out.
+
+    Args:
+        retry: When to ask again.
+        max_concurrency: Requests at a time.
+        headers: Of every request.
+        interval_s: Shortest time between the starts of two tries, seconds.
+    """
+
+    def __init__(
+        self, retry: RetryConfig, max_concurrency: int, headers: Mapping[str, str], interval_s: float = 0.0
+    ) -> None:
+        self._retry = retry
+        self._max_concurrency = max_concurrency
+        self._headers = dict(headers)
+        self._interval_s = interval_s
+        self._next_start = 0.0
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._breaker = CircuitBreaker(retry.failures_to_open, retry.open_s)
+        self._last_problem = ""
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, url: str, body: object, timeout_s: float, patience_s: float = math.inf) -> Any:
+        """Post `body`, return the decoded reply.
+
+        Args:
+            url: Where to.
+            body: Plain data.
+            timeout_s: Longest time for one try, seconds.
+            patience_s: Longest time for all tries, seconds.
+
+        Raises:
+            NoAnswerError: If no try was answered.
+            RefusalError: If the service refused, or its answer is no JSON.
+            TypeError, ValueError: If `body` is no plain data.
+        """
+        data = json.dumps(body, allow_nan=False).encode()
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + patience_s
+        for attempt in range(1, self._retry.max_attempts + 1):
+            await self._wait_for_turn()
+            async with self._slots:
+                if not self._breaker.admit(loop.time()):
+                    raise NoAnswerError(
+                        f"it failed {self._retry.failures_to_open} times in a row and is left alone for up to "
+                        f"{self._retry.open_s:g} s; last: {self._last_problem}"
+                    )
+                try:
+                    reply = await self._post_once(url, data, min(timeout_s, give_up_at - loop.time()))
+                except _PassingError as error:
+                    self._last_problem = str(error)
+                    wait_s = max(error.retry_after_s, self._retry.wait_s(attempt))
+                    if not error.is_busy:
+                        self._breaker.failed(loop.time())
+                except RefusalError:
+                    self._breaker.succeeded()
+                    raise
+                else:
+                    self._breaker.succeeded()
+                    return reply
+                problem = self._last_problem
+            if attempt == self._retry.max_attempts:
+                break
+            if loop.time() + wait_s >= give_up_at:
+                raise NoAnswerError(f"{problem} (try {attempt}; the next, {wait_s:.3g} s later, would be too late)")
+            await asyncio.sleep(wait_s)
+        raise NoAnswerError(f"{problem} (try {attempt} of {attempt})")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _wait_for_turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        start = max(now, self._next_start)
+        self._next_start = start + self._interval_s
+        await asyncio.sleep(start - now)
+
+    async def _post_once(self, url: str, data: bytes, timeout_s: float) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_concurrency)
+            headers = {"Content-Type": "application/json", **self._headers}
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._retry.connect_timeout_s)
+        try:
+            # A redirected POST would arrive as a GET: it is refused below instead.
+            async with self._session.post(url, data=data, timeout=timeout, allow_redirects=False) as response:
+                body = await _read(response)
+                _check_status(response.status, response.headers, body)
+                return _decode(body)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            said = str(error)[:_MAX_ERROR_CHARACTERS] or f"no answer within {timeout_s:.3g} s"
+            raise _PassingError(f"{type(error).__name__}: {said}") from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body.
+
+    Raises:
+        RefusalError: If it is longer than `MAX_REPLY_BYTES`.
+    """
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        body += chunk
+        if len(body) > MAX_REPLY_BYTES:
+            raise RefusalError(f"the answer is longer than {MAX_REPLY_BYTES} bytes")
+    return bytes(body)
+
+
+def _check_status(status: int, headers: Mapping[str, str], body: bytes) -> None:
+    if status == HTTPStatus.OK:
+        return
+    problem = f"HTTP {status}: {body[:_MAX_ERROR_CHARACTERS].decode(errors='replace')}"
+    is_busy = status == HTTPStatus.TOO_MANY_REQUESTS
+    if is_busy or status == HTTPStatus.REQUEST_TIMEOUT or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise _PassingError(problem, parse_retry_after(headers.get("Retry-After")), is_busy=is_busy)
+    raise RefusalError(problem)
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        start = body[:_MAX_ERROR_CHARACTERS].decode(errors="replace")
+        raise RefusalError(f"the answer is not JSON ({error}): {start!r}") from error

@@ -1,0 +1,214 @@
+"""Tools of MCP servers (Model Context Protocol), by the official client library `mcp`: a command, or a URL.
+
+    class Episode(McpToolEnvironment):
+        servers = (McpServer(command=("python", "my_server.py")),)
+
+Every episode has a session with each server, and a process of its own where the server is a command: what an episode
+does is not seen by another. A server that dies or does not answer in time fails the attempt with the cause; what a tool
+says of its own failure is said to the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO, Any
+
+from penstock.dataflow.trajectory import Task
+from penstock.envs.environment import Observation
+from penstock.envs.tool_environment import ToolEnvironment, prompt_with_tools
+from penstock.envs.tools import DescribedTool, Toolbox, ToolError, ToolServerError
+
+_MAX_STDERR_BYTES = 500
+_CLOSE_S = 8.0
+"""The client library gives a process 2 s to end by itself, then 2 s after SIGTERM, then it kills it."""
+
+
+@dataclass(frozen=True, slots=True)
+class McpServer:
+    """Where a server is: one of command and url.
+
+    Attributes:
+        command: Program and arguments; it speaks on its standard input and output.
+        url: Of a server that speaks streamable HTTP.
+        variables: Environment variables of the command; besides them it gets HOME, PATH and the like, and no secrets.
+        tools: Those that the policy may call; None is all.
+        startup_timeout_s: Longest time until it has said its tools, seconds.
+    """
+
+    command: Sequence[str] = ()
+    url: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tools: Sequence[str] | None = None
+    startup_timeout_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError(f"McpServer(command={list(self.command)}, url={self.url!r}): give one of the two")
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages."""
+        return f"MCP server {self.url or ' '.join(self.command)!r}"
+
+
+class McpSession:
+    """One session with one server. `open`, then calls, then `close`, all from one event loop.
+
+    A task of its own holds the connection from birth to end: the library's cancel scopes may not change tasks.
+    """
+
+    def __init__(self, server: McpServer, call_timeout_s: float) -> None:
+        self._server = server
+        self._call_timeout_s = call_timeout_s
+        self._client: Any = None
+        self._is_connected = False
+        self._is_over = asyncio.Event()
+        self._holding: asyncio.Task[None] | None = None
+        self._stderr: IO[str] | None = None
+
+    async def open(self) -> list[DescribedTool]:
+        """Connect, and return the tools.
+
+        Raises:
+            ToolServerError: If the server does not start, does not answer in time, or lacks a tool that is named.
+        """
+        connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._holding = asyncio.create_task(self._hold(connected))
+        try:
+            async with asyncio.timeout(self._server.startup_timeout_s):
+                await connected
+                listed = await self._list_tools()
+        except TimeoutError:
+            problem = f"did not say its tools within {self._server.startup_timeout_s:g} s"
+            raise ToolServerError(self._with_stderr(problem)) from None
+        except Exception as error:
+            raise ToolServerError(self._with_stderr(f"does not start: {_last_cause(error)}")) from error
+        wanted = self._server.tools
+        missing = sorted(set(wanted or ()) - {tool.name for tool in listed})
+        if missing:
+            raise ToolServerError(f"{self._server.label} has no tool {missing}; it has {[t.name for t in listed]}")
+        return [tool for tool in listed if wanted is None or tool.name in wanted]
+
+    async def close(self) -> None:
+        """End the session, and the process with it."""
+        self._is_over.set()
+        if self._holding is not None:
+            if not self._is_connected:
+                self._holding.cancel()  # once: it ends the process on its way out
+            await asyncio.wait([self._holding], timeout=_CLOSE_S)
+            self._holding.cancel()
+            await asyncio.gather(self._holding, return_exceptions=True)
+        if self._stderr is not None:
+            self._stderr.close()
+
+    async def _hold(self, connected: asyncio.Future[None]) -> None:
+        from mcp import Client
+
+        try:
+            async with Client(self._target()) as self._client:
+                self._is_connected = True
+                if not connected.done():
+                    connected.set_result(None)
+                await self._is_over.wait()
+        except Exception as error:  # noqa: BLE001  the library's, of many kinds: `open` classifies it
+            if not connected.done():
+                connected.set_exception(error)
+
+    def _target(self) -> Any:
+        if self._server.url is not None:
+            return self._server.url
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `close`
+        program, *arguments = self._server.command
+        parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._server.variables))
+        return stdio_client(parameters, self._stderr)
+
+    async def _list_tools(self) -> list[DescribedTool]:
+        tools: list[DescribedTool] = []
+        cursor: str | None = None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            tools += [
+                DescribedTool(tool.name, tool.description or "", tool.input_schema, partial(self._call, tool.name))
+                for tool in page.tools
+            ]
+            cursor = page.next_cursor
+            if cursor is None:
+                return tools
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """One call.
+
+        Raises:
+            ToolError: If the tool says so, or the server refuses the call.
+            ToolServerError: If the server is gone, or does not answer in time.
+        """
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                result = await self._client.call_tool(name, dict(arguments))
+        except TimeoutError:
+            problem = f"did not answer a call of {name} within {self._call_timeout_s:g} s"
+            raise ToolServerError(self._with_stderr(problem)) from None
+        except MCPError as error:
+            if error.error.code != CONNECTION_CLOSED:
+                raise ToolError(error.error.message) from error
+            raise ToolServerError(self._with_stderr(f"ended during a call of {name}")) from error
+        except Exception as error:
+            raise ToolServerError(self._with_stderr(f"failed in a call of {name}: {_last_cause(error)}")) from error
+        text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    def _with_stderr(self, problem: str) -> str:
+        said = ""
+        if self._stderr is not None:
+            end = self._stderr.seek(0, 2)
+            self._stderr.seek(max(end - _MAX_STDERR_BYTES, 0))
+            said = self._stderr.read().strip()
+        return f"{self._server.label} {problem}" + (f"; the end of its standard error: {said}" if said else "")
+
+
+class McpToolEnvironment(ToolEnvironment):
+    """A `ToolEnvironment` with the tools of MCP servers beside its own.
+
+    Attributes:
+        servers: Where the tools come from.
+    """
+
+    servers: Sequence[McpServer] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sessions: list[McpSession] = []
+
+    async def reset(self, task: Task) -> Observation:
+        """Start the servers, then the prompt with all tools.
+
+        Raises:
+            ToolServerError: If a server does not start.
+        """
+        self.task = task
+        self._sessions = [McpSession(server, self.tool_timeout_s) for server in self.servers]
+        offered = [await session.open() for session in self._sessions]
+        self.toolbox = Toolbox([*self.tools, *(tool for tools in offered for tool in tools)], self.tool_timeout_s)
+        return prompt_with_tools(task, self.toolbox)
+
+    async def close(self) -> None:
+        """End the servers."""
+        await asyncio.gather(*(session.close() for session in self._sessions))
+
+
+def _last_cause(error: BaseException) -> str:
+    """The first leaf of nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

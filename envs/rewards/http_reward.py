@@ -1,0 +1,160 @@
+"""A reward that another service computes: the trajectory goes there as JSON, a number or named numbers come back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+
+from pydantic import Field
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import Trajectory
+from penstock.envs.contract import RewardContext
+from penstock.envs.http_client import JsonClient, ServiceError
+from penstock.envs.retrying import RetryConfig
+from penstock.envs.reward_result import to_reply
+
+_PATIENCE = 0.95
+"""Share of `reward.timeout_s` for all tries of a call: it must end with its own reason, not with a time-out."""
+
+
+class HttpConfig(RetryConfig):
+    """Where the service is.
+
+    Attributes:
+        url: Its address.
+        key_variable: Environment variable of the reward workers with the key that is sent as `Authorization: Bearer`;
+            None sends none.
+        request_timeout_s: Longest time for one try, seconds.
+        max_requests_per_s: Of each reward worker, tries included; None is unbounded.
+    """
+
+    url: str = Field(pattern=r"^https?://")
+    key_variable: str | None = None
+    request_timeout_s: float = Field(default=20.0, gt=0)
+    max_requests_per_s: float | None = Field(default=None, gt=0)
+
+
+class RewardServiceError(Exception):
+    """The service gave no reward, so there is none: not 0."""
+
+
+class RewardService:
+    """One address that rewards ask, within the limits of a call.
+
+    Args:
+        config: Where it is.
+        context: Limits of a call.
+
+    Raises:
+        ConfigError: If its key is not set, or a call cannot end in time.
+    """
+
+    def __init__(self, config: HttpConfig, context: RewardContext) -> None:
+        self._config = config
+        self._patience_s = _PATIENCE * context.timeout_s
+        if config.request_timeout_s > self._patience_s:
+            raise ConfigError(
+                [
+                    f"reward request_timeout_s={config.request_timeout_s:g} with reward.timeout_s="
+                    f"{context.timeout_s:g}: a call would end before its first try does. Set reward.timeout_s to "
+                    "several tries and their waits."
+                ]
+            )
+        interval_s = 0.0 if config.max_requests_per_s is None else 1 / config.max_requests_per_s
+        if context.max_concurrency * interval_s > self._patience_s:
+            raise ConfigError(
+                [
+                    f"reward max_requests_per_s={config.max_requests_per_s:g} with reward.max_concurrency="
+                    f"{context.max_concurrency}: the last of them would be sent after "
+                    f"{context.max_concurrency * interval_s:.0f} s, reward.timeout_s={context.timeout_s:g}. Lower "
+                    "reward.max_concurrency, or raise reward.timeout_s."
+                ]
+            )
+        self._client = JsonClient(config, context.max_concurrency, _headers(config.key_variable), interval_s)
+
+    async def ask(self, body: object, url: str | None = None) -> Any:
+        """Post a body; the decoded reply.
+
+        Args:
+            body: Plain data.
+            url: Another than that of the configuration.
+
+        Raises:
+            RewardServiceError: If there is no usable answer.
+        """
+        url = url or self._config.url
+        try:
+            return await self._client.post(url, body, self._config.request_timeout_s, self._patience_s)
+        except (TypeError, ValueError) as error:
+            raise RewardServiceError(f"the task cannot be sent to {url} as JSON: {error}") from error
+        except ServiceError as error:
+            raise RewardServiceError(f"{url} gave no reward: {error}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+
+class HttpReward:
+    """The reward that a service answers with: a number, or an object of numbers as a reward function's dict.
+
+    Args:
+        service: Whom to ask.
+    """
+
+    def __init__(self, service: RewardService) -> None:
+        self.service = service
+
+    @classmethod
+    def build(cls, context: RewardContext, **args: Any) -> Self:
+        """Build it from `reward.args`, an `HttpConfig`.
+
+        Raises:
+            ConfigError: If the key is not set, or the time-outs do not fit.
+            ValueError: If an argument is unknown or wrong.
+        """
+        return cls(RewardService(HttpConfig.model_validate(args), context))
+
+    async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
+        """Ask for the reward of one trajectory.
+
+        Raises:
+            RewardServiceError: If there is no usable answer.
+        """
+        returned = await self.service.ask(encode_trajectory(trajectory, fields))
+        reply = to_reply(returned, "the service answered")
+        if "error" in reply:
+            raise RewardServiceError(reply["error"])
+        return {**reply["parts"], "reward": reply["reward"]}
+
+
+def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[str, Any]:
+    """What a service is sent: plain data, if the fields are."""
+    turns = [] if trajectory.episode is None else trajectory.episode.turns
+    return {
+        "task_id": trajectory.task_id,
+        "fields": fields,
+        "prompt": trajectory.prompt,
+        "response": trajectory.response,
+        "finish_reason": trajectory.finish_reason,
+        "num_tokens": trajectory.num_sampled_tokens,
+        "turns": [
+            {"response": turn.response, "observation": turn.observation, "finish_reason": turn.finish_reason}
+            for turn in turns
+        ],
+        "episode_reward": None if trajectory.episode is None else trajectory.episode.reward,
+    }
+
+
+def _headers(key_variable: str | None) -> dict[str, str]:
+    if key_variable is None:
+        return {}
+    if not os.environ.get(key_variable):
+        raise ConfigError(
+            [
+                f"reward key_variable={key_variable}: this environment variable is not set here. The service would "
+                "refuse every request. Set it where the run is started and where the reward workers run."
+            ]
+        )
+    return {"Authorization": f"Bearer {os.environ[key_variable]}"}
