@@ -80,7 +80,11 @@ async def test_failures_that_may_pass_are_tried_again(service: Service) -> None:
     assert service.num_requests == 4
 
 
-@pytest.mark.parametrize("after", ["1", format_datetime(datetime.now(UTC) + timedelta(days=3650), usegmt=True)])
+@pytest.mark.parametrize(
+    "after",
+    ["1", format_datetime(datetime.now(UTC) + timedelta(days=3650), usegmt=True)],
+    ids=["seconds", "date"],
+)
 async def test_retry_after_is_waited_for_or_too_late(service: Service, after: str) -> None:
     service.plan = [answer("slow down", 429, Retry_After=after), answer(1)]
     started = time.monotonic()
