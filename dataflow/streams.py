@@ -7,7 +7,7 @@ admitted of it since the weights last changed, l_i its live groups, q_i its quot
 
 These are Sainte-Laguë's divisors, from absolute counters: after n admissions every stream that was never at its
 quota has had its share of n, up to about one group. A requeued task waits until a whole window of other
-tasks was admitted after it, so it never starves them and is never forgotten.
+tasks was admitted after it, and not for the weight of its stream: it never starves them and is never forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 
 MIN_GROUP_SIZE = 2
 REWARDS_KEPT = 64
-"""Groups of each stream whose mean reward a curriculum sees."""
+"""Groups of each stream whose rewards a curriculum sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,14 @@ class QueuedTask:
 class Curriculum(Protocol):
     """Says how streams are mixed from now on; asked after every publish."""
 
-    def weights(self, version: int, rewards: Mapping[str, float]) -> Mapping[str, float]:
-        """New weights by stream name, from the mean reward of each stream's newest `REWARDS_KEPT` groups."""
+    def weights(self, version: int, rewards: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        """New weights by stream name.
+
+        Args:
+            version: Just published.
+            rewards: Of each stream that has scored groups: the mean reward of each, oldest first, the newest
+                `REWARDS_KEPT` at most. Groups that were filtered afterwards count as well.
+        """
         ...
 
 
@@ -100,10 +106,11 @@ class TaskLine:
         Raises:
             PenstockError: If the chosen stream has ended.
         """
-        open_streams = [stream for stream in self.streams if self._is_open(stream, ledger)]
-        names = {stream.name for stream in open_streams}
+        with_room = [stream for stream in self.streams if self._has_room(stream, ledger)]
+        names = {stream.name for stream in with_room}
         if self._requeued and self._requeued[0][0] <= ledger.num_admitted and self._requeued[0][1].stream in names:
             return self._requeued.popleft()[1]
+        open_streams = [stream for stream in with_room if self._weights[stream.name] > 0]
         if not open_streams:
             return None
         stream = min(open_streams, key=lambda stream: self._position(stream.name, ledger))
@@ -158,8 +165,8 @@ class TaskLine:
         """Mix as the curriculum says from now on; what was admitted before is not made up for."""
         if self.curriculum is None:
             return
-        means = {name: sum(kept) / len(kept) for name, kept in self._rewards.items()}
-        weights = dict(self.curriculum.weights(version, means))
+        rewards = {name: tuple(kept) for name, kept in self._rewards.items()}
+        weights = dict(self.curriculum.weights(version, rewards))
         if not weights.keys() <= self._weights.keys() or not any(weight > 0 for weight in weights.values()):
             raise PenstockError(
                 f"dataflow: the curriculum gave the weights {weights} at v{version}; streams are "
@@ -182,9 +189,7 @@ class TaskLine:
             )
         return size
 
-    def _is_open(self, stream: TaskStream, ledger: Ledger) -> bool:
-        if self._weights[stream.name] <= 0:
-            return False
+    def _has_room(self, stream: TaskStream, ledger: Ledger) -> bool:
         return ledger.live_by_stream[stream.name] < math.ceil(stream.quota * self.window)
 
     def _position(self, name: str, ledger: Ledger) -> float:

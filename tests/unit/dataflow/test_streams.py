@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
+import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -71,8 +74,9 @@ def test_a_requeued_task_comes_back_after_a_window_of_others_and_not_before() ->
 class Harder:
     """Once the easy stream earns enough, only hard tasks."""
 
-    def weights(self, version: int, rewards: Mapping[str, float]) -> Mapping[str, float]:
-        return {"easy": 0.0 if rewards.get("easy", 0.0) > 0.8 else 1.0, "hard": 1.0}
+    def weights(self, version: int, rewards: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        earned = rewards.get("easy", ())
+        return {"easy": 0.0 if len(earned) == 5 and min(earned) > 0.8 else 1.0, "hard": 1.0}
 
 
 def scored(reward: float) -> Trajectory:
@@ -94,8 +98,52 @@ def test_a_curriculum_changes_the_mix_and_makes_nothing_up() -> None:
     assert {admit(line, ledger).stream for _ in range(10)} == {"hard"}  # type: ignore[union-attr]
 
 
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "curricula.md"
+STAGES = re.compile(r"`my_stages.py`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_the_stages_of_the_guide_are_left_when_enough_of_the_newest_groups_succeed() -> None:
+    module = types.ModuleType("my_stages")
+    exec(STAGES.findall(GUIDE.read_text())[0], vars(module))
+    ledger = Ledger()
+    line = TaskLine([stream("easy"), stream("hard", weight=0)], 1000, 2, curriculum=module.stages)
+
+    def play(num_groups: int, reward: float, version: int) -> set[str]:
+        played = [admit(line, ledger) for _ in range(num_groups)]
+        for queued in played:
+            assert queued is not None
+            line.group_scored(queued, [scored(reward), scored(reward)])
+        line.follow_curriculum(version, ledger)
+        return {queued.stream for queued in played if queued}
+
+    assert play(31, 1.0, 1) == {"easy"}
+    assert play(10, 0.0, 2) == {"easy"}, "31 groups were fewer than the gate asks for"
+    assert play(32, 0.9, 3) == {"easy"}, "22 of 32 were below 0.8"
+    assert play(8, 0.0, 4) == {"hard"}
+    assert play(32, 0.0, 5) == {"hard"}, "a stage that was left stays left"
+
+
+def test_a_requeued_task_of_a_stream_without_weight_comes_back_and_holds_nobody_up() -> None:
+    ledger = Ledger()
+    line = TaskLine([stream("easy"), stream("hard")], 2, 2, curriculum=Harder())
+    easy, hard = admit(line, ledger), admit(line, ledger)
+    assert (easy and easy.stream, hard and hard.stream) == ("easy", "hard")
+    for _ in range(5):
+        line.group_scored(easy, [scored(1.0)])  # type: ignore[arg-type]
+    line.follow_curriculum(1, ledger)
+    for record in list(ledger.live()):
+        ledger.end(record.group_id, GroupState.DROPPED, Reason.STALE)
+    line.requeue(easy, ledger)  # type: ignore[arg-type]
+    line.requeue(hard, ledger)  # type: ignore[arg-type]
+    names = []
+    for _ in range(4):
+        names.append(admit(line, ledger).task.task_id)  # type: ignore[union-attr]
+        ledger.end(next(ledger.live()).group_id, GroupState.DROPPED, Reason.STALE)
+    assert names == ["hard1", "hard2", "easy0", "hard0"]
+
+
 class NoWeights:
-    def weights(self, version: int, rewards: Mapping[str, float]) -> Mapping[str, float]:
+    def weights(self, version: int, rewards: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
         return {"easy": 0.0}
 
 
