@@ -30,7 +30,7 @@ from penstock.envs.config import EnvConfig
 from penstock.envs.environment import Done, Environment, EnvironmentSource, Observation, Role, RunsItself
 from penstock.envs.loading import load_task_source
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
-from penstock.envs.reward_result import to_failure, to_reply
+from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_reply
 
 
 class EpisodeReply(TypedDict, total=False):
@@ -83,6 +83,24 @@ def _is_content(content: object) -> bool:
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in content
     )
+
+
+def is_episode_hello(hello: object) -> bool:
+    """Whether it is one, and not what the user's code wrote into our socket."""
+    return isinstance(hello, dict) and isinstance(hello.get("error", ""), str)
+
+
+def is_episode_reply(reply: object) -> bool:
+    """The same of an `EpisodeReply`."""
+    if not isinstance(reply, dict):
+        return False
+    if "error" in reply:
+        return isinstance(reply["error"], str)
+    if not (are_finite([reply.get("reward", 0.0)]) and all(are_parts(reply.get(n, {})) for n in ("parts", "counts"))):
+        return False
+    if "content" in reply:
+        return _is_content(reply["content"]) and reply.get("role") in get_args(Role)
+    return any(reply.get(name) is True for name in ("done", "runs_itself", "closed"))
 
 
 async def call_environment(environment: Environment, method: str, argument: Any) -> Any:

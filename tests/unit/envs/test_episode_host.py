@@ -19,7 +19,7 @@ from penstock.envs.environment import Action
 from penstock.envs.episode_host import EpisodeHost
 
 ENVIRONMENTS = """
-import asyncio, os, time
+import asyncio, os, socket, struct, sys, time
 from penstock.envs.environment import Done, Environment, Observation
 from penstock.envs.generated_tasks import GeneratedTasks
 
@@ -40,6 +40,16 @@ class Play(Environment):
             while True: pass
         if text == "sleep": await asyncio.sleep(60)
         if text == "raise": raise RuntimeError("the board fell")
+        if text.startswith("{"):
+            caller = sys._getframe()
+            while "call_id" not in caller.f_locals: caller = caller.f_back
+            number = caller.f_locals["call_id"]
+            for fd in range(3, 64):
+                try:
+                    if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX:
+                        os.write(fd, struct.pack("!IQ", len(text), number) + text.encode())
+                except OSError: pass
+            time.sleep(60)
         if text == "exit": os._exit(3)
         if text == "leave": raise SystemExit(2)
         if text == "end": return Done({"won": 1, "tidy": 0.5}, {"moves": 2})
@@ -110,6 +120,10 @@ async def test_an_episode_is_played_and_every_stream_has_its_own_environment(mak
         ("role", "role 'assistant'.*expected one of user, tool, system"),
         ("content", "expected one of user, tool, system, and text or messages"),
         ("huge", "an observation of 2.* bytes; at most 1048576 fit"),
+        ("{}", "its process sent what is no reply and was killed"),
+        ('{"done": true, "reward": NaN}', "its process sent what is no reply"),
+        ('{"content": "", "role": "user", "counts": {"a": 1e999}}', "its process sent what is no reply"),
+        ('{"closed": true}', "its process answered {'closed': True}; expected content or done"),
         ("exit", "its process ended with exit code 3"),
     ],
 )
