@@ -171,9 +171,10 @@ class EpisodeHost:
     ) -> EpisodeReply:
         """One call of one episode, within the time-out."""
         try:
-            body = pickle.dumps((episode, method, argument), protocol=pickle.HIGHEST_PROTOCOL)
+            packed = pickle.dumps(argument, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
             return {"error": f"the task cannot be sent: {error!r}"}
+        body = pickle.dumps((episode, method, packed), protocol=pickle.HIGHEST_PROTOCOL)
         try:
             async with asyncio.timeout(timeout_s):
                 return await worker.send(next(self._serial), body)

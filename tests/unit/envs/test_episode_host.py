@@ -146,6 +146,36 @@ async def test_a_reset_that_raises_is_an_env_failure(make_host: Callable[..., An
             await played.reset()
 
 
+class Unreadable:
+    """Can be pickled, but not read back."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (task(row=Unreadable()), "ValueError: invalid literal for int"),
+        (task("elsewhere"), r"the task names the environment 'elsewhere'; there are \['', 'other'\]"),
+    ],
+)
+async def test_a_task_that_the_process_cannot_read_costs_no_other_episode(
+    make_host: Callable[..., Any], bad: Task, message: str
+) -> None:
+    async with make_host() as host, host.open(task()) as bystander:
+        await bystander.reset()
+        before = host.pids
+        async with host.open(bad) as played:
+            with pytest.raises(TrajectoryError, match=rf"(?s)reset of t/0: .*{message}") as caught:
+                await played.reset()
+        assert caught.value.kind == "env"
+        assert (await bystander.step(Action("still here")))["content"] == "0:still here"
+        async with host.open(task()) as newcomer:
+            await newcomer.reset()
+        assert host.pids == before
+
+
 @pytest.mark.parametrize("text", ["block", "spin"])
 async def test_a_hang_costs_its_own_episode_and_the_process_only_when_the_others_have_ended(
     make_host: Callable[..., Any], text: str
