@@ -21,6 +21,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
+from penstock.envs.reward_result import is_hello, is_reply
 from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
@@ -36,6 +37,9 @@ class ChildSpec:
         section: Of the configuration, where the limits are.
         module: Its `main(arguments)` serves frames until its socket closes.
         arguments: Behind the number of its socket.
+        is_hello: Whether what it says first is well-formed.
+        is_reply: The same of an answer. The user's code can write into the socket, so a process that sends anything
+            else has died.
     """
 
     label: str
@@ -44,6 +48,8 @@ class ChildSpec:
     arguments: Sequence[str]
     max_memory_gib: float | None
     max_processes: int
+    is_hello: Callable[[object], bool]
+    is_reply: Callable[[object], bool]
 
 
 def reward_spec(reward: RewardConfig, sandbox: SandboxConfig) -> ChildSpec:
@@ -55,6 +61,8 @@ def reward_spec(reward: RewardConfig, sandbox: SandboxConfig) -> ChildSpec:
         [str(reward.timeout_s), reward.model_dump_json(), sandbox.model_dump_json()],
         reward.max_memory_gib,
         reward.max_processes,
+        is_hello,
+        is_reply,
     )
 
 
@@ -85,6 +93,7 @@ class ChildProcess(asyncio.Protocol):
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
         self._is_closed = False
+        self._sent_nonsense = False
         self.hello: dict[str, Any] = {}
 
     async def start(self, startup_timeout_s: float) -> None:
@@ -162,6 +171,8 @@ class ChildProcess(asyncio.Protocol):
     def end(self) -> str:
         """Say how a process ended whose socket is closed: it is most likely about to end by itself."""
         assert self._process is not None
+        if self._sent_nonsense:
+            return f"sent what is no reply and {self.kill()}"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_LAST_BREATH_S)
         return self.kill()
@@ -192,25 +203,34 @@ class ChildProcess(asyncio.Protocol):
         start = 0
         while len(self._buffer) - start >= HEADER.size:
             length, call_id = HEADER.unpack_from(self._buffer, start)
-            if length > MAX_REPLY_BYTES:
+            end = start + HEADER.size + length
+            if length <= MAX_REPLY_BYTES and len(self._buffer) < end:
+                break
+            if length > MAX_REPLY_BYTES or not self._deliver(call_id, self._buffer[start + HEADER.size : end]):
+                self._sent_nonsense = True
                 self._buffer.clear()
                 assert self._transport is not None
                 self._transport.abort()
                 return
-            end = start + HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            self._deliver(call_id, json.loads(self._buffer[start + HEADER.size : end]))
             start = end
         del self._buffer[:start]
 
-    def _deliver(self, call_id: int, reply: dict[str, Any]) -> None:
+    def _deliver(self, call_id: int, body: bytearray) -> bool:
+        """Hand on what came; whether it is well-formed."""
         if self._is_closed:
-            return
-        if call_id == HELLO_ID and not self._hello.done():
+            return True
+        try:
+            reply = json.loads(body)
+        except (ValueError, RecursionError):
+            return False
+        is_first = call_id == HELLO_ID and not self._hello.done()
+        if not (self._spec.is_hello(reply) if is_first else self._spec.is_reply(reply)):
+            return False
+        if is_first:
             self._hello.set_result(reply)
         else:
             self._on_reply(call_id, reply)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         if self._is_closed:

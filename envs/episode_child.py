@@ -7,7 +7,8 @@ socket closes.
 Every episode has a thread with an event loop of its own, so a step that blocks holds up nobody else's episode. Nobody
 can kill a thread: when a call hangs, the parent retires this process and starts another (episode_host.py).
 
-Request frame: as in reward_child.py, the body a pickle of `(episode, method, argument)`.
+Request frame: as in reward_child.py, the body a pickle of `(episode, method, argument)`, the argument pickled by
+itself: a task that cannot be read fails its own episode only.
 Reply frame: a JSON object, an `EpisodeReply`.
 """
 
@@ -30,7 +31,7 @@ from penstock.envs.config import EnvConfig
 from penstock.envs.environment import Done, Environment, EnvironmentSource, Observation, Role, RunsItself
 from penstock.envs.loading import load_task_source
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
-from penstock.envs.reward_result import to_failure, to_reply
+from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_reply
 
 
 class EpisodeReply(TypedDict, total=False):
@@ -85,6 +86,24 @@ def _is_content(content: object) -> bool:
     )
 
 
+def is_episode_hello(hello: object) -> bool:
+    """Whether it is one, and not what the user's code wrote into our socket."""
+    return isinstance(hello, dict) and isinstance(hello.get("error", ""), str)
+
+
+def is_episode_reply(reply: object) -> bool:
+    """The same of an `EpisodeReply`."""
+    if not isinstance(reply, dict):
+        return False
+    if "error" in reply:
+        return isinstance(reply["error"], str)
+    if not (are_finite([reply.get("reward", 0.0)]) and all(are_parts(reply.get(n, {})) for n in ("parts", "counts"))):
+        return False
+    if "content" in reply:
+        return _is_content(reply["content"]) and reply.get("role") in get_args(Role)
+    return any(reply.get(name) is True for name in ("done", "runs_itself", "closed"))
+
+
 async def call_environment(environment: Environment, method: str, argument: Any) -> Any:
     """Call a plain or asynchronous method."""
     returned = getattr(environment, method)(*([] if method == "close" else [argument]))
@@ -94,17 +113,17 @@ async def call_environment(environment: Environment, method: str, argument: Any)
 class EpisodeThread:
     """Plays one episode: calls come one after the other, until `close`."""
 
-    def __init__(self, make: Callable[[], Environment], answer: Callable[[int, EpisodeReply], None]) -> None:
+    def __init__(self, make: Callable[[str], Environment], answer: Callable[[int, EpisodeReply], None]) -> None:
         self._make = make
         self._answer = answer
-        self._calls: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[int, str, bytes]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Task[Any] | None = None
         self._thread = threading.Thread(target=self._play, daemon=True)
         self._thread.start()
 
-    def call(self, call_id: int, method: str, argument: Any) -> None:
-        """Queue a call. `close` also cancels what an asynchronous environment is waiting for."""
+    def call(self, call_id: int, method: str, argument: bytes) -> None:
+        """Queue a call, its argument pickled. `close` also cancels what an asynchronous environment is waiting for."""
         self._calls.put((call_id, method, argument))
         if method == "close" and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has just been closed
@@ -119,11 +138,13 @@ class EpisodeThread:
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
             while True:
-                call_id, method, argument = self._calls.get()
+                call_id, method, packed = self._calls.get()
                 try:
-                    if environment is None:
-                        environment = self._make()
-                    reply = runner.run(self._call(environment, method, argument))
+                    argument = pickle.loads(packed)  # noqa: S301  our own parent wrote it
+                    if method == "reset":
+                        environment = self._make(argument.environment)
+                    if environment is not None:  # else its reset failed, and this is its close
+                        reply = runner.run(self._call(environment, method, argument))
                 except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code is data
                     reply = {"error": to_failure(error)["error"]}
                 if method == "close":
@@ -158,8 +179,7 @@ class EpisodeServer:
             length, call_id = HEADER.unpack(header)
             episode, method, argument = pickle.loads(reader.read(length))  # noqa: S301  our own parent wrote it
             if method == "reset":
-                source = self._sources[argument.environment]
-                self._episodes[episode] = EpisodeThread(source.environment, self.answer)
+                self._episodes[episode] = EpisodeThread(self._make, self.answer)
             if episode not in self._episodes:
                 self.answer(call_id, {"closed": True})  # given up before its reset was sent
                 continue
@@ -167,6 +187,11 @@ class EpisodeServer:
             if method == "close":
                 del self._episodes[episode]
             thread.call(call_id, method, argument)
+
+    def _make(self, name: str) -> Environment:
+        if name not in self._sources:
+            raise LookupError(f"the task names the environment {name!r}; there are {sorted(self._sources)}")
+        return self._sources[name].environment()
 
     def answer(self, call_id: int, reply: EpisodeReply) -> None:
         """Write one reply; any thread may."""

@@ -26,7 +26,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.child_process import ChildProcess, ChildSpec
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, EndpointAccess
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.episode_child import EpisodeReply, is_episode_hello, is_episode_reply
 from penstock.envs.reward_child import encode_frame
 from penstock.envs.streams import stream_factories
 
@@ -125,6 +125,8 @@ class EpisodeHost:
             [json.dumps(factories), str(seed)],
             env.episode.max_memory_gib,
             env.episode.max_processes,
+            is_episode_hello,
+            is_episode_reply,
         )
         self._workers: list[_Worker] = []
         self._serial = itertools.count(1)
@@ -169,9 +171,10 @@ class EpisodeHost:
     ) -> EpisodeReply:
         """One call of one episode, within the time-out."""
         try:
-            body = pickle.dumps((episode, method, argument), protocol=pickle.HIGHEST_PROTOCOL)
+            packed = pickle.dumps(argument, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
             return {"error": f"the task cannot be sent: {error!r}"}
+        body = pickle.dumps((episode, method, packed), protocol=pickle.HIGHEST_PROTOCOL)
         try:
             async with asyncio.timeout(timeout_s):
                 return await worker.send(next(self._serial), body)
@@ -201,6 +204,10 @@ class EpisodeHost:
             worker.kill()
 
 
+_ANSWERS = {"reset": ("content", "runs_itself"), "step": ("content", "done"), "run": ("done",)}
+"""What a well-formed reply to a call has, of which there must be one."""
+
+
 class _Episode:
     def __init__(self, host: EpisodeHost, worker: _Worker, episode: int, task: Task) -> None:
         self._host = host
@@ -221,4 +228,7 @@ class _Episode:
         reply = await self._host.call(self._worker, self._episode, method, argument, timeout_s)
         if "error" in reply:
             raise TrajectoryError("env", f"{method} of {self._task.task_id}: {reply['error']}")
+        if not any(name in reply for name in _ANSWERS[method]):
+            said = f"its process answered {reply!r:.200}; expected {' or '.join(_ANSWERS[method])}"
+            raise TrajectoryError("env", f"{method} of {self._task.task_id}: {said}")
         return reply

@@ -48,8 +48,8 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
     """Import and build what `reward.fn` or `reward.parts` name.
 
     Raises:
-        ConfigError: If a path does not resolve, what it names cannot be called with a trajectory, or its arguments do
-            not fit.
+        ConfigError: If a path does not resolve, what it names cannot be called with a trajectory or raises when it is
+            built, or its arguments do not fit.
     """
     if (config.fn is None) == (not config.parts):
         raise ConfigError(
@@ -100,6 +100,10 @@ def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardC
             raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {wrong}."]) from error
         except (TypeError, ValueError) as error:
             raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {error}."]) from error
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # user code: whatever it raises is said
+            raise ConfigError([f"{section}.fn={path!r}: its build raised {type(error).__name__}: {error}"]) from error
     if not args:
         return cast("RewardFunction", function)
     return cast("RewardFunction", BoundReward(function, args))

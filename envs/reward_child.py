@@ -55,7 +55,7 @@ def _call(function: RewardFunction, body: bytes) -> Reply:
         trajectory, fields = pickle.loads(body)  # noqa: S301  our own parent wrote it
         returned = function(trajectory, **fields)
         return to_reply(asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  user code: whatever it raises is data
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code: it is data
         return to_failure(error)
 
 
@@ -88,7 +88,7 @@ async def _call_async(function: RewardFunction, body: bytes, timeout_s: float) -
         async with deadline:
             trajectory, fields = pickle.loads(body)  # noqa: S301  our own parent wrote it
             return to_reply(await _await(function(trajectory, **fields)))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  user code: whatever it raises is data
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code: it is data
         return {"timed_out": True} if deadline.expired() else to_failure(error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TypedDict
 
@@ -50,6 +50,34 @@ def to_reply(returned: object, what: str = "the reward function returned") -> Re
         parts[label] = number
     total = parts.pop("reward", None)
     return {"reward": math.fsum(parts.values()) if total is None else total, "parts": parts}
+
+
+def is_hello(hello: object) -> bool:
+    """Whether it is one, and not what the user's code wrote into our socket."""
+    if not isinstance(hello, dict):
+        return False
+    if "error" in hello:
+        return isinstance(hello["error"], str)
+    return isinstance(hello.get("is_async"), bool) and isinstance(hello.get("is_pure"), bool)
+
+
+def is_reply(reply: object) -> bool:
+    """The same of a `Reply` to a call."""
+    if not isinstance(reply, dict):
+        return False
+    if "reward" in reply:
+        return are_finite([reply["reward"]]) and are_parts(reply.get("parts"))
+    return "timed_out" in reply or isinstance(reply.get("error"), str)
+
+
+def are_parts(parts: object) -> bool:
+    """Whether it names numbers, as `to_reply` does."""
+    return isinstance(parts, dict) and are_finite(parts.values())
+
+
+def are_finite(numbers: Iterable[object]) -> bool:
+    """Whether all are finite floats; JSON reads `NaN`, and `1e999` as infinity."""
+    return all(isinstance(number, float) and math.isfinite(number) for number in numbers)
 
 
 def to_failure(error: BaseException) -> Reply:

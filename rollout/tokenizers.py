@@ -7,7 +7,7 @@ tiny policies: one character, one token, so that lengths in tokens are lengths i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -59,8 +59,12 @@ class TokenCodec:
 
         Raises:
             ConfigError: If the task gives messages and the tokenizer has no chat template.
-            TrajectoryError: kind `env`, if the prompt is empty or holds a character that no token stands for.
+            TrajectoryError: kind `env`, if the prompt is neither text nor messages, is empty, holds a character that no
+                token stands for, or is refused by the chat template.
         """
+        if not isinstance(prompt, str) and not _are_messages(prompt):
+            gave = f"{prompt!r:.200} of type {type(prompt).__name__}"
+            raise TrajectoryError("env", f"the prompt is {gave}; expected text, or chat messages (at least one)")
         ids = self._encode_text(prompt) if isinstance(prompt, str) else self.turn_template.prompt_ids(prompt)
         if not ids:
             raise TrajectoryError("env", f"the prompt {prompt!r} has no tokens, so there is nothing to continue")
@@ -89,8 +93,8 @@ class TokenCodec:
             last_token: Last sampled token of the turn before: an end token that stands there is not repeated.
 
         Raises:
-            ConfigError: If the template cannot place an observation (turn_template.py).
-            TrajectoryError: kind `env`, if the text holds a character that no token stands for.
+            ConfigError: If the template can place no observation at all (turn_template.py).
+            TrajectoryError: kind `env`, if it cannot place this one, or no token stands for a character of it.
         """
         if isinstance(content, str):
             return self._encode_text(content)
@@ -109,6 +113,11 @@ class TokenCodec:
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of token ids without special tokens; spaces stay as sampled."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _are_messages(prompt: object) -> bool:
+    """At least one object; what is in it is the chat template's business."""
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(one, Mapping) for one in prompt)
 
 
 def load_codec(model_path: str | Path) -> TokenCodec:

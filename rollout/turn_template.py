@@ -13,25 +13,30 @@ the turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, TrajectoryError
 
-MARKER = "PENSTOCK-ANSWER"
 _OPENING = [{"role": "user", "content": "?"}]
 
 
 class TurnTemplate:
-    """The chat template of one tokenizer, checked once.
+    """The chat template of one tokenizer, checked once, with dialogues of our own.
+
+    What it makes of the messages of a task, an environment or an agent program is data: a `TrajectoryError`.
 
     Raises:
-        ConfigError: If there is none, if it drops what an assistant says, or does not ask for an answer at its end.
+        ConfigError: If there is none, if it refuses an answer, or does not ask for one at its end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self._marker = secrets.token_hex(16)  # no message contains it, for nobody has seen it
         if not tokenizer.chat_template:
             raise ConfigError(
                 ["env.prompt: the task gives chat messages but the tokenizer has no chat template. Give plain text."]
@@ -39,12 +44,12 @@ class TurnTemplate:
         self._check_generation_prompt()
 
     def prompt_ids(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        """A whole prompt, generation prompt included."""
-        return tuple(
-            self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
+        """A whole prompt, generation prompt included.
+
+        Raises:
+            TrajectoryError: kind `env`, if the template refuses the messages, or no token stands for their text.
+        """
+        return tuple(self._applied(messages, _bad_messages, add_generation_prompt=True, tokenize=True))
 
     def between(self, messages: Sequence[dict[str, str]], end_of_turn: str) -> str:
         """Text from the end of an answer to the beginning of the next.
@@ -54,38 +59,55 @@ class TurnTemplate:
             end_of_turn: Text of the end token that the policy sampled; empty if its turn was cut off.
 
         Raises:
-            ConfigError: If the template does not render the answer exactly once.
+            ConfigError: If the template does not render an answer exactly once where a question follows.
+            TrajectoryError: kind `env`, if it cannot place these messages.
         """
-        text = self._render([*_OPENING, {"role": "assistant", "content": MARKER}, *messages])
-        if text.count(MARKER) != 1:
+        if self._num_answers != 1:
             raise ConfigError(
                 [
-                    f"model: the chat template renders an assistant message {text.count(MARKER)} times where another "
+                    f"model: the chat template renders an assistant message {self._num_answers} times where another "
                     "follows; exactly once is needed to place observations behind sampled tokens. Use a template that "
                     "keeps assistant messages (tokenizer_config.json, chat_template)."
                 ]
             )
-        after = text.partition(MARKER)[2]
+        text = self._render([*_OPENING, self._answer, *messages], _bad_messages)
+        _, marker, after = text.partition(self._marker)
+        if not marker or self._marker in after:
+            roles = [message["role"] for message in messages]
+            what = f"renders an answer {text.count(self._marker)} times before messages with roles {roles}"
+            raise TrajectoryError("env", f"the chat template {what}; exactly once is needed to place them")
         if end_of_turn and after.lstrip().startswith(end_of_turn):
             return after.lstrip().removeprefix(end_of_turn)
         return after
 
-    def _render(self, messages: Sequence[dict[str, str]], *, asks: bool = True) -> str:
+    @property
+    def _answer(self) -> dict[str, str]:
+        return {"role": "assistant", "content": self._marker}
+
+    @cached_property
+    def _num_answers(self) -> int:
+        """How often an answer is rendered where a question follows; tasks of one turn need not know."""
+        return self._render([*_OPENING, self._answer, *_OPENING], _bad_template).count(self._marker)
+
+    def _render(
+        self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], *, asks: bool = True
+    ) -> str:
+        return str(self._applied(messages, problem, add_generation_prompt=asks, tokenize=False))
+
+    def _applied(self, messages: Sequence[dict[str, str]], problem: Callable[[str], Exception], **options: bool) -> Any:
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=asks, tokenize=False))
+            return self._tokenizer.apply_chat_template(list(messages), return_dict=False, **options)
         except Exception as cause:  # jinja runs the template's own code, which raises what it likes
-            roles = [message["role"] for message in messages]
-            raise ConfigError(
-                [f"model: the chat template refuses messages with roles {roles}: {type(cause).__name__}: {cause}"]
-            ) from cause
+            roles = [message.get("role") for message in messages]
+            raise problem(f"refuses messages with roles {roles}: {type(cause).__name__}: {cause}") from cause
 
     def _check_generation_prompt(self) -> None:
         """Either asking changes something, or nothing but space stands before an answer ([/INST] of some models)."""
-        asked, unasked = self._render(_OPENING), self._render(_OPENING, asks=False)
+        asked, unasked = (self._render(_OPENING, _bad_template, asks=asks) for asks in (True, False))
         if asked != unasked:
             return
-        answered = self._render([*_OPENING, {"role": "assistant", "content": MARKER}])
-        header = answered.removeprefix(asked).partition(MARKER)[0]
+        answered = self._render([*_OPENING, self._answer], _bad_template)
+        header = answered.removeprefix(asked).partition(self._marker)[0]
         if header.strip():
             raise ConfigError(
                 [
@@ -94,3 +116,11 @@ class TurnTemplate:
                     "header itself. Add `{% if add_generation_prompt %}…{% endif %}` to it."
                 ]
             )
+
+
+def _bad_messages(what: str) -> TrajectoryError:
+    return TrajectoryError("env", f"the chat template {what}")
+
+
+def _bad_template(what: str) -> ConfigError:
+    return ConfigError([f"model: the chat template {what}"])

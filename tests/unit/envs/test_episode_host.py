@@ -19,7 +19,7 @@ from penstock.envs.environment import Action
 from penstock.envs.episode_host import EpisodeHost
 
 ENVIRONMENTS = """
-import asyncio, os, time
+import asyncio, os, socket, struct, sys, time
 from penstock.envs.environment import Done, Environment, Observation
 from penstock.envs.generated_tasks import GeneratedTasks
 
@@ -40,6 +40,16 @@ class Play(Environment):
             while True: pass
         if text == "sleep": await asyncio.sleep(60)
         if text == "raise": raise RuntimeError("the board fell")
+        if text.startswith("{"):
+            caller = sys._getframe()
+            while "call_id" not in caller.f_locals: caller = caller.f_back
+            number = caller.f_locals["call_id"]
+            for fd in range(3, 64):
+                try:
+                    if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX:
+                        os.write(fd, struct.pack("!IQ", len(text), number) + text.encode())
+                except OSError: pass
+            time.sleep(60)
         if text == "exit": os._exit(3)
         if text == "leave": raise SystemExit(2)
         if text == "end": return Done({"won": 1, "tidy": 0.5}, {"moves": 2})
@@ -110,6 +120,10 @@ async def test_an_episode_is_played_and_every_stream_has_its_own_environment(mak
         ("role", "role 'assistant'.*expected one of user, tool, system"),
         ("content", "expected one of user, tool, system, and text or messages"),
         ("huge", "an observation of 2.* bytes; at most 1048576 fit"),
+        ("{}", "its process sent what is no reply and was killed"),
+        ('{"done": true, "reward": NaN}', "its process sent what is no reply"),
+        ('{"content": "", "role": "user", "counts": {"a": 1e999}}', "its process sent what is no reply"),
+        ('{"closed": true}', "its process answered {'closed': True}; expected content or done"),
         ("exit", "its process ended with exit code 3"),
     ],
 )
@@ -130,6 +144,36 @@ async def test_a_reset_that_raises_is_an_env_failure(make_host: Callable[..., An
     async with make_host() as host, host.open(task(breaks="reset")) as played:
         with pytest.raises(TrajectoryError, match=r"(?s)reset of t/0: .*no board"):
             await played.reset()
+
+
+class Unreadable:
+    """Can be pickled, but not read back."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (task(row=Unreadable()), "ValueError: invalid literal for int"),
+        (task("elsewhere"), r"the task names the environment 'elsewhere'; there are \['', 'other'\]"),
+    ],
+)
+async def test_a_task_that_the_process_cannot_read_costs_no_other_episode(
+    make_host: Callable[..., Any], bad: Task, message: str
+) -> None:
+    async with make_host() as host, host.open(task()) as bystander:
+        await bystander.reset()
+        before = host.pids
+        async with host.open(bad) as played:
+            with pytest.raises(TrajectoryError, match=rf"(?s)reset of t/0: .*{message}") as caught:
+                await played.reset()
+        assert caught.value.kind == "env"
+        assert (await bystander.step(Action("still here")))["content"] == "0:still here"
+        async with host.open(task()) as newcomer:
+            await newcomer.reset()
+        assert host.pids == before
 
 
 @pytest.mark.parametrize("text", ["block", "spin"])

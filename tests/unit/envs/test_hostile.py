@@ -77,6 +77,9 @@ class Unpicklable:
     def __reduce__(self): raise TypeError("never")
     def __repr__(self): raise RuntimeError("not even a repr")
 
+FORGED = {"empty reply": b"{}", "reply of no object": b"[]", "reply with nan": b'{"reward": NaN, "parts": {}}',
+          "reply with infinity": b'{"reward": 1.0, "parts": {"a": 1e999}}', "reply without parts": b'{"reward": 1.0}'}
+
 def hostile(trajectory, nap="", **_):
     what = trajectory.response
     if what == "infinite loop":
@@ -112,6 +115,15 @@ def hostile(trajectory, nap="", **_):
                 if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX: os.write(fd, b"\\xff" * 5000)
             except OSError: pass
         time.sleep(1000)
+    if what in FORGED:
+        import inspect, struct
+        number = inspect.currentframe().f_back.f_back.f_locals["call_id"]
+        for fd in range(3, 64):
+            try:
+                if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX:
+                    os.write(fd, struct.pack("!IQ", len(FORGED[what]), number) + FORGED[what])
+            except OSError: pass
+        time.sleep(1000)
     if what == "leaves temporary files":
         import tempfile
         with tempfile.NamedTemporaryFile(delete=False, prefix="left-behind-") as file: file.write(b"x")
@@ -138,6 +150,11 @@ FAILURES = {
     "leaves a daemon": "ended with exit code 0",
     "leaves a daemon and hangs": "timed out after 5 s",
     "writes into the socket": "2 times in a row",
+    "empty reply": "sent what is no reply and was killed by SIGKILL, 2 times in a row",
+    "reply of no object": "sent what is no reply",
+    "reply with nan": "sent what is no reply",
+    "reply with infinity": "sent what is no reply",
+    "reply without parts": "sent what is no reply",
     "huge message": "ValueError: xxx",
     "keyboard interrupt": "2 times in a row",
     "deep recursion": "RecursionError: maximum recursion depth exceeded",

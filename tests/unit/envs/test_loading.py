@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os.path
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_reward, load_task_source
+from penstock.envs.scoring import RewardRunner
 
 
 def test_both_spellings_nested_names_and_aliased_modules_resolve() -> None:
@@ -62,6 +64,30 @@ def test_a_module_that_raises_or_lacks_a_dependency_says_so(tmp_path: Path, monk
 def test_a_reward_that_is_not_callable_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is not callable: it is .*, of type str"):
         load_reward(RewardConfig(fn="penstock.envs.arithmetic:ALPHABET"))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"), [("1 / 0", "ZeroDivisionError: division by zero"), ("exit(3)", "SystemExit: 3")]
+)
+async def test_a_reward_that_raises_when_it_is_built_says_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, cause: str
+) -> None:
+    body = f"""
+class Reward:
+    @classmethod
+    def build(cls, context): {how}
+    def __call__(self, trajectory, **_): return 1.0
+"""
+    (tmp_path / f"penstock_test_builds_{how[0]}.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(fn=f"penstock_test_builds_{how[0]}:Reward")
+    message = re.escape(f"reward.fn='{config.fn}': its build raised {cause}")
+    with pytest.raises(ConfigError, match=message):
+        load_reward(config)
+    runner = RewardRunner(config)
+    with pytest.raises(ConfigError, match=message):  # as its process says it
+        await runner.start()
+    await runner.shutdown()
 
 
 def test_a_task_source_is_built_from_its_config() -> None:

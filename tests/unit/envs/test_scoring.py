@@ -55,8 +55,13 @@ async def obey_async(trajectory, **_):
         time.sleep(60)
     if text == "raise":
         raise RuntimeError("the judge broke")
+    if text == "cancel":
+        raise asyncio.CancelledError("the judge gave up")
     await asyncio.sleep(0.2)
     return 1.0
+
+def obey_later(trajectory, **_):
+    return obey_async(trajectory)
 """
 
 
@@ -171,6 +176,17 @@ async def test_async_functions_run_concurrently_and_are_cancelled_one_by_one(run
     assert "the judge broke" in results[1].detail
     assert results[2:] == [Score(1.0, {})] * 50
     assert runner.pid == first_pid
+
+
+@pytest.mark.parametrize("name", ["obey_async", "obey_later"])
+async def test_a_cancellation_is_an_answer_as_any_other(runner_of: Factory, name: str) -> None:
+    runner = runner_of(name)
+    await runner.start()
+    first_pid = runner.pid
+    result, fine = await asyncio.wait_for(runner.score_many([pair("cancel"), pair("fine")]), 10)
+    assert isinstance(result, TrajectoryError)
+    assert "CancelledError: the judge gave up" in result.detail
+    assert (fine, runner.pid) == (Score(1.0, {}), first_pid)
 
 
 async def test_an_async_function_that_blocks_its_loop_is_found_and_killed(runner_of: Factory) -> None:

@@ -62,6 +62,20 @@ async def test_a_budget_refuses_the_request_and_the_episode_counts_as_cut_off_ho
     assert trajectory.episode.counts["requests"] == 4, "the client did not try again"
 
 
+async def test_a_text_that_no_token_stands_for_is_refused_and_the_session_goes_on() -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        first, body = user("hello"), b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.post("/chat/completions", cast_to=object, content=body)
+            assert (refused.value.code, refused.value.param) == ("invalid_value", "messages")
+        await chat(client, [first])
+
+    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"))
+    assert trajectory.episode is not None
+    assert (len(trajectory.episode.turns), trajectory.episode.counts["refused"]) == (1, 2)
+
+
 async def test_a_context_that_is_full_is_refused_with_both_numbers_and_leaves_no_trace() -> None:
     async def program(client: AsyncOpenAI) -> EpisodeReply:
         answer = (await chat(client, [user("go")])).choices[0].message

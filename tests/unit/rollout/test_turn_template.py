@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.turn_template import TurnTemplate
 from tests.chat_tokenizers import chat_tokenizer
@@ -71,6 +72,53 @@ def test_a_template_that_refuses_a_role_is_quoted() -> None:
         "{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
     with pytest.raises(
-        ConfigError, match=r"refuses messages with roles \['user', 'assistant', 'tool'\].*no tools here"
-    ):
+        TrajectoryError, match=r"refuses messages with roles \['user', 'assistant', 'tool'\].*no tools here"
+    ) as caught:
         codec.encode_observation(TOOL, last_token=2)
+    assert caught.value.kind == "env"
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASKED: Any = {"role": "user", "content": "?"}
+BAD_PROMPTS: dict[str, Any] = {
+    "nothing": None,
+    "a number": 7,
+    "no message": [],
+    "texts": ["?"],
+    "half a character": [{"role": "user", "content": "\ud800"}],
+    "half a character in text": "\ud800",
+    "what the template refuses": [ASKED, ASKED],
+    "no content": [{"role": "user"}, ASKED],
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_a_prompt_that_cannot_be_rendered_is_an_env_failure(name: str) -> None:
+    with pytest.raises(TrajectoryError) as caught:
+        with_template(ALTERNATING).encode_prompt(BAD_PROMPTS[name])
+    assert caught.value.kind == "env"
+
+
+@pytest.mark.parametrize("prompt", [None, 7, []])
+def test_a_prompt_that_is_nothing_does_not_ask_for_a_chat_template(prompt: Any) -> None:
+    with pytest.raises(TrajectoryError, match="expected text, or chat messages"):
+        TokenCodec(character_tokenizer()).encode_prompt(prompt)
+
+
+@pytest.mark.parametrize("messages", [[ASKED, ASKED], [{"role": "user", "content": "\ud800"}]])
+def test_an_observation_that_cannot_be_placed_is_an_env_failure(messages: Any) -> None:
+    codec = with_template(ALTERNATING)
+    assert codec.encode_observation([ASKED], last_token=2)
+    with pytest.raises(TrajectoryError) as caught:
+        codec.encode_observation(messages, last_token=2)
+    assert caught.value.kind == "env"
+
+
+def test_no_observation_is_taken_for_the_answer() -> None:
+    codec = TokenCodec(chat_tokenizer("chatml"))
+    said = codec.decode(codec.encode_observation([{"role": "tool", "content": "PENSTOCK-ANSWER"}], last_token=2))
+    assert said.count("PENSTOCK-ANSWER") == 1
