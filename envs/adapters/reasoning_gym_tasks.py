@@ -17,7 +17,11 @@ from penstock.envs.import_path import nearest_hint
 
 ROWS_PER_EPOCH = 4096
 MAX_HELD_OUT = 2048
-_HELD_OUT_SEED = 1_000_003
+HELD_OUT_SEED = 1_000_003
+_FIRST_TRAIN_SEED = 1 << 21
+_EPOCHS_PER_SEED = 1024
+_NUM_EPOCHS = (2**32 - _FIRST_TRAIN_SEED) // ROWS_PER_EPOCH
+"""That many fit: some datasets seed numpy, which takes 32 bits."""
 _INSTRUCTION = "Give the final answer alone between <answer> and </answer>."
 
 
@@ -52,7 +56,7 @@ class ReasoningGymTasks:
         epoch = 0
         while True:
             fresh = False
-            rows = self._rows(_HELD_OUT_SEED * (self._seed + 1) + 1 + epoch, ROWS_PER_EPOCH)
+            rows = self._rows(train_seed(self._seed, epoch), ROWS_PER_EPOCH)
             for index in range(ROWS_PER_EPOCH):
                 if (row := rows[index])["question"] not in held_out:
                     fresh = True
@@ -73,7 +77,7 @@ class ReasoningGymTasks:
 
     @cached_property
     def _held_out(self) -> list[Any]:
-        rows = self._rows(_HELD_OUT_SEED, MAX_HELD_OUT)
+        rows = self._rows(HELD_OUT_SEED, MAX_HELD_OUT)
         return list({row["question"]: row for row in map(rows.__getitem__, range(MAX_HELD_OUT))}.values())
 
     def _rows(self, seed: int, size: int) -> Any:
@@ -90,6 +94,11 @@ class ReasoningGymTasks:
     def gold_response(self, task: Task) -> str:
         """The answer that reasoning-gym gives; some tasks have several, and for those it may be None."""
         return f"<answer>{task.fields['entry']['answer']}</answer>"
+
+
+def train_seed(seed: int, epoch: int) -> int:
+    """Seed of an epoch's first row. Row i is drawn from seed + i, so epochs are `ROWS_PER_EPOCH` apart."""
+    return _FIRST_TRAIN_SEED + (seed * _EPOCHS_PER_SEED + epoch) % _NUM_EPOCHS * ROWS_PER_EPOCH
 
 
 def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> float:

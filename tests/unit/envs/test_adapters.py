@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import islice
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.adapters.gymnasium_env import GymnasiumTasks
-from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, dataset_names, reasoning_gym_reward
+from penstock.envs.adapters.reasoning_gym_tasks import (
+    HELD_OUT_SEED,
+    MAX_HELD_OUT,
+    ROWS_PER_EPOCH,
+    ReasoningGymTasks,
+    dataset_names,
+    reasoning_gym_reward,
+    train_seed,
+)
 from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.environment import Action, Done, Observation
 from tests.answers import answered
@@ -124,6 +133,16 @@ def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
     assert len(dataset_names()) > 90
     with pytest.raises(ValueError, match=r"'chian_sum' is none of the \d+ of reasoning-gym. Did you mean 'chain_sum'"):
         ReasoningGymTasks(0, "chian_sum")
+
+
+def test_no_two_rows_of_reasoning_gym_are_drawn_from_one_seed_and_none_from_a_held_out_one() -> None:
+    """Row i of a dataset is drawn from its seed + i, and some datasets seed numpy, which takes 32 bits."""
+    seeds = [train_seed(seed, epoch) for seed in (0, 1, 2, 1022) for epoch in (*range(20), 1023)]
+    held_out = range(HELD_OUT_SEED, HELD_OUT_SEED + MAX_HELD_OUT)
+    blocks = sorted([(seed, seed + ROWS_PER_EPOCH) for seed in seeds] + [(held_out.start, held_out.stop)])
+    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(blocks))
+    far = [train_seed(seed, epoch) for seed in (-1, 0, 2**31) for epoch in (0, 10**7)]
+    assert all(held_out.stop <= seed <= 2**32 - ROWS_PER_EPOCH for seed in [*seeds, *far])
 
 
 def test_without_the_extra_the_command_that_installs_it_is_said() -> None:
