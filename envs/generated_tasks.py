@@ -1,7 +1,7 @@
 """Tasks that are drawn, not stored: a user writes `draw`, and gets a reproducible stream and a disjoint held-out set.
 
-A task is held out if blake2b of its prompt and fields says so, and by nothing else, so train and held-out tasks are
-disjoint for every seed.
+A task is held out if blake2b of its prompt and fields, or of what `split_by` names, says so, and by nothing else, so
+train and held-out tasks are disjoint for every seed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class GeneratedTasks(ABC):
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         """One task: `prompt` (text or chat messages), and the fields that environment and reward need."""
 
+    def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What makes a task another one, by default all of it; leave out what may differ between equal tasks."""
+        return row
+
     @property
     def name(self) -> str:
         """What task ids begin with."""
@@ -51,7 +55,7 @@ class GeneratedTasks(ABC):
         while True:
             row = self._drawn(rng)
             fruitless += 1
-            if not is_held_out(row):
+            if not is_held_out(self.split_by(row)):
                 yield self._task(row, "train", index)
                 index, fruitless = index + 1, 0
             elif fruitless >= _FRUITLESS_DRAWS:
@@ -68,9 +72,10 @@ class GeneratedTasks(ABC):
         fruitless = 0
         while len(rows) < num_tasks and fruitless < _FRUITLESS_DRAWS:
             row = self._drawn(rng)
-            key = row_key(row)
+            split_by = self.split_by(row)
+            key = row_key(split_by)
             fruitless += 1
-            if is_held_out(row) and key not in rows:
+            if is_held_out(split_by) and key not in rows:
                 rows[key], fruitless = row, 0
         if len(rows) < num_tasks:
             raise ValueError(

@@ -37,9 +37,23 @@ def test_tasks_are_the_same_for_the_same_seed_and_held_out_ones_for_every_seed(
     assert first == again
     assert first != other
     assert make(0).held_out(5) == make(1).held_out(5)
-    held_out = {repr((task.prompt, task.fields)) for task in make(0).held_out(5)}
+    held_out = {asked(task) for task in make(0).held_out(5)}
     assert len(held_out) == 5
-    assert not held_out & {repr((task.prompt, task.fields)) for task in islice(make(3).train(), 2000)}
+    assert not held_out & {asked(task) for task in islice(make(3).train(), 2000)}
+
+
+def asked(task: Task) -> str:
+    """The prompt; of the guessing game, which says nothing of its secret, that."""
+    return repr(task.fields.get("secret", task.prompt))
+
+
+def test_a_countdown_of_few_kinds_has_no_held_out_prompt_or_order_of_numbers_in_training() -> None:
+    source = CountdownTasks(0, 3, 9, 30)
+    held_out, trained = source.held_out(100), list(islice(source.train(), 5000))
+    assert not {str(task.prompt) for task in held_out} & {str(task.prompt) for task in trained}
+    sides = [{(*sorted(t.fields["numbers"]), t.fields["target"]) for t in side} for side in (held_out, trained)]
+    assert len(sides[0]) == 100
+    assert not sides[0] & sides[1]
 
 
 def test_too_few_held_out_tasks_are_said_with_both_numbers() -> None:
