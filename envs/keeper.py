@@ -1,12 +1,12 @@
 """The process between a reward worker and the user's code: it ends all that the user's code has started, always.
 
-Started as `python -m penstock.envs.keeper SETTINGS_FD`; the user's code runs in its child. It consumes nothing; waits for
-the child's end, for the end of its own standard input (the worker closed it, or died), or for a limit; is unblocked by
-the first of them, kills every descendant, says on its standard output how the child ended, removes the child's folder
-for temporary files, and ends. If it is killed itself, the child dies with it.
+Started as `python -m penstock.envs.keeper SETTINGS_FD`; the user's code runs in its child. It consumes nothing; waits
+for the child's end, for the end of its own standard input (the worker closed it, or died), or for a limit; is unblocked
+by the first of them, kills every descendant, says on its standard output how the child ended, removes the child's
+folder for temporary files, and ends. If it is killed itself, the child dies with it.
 
-`SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments), `section` (of the
-configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`.
+`SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
+`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`.
 """
 
 from __future__ import annotations
