@@ -6,7 +6,7 @@ questions that are held out are skipped in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import Any
 
@@ -101,12 +101,22 @@ def train_seed(seed: int, epoch: int) -> int:
     return _FIRST_TRAIN_SEED + (seed * _EPOCHS_PER_SEED + epoch) % _NUM_EPOCHS * ROWS_PER_EPOCH
 
 
-def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> float:
+def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> dict[str, float]:
     """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1."""
     _thoughts, opening, after = trajectory.response.rpartition("<answer>")
     if not opening:
-        return 0.0
-    return float(_scorer(dataset).score_answer(after.partition("</answer>")[0].strip(), entry))
+        return {"reward": 0.0, "verifier_error": 0.0}
+    return verified(_scorer(dataset).score_answer, after.partition("</answer>")[0].strip(), entry)
+
+
+def verified(
+    score_answer: Callable[[str, dict[str, Any]], float], answer: str, entry: dict[str, Any]
+) -> dict[str, float]:
+    """Reward of an answer. Some verifiers raise on one that they cannot parse: it is wrong, and counted apart."""
+    try:
+        return {"reward": float(score_answer(answer, entry)), "verifier_error": 0.0}
+    except Exception:  # noqa: BLE001  what it raises says that the answer is none
+        return {"reward": 0.0, "verifier_error": 1.0}
 
 
 def dataset_names() -> list[str]:

@@ -22,6 +22,7 @@ from penstock.envs.adapters.reasoning_gym_tasks import (
     dataset_names,
     reasoning_gym_reward,
     train_seed,
+    verified,
 )
 from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.environment import Action, Done, Observation
@@ -128,11 +129,22 @@ def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
     held_out = {str(task.prompt) for task in source.held_out(20)}
     for task in islice(source.train(), 50):
         assert str(task.prompt) not in held_out
-        assert reasoning_gym_reward(answered(source.gold_response(task)), **task.fields) == 1.0
-        assert reasoning_gym_reward(answered("I do not know"), **task.fields) == 0.0
+        assert reasoning_gym_reward(answered(source.gold_response(task)), **task.fields)["reward"] == 1.0
+        assert reasoning_gym_reward(answered("I do not know"), **task.fields)["reward"] == 0.0
     assert len(dataset_names()) > 90
     with pytest.raises(ValueError, match=r"'chian_sum' is none of the \d+ of reasoning-gym. Did you mean 'chain_sum'"):
         ReasoningGymTasks(0, "chian_sum")
+    task = next(ReasoningGymTasks(0, "prime_factorization").train())
+    wrong = answered("<answer>I do not know</answer>")
+    assert reasoning_gym_reward(wrong, **task.fields) == {"reward": 0.0, "verifier_error": 1.0}
+
+
+def test_an_answer_on_which_a_verifier_raises_is_wrong_and_counted() -> None:
+    def score_answer(answer: str, entry: dict[str, Any]) -> float:
+        return float(int(answer) == entry["answer"])
+
+    assert verified(score_answer, "7", {"answer": 7}) == {"reward": 1.0, "verifier_error": 0.0}
+    assert verified(score_answer, "I do not know", {"answer": 7}) == {"reward": 0.0, "verifier_error": 1.0}
 
 
 def test_no_two_rows_of_reasoning_gym_are_drawn_from_one_seed_and_none_from_a_held_out_one() -> None:
