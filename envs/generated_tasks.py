@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 
@@ -49,6 +50,7 @@ class GeneratedTasks(ABC):
 
         Raises:
             ValueError: If `draw` gives only held-out tasks, or no prompt.
+            ConfigError: If a field that the split goes by is not JSON.
         """
         rng = random.Random(f"{self.name}/train/{self.seed}")
         index = fruitless = 0
@@ -97,8 +99,23 @@ class GeneratedTasks(ABC):
 
 
 def row_key(row: Mapping[str, Any]) -> bytes:
-    """What two equal rows share."""
-    return blake2b(json.dumps(row, sort_keys=True, default=repr).encode(), digest_size=8).digest()
+    """What two equal rows share, in every process.
+
+    Raises:
+        ConfigError: If a field is not JSON: its text may be another in the next process (a set), and so its side.
+    """
+    for name, value in row.items():
+        try:
+            json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                [
+                    f"env: field {name!r} of a task is {value!r:.80} of type {type(value).__name__}, which is not JSON "
+                    f"({error}), so the task could change its side of the split from process to process. Give numbers, "
+                    "text, lists (a sorted one for a set) or dicts, or leave the field out in split_by(row)."
+                ]
+            ) from error
+    return blake2b(json.dumps(dict(row), sort_keys=True).encode(), digest_size=8).digest()
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.adapters.gymnasium_env import GymnasiumTasks
+from penstock.envs.adapters.gymnasium_env import GymnasiumTasks, checked_words
 from penstock.envs.adapters.reasoning_gym_tasks import (
     HELD_OUT_SEED,
     MAX_HELD_OUT,
@@ -114,6 +114,7 @@ def test_a_gymnasium_environment_is_played_by_words() -> None:
     [
         ({"id": "FrozenLaek-v1"}, "gymnasium cannot make it"),
         ({"id": "FrozenLake-v1", "action_names": ["left"]}, "action_names has 1 names, the environment has 4"),
+        ({"id": "FrozenLake-v1", "action_names": ["go left", "down", "right", "up"]}, "can never be chosen"),
         ({"id": "Pendulum-v1"}, "a policy writes Discrete or Text only"),
     ],
 )
@@ -121,6 +122,14 @@ def test_what_gymnasium_cannot_play_is_said(settings: dict[str, Any], message: s
     pytest.importorskip("gymnasium", reason="needs the extra `envs`")
     with pytest.raises(ValueError, match=message):
         GymnasiumTasks(0, **settings)
+
+
+def test_action_names_that_can_never_be_chosen_are_refused() -> None:
+    assert checked_words(["left", "turn-right", "2"]) == ["left", "turn-right", "2"]
+    with pytest.raises(ValueError, match=r"'turn left', which can never be chosen.*e\.g\. 'turn_left'"):
+        checked_words(["turn left", "right"])
+    with pytest.raises(ValueError, match=r"\['left'\] more than once; case does not tell actions apart"):
+        checked_words(["left", "Left"])
 
 
 def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
