@@ -132,15 +132,18 @@ class ChildProcess(asyncio.Protocol):
             "max_processes": self._spec.max_processes,
             "temporary": self._temporary,
         }
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.envs.keeper", json.dumps(settings)],
-            pass_fds=[connection.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # an argument has at most 128 KiB
+            json.dump(settings, file)
+            file.seek(0)
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "penstock.envs.keeper", str(file.fileno())],
+                pass_fds=[connection.fileno(), file.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def hello_came(self) -> bool:

@@ -62,6 +62,10 @@ class CountdownTasks(GeneratedTasks):
                 prompt = self._prompt(numbers, target)
                 return {"prompt": prompt, "numbers": numbers, "target": target, "solution": solution}
 
+    def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Numbers in any order, and the target: the same task may have been made from several expressions."""
+        return {"numbers": sorted(row["numbers"]), "target": row["target"]}
+
     def gold_response(self, task: Task) -> str:
         """The expression that the task was made from."""
         solution = str(task.fields["solution"])

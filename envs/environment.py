@@ -46,7 +46,7 @@ class Observation:
         content: Text, or several chat messages. A policy with plain prompts sees the text as it is; one with chat
             messages sees it through its chat template.
         role: Of the message, if `content` is text.
-        reward: For the turn that was just taken; rewards of an episode are summed.
+        reward: For the turn that was just taken, so 0 at reset; rewards of an episode are summed.
         counts: Numbers to be summed over the episode and logged as `env/count/NAME`.
     """
 

@@ -62,6 +62,8 @@ def to_episode_reply(returned: object, method: str) -> EpisodeReply:
     counted = to_reply(dict(returned.counts) or 0.0, f"{method} returned {type(returned).__name__} with counts")
     if "error" in scored or "error" in counted:
         return {"error": scored.get("error") or counted["error"]}
+    if method == "reset" and scored["reward"]:
+        return {"error": f"{what} {scored['reward']:g}; expected 0: no turn has been taken. Give it in the first step"}
     reply: EpisodeReply = {"reward": scored["reward"], "parts": scored["parts"], "counts": counted["parts"]}
     if isinstance(returned, Done):
         reply["done"] = True

@@ -6,7 +6,8 @@ more. Each episode has its own thread in a process (episode_child.py).
 
 What goes wrong is a `TrajectoryError` of kind `env`, never a reward. A call that raises costs its own episode. A call
 that hangs costs its own episode: its process gets no new ones, plays the others to their end, and is then killed. Only
-a process that dies costs all the episodes it had; they are repeated within the retry budget.
+a process that dies costs all the episodes it had; they are repeated within the retry budget. One that does not load in
+the middle of a run costs those that waited for it.
 
 Consumes: calls of trajectories. Waits for: the process's reply. Unblocked by: it, the time-out, or the process's end.
 """
@@ -21,7 +22,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.child_process import ChildProcess, ChildSpec
 from penstock.envs.config import EnvConfig, EpisodeConfig
@@ -61,14 +62,23 @@ class _Worker:
         self._starting: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Wait until it has loaded the environments.
+        """Wait until it has loaded the environments; one that fails to is at its end.
 
         Raises:
             ConfigError: If they do not load.
+            OSError: If the machine cannot start the process now.
         """
         if self._starting is None:
-            self._starting = asyncio.create_task(self.process.start(self._startup_timeout_s))
+            self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        try:
+            await self.process.start(self._startup_timeout_s)
+        except Exception:
+            self.end = "did not start"
+            self.process.kill()
+            raise
 
     @property
     def is_usable(self) -> bool:
@@ -129,6 +139,7 @@ class EpisodeHost:
             is_episode_reply,
         )
         self._workers: list[_Worker] = []
+        self._has_loaded = False
         self._serial = itertools.count(1)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -147,12 +158,13 @@ class EpisodeHost:
         """One episode of `task`; it is closed whatever happens, and nobody waits for that.
 
         Raises:
-            ConfigError: If the environments do not load.
+            ConfigError: If the environments do not load, and never have.
+            TrajectoryError: kind `env`, if a process cannot be started now; the next episode tries again.
         """
         worker, episode = self._choose(), next(self._serial)
         worker.episodes.add(episode)
         try:
-            await worker.ready()
+            await self._ready(worker)
             yield _Episode(self, worker, episode, task)
         finally:
             closing = asyncio.create_task(self._end(worker, episode))
@@ -191,6 +203,19 @@ class EpisodeHost:
             usable.append(_Worker(self._spec, self._limits.startup_timeout_s))
             self._workers.append(usable[-1])
         return min(usable, key=lambda worker: len(worker.episodes))
+
+    async def _ready(self, worker: _Worker) -> None:
+        """Environments that have loaded before are not to blame if they do not now: that costs an episode, no run."""
+        try:
+            await worker.ready()
+        except ConfigError as error:
+            if not self._has_loaded:
+                raise
+            raise TrajectoryError("env", " ".join(error.violations)) from error
+        except OSError as error:
+            what = f"{self._spec.label}: its process cannot be started: {type(error).__name__}: {error}"
+            raise TrajectoryError("env", what) from error
+        self._has_loaded = True
 
     async def _end(self, worker: _Worker, episode: int) -> None:
         if worker.end is None and worker.process.hello_came:

@@ -1,7 +1,7 @@
 """Tasks that are drawn, not stored: a user writes `draw`, and gets a reproducible stream and a disjoint held-out set.
 
-A task is held out if blake2b of its prompt and fields says so, and by nothing else, so train and held-out tasks are
-disjoint for every seed.
+A task is held out if blake2b of its prompt and fields, or of what `split_by` names, says so, and by nothing else, so
+train and held-out tasks are disjoint for every seed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 
@@ -35,6 +36,10 @@ class GeneratedTasks(ABC):
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         """One task: `prompt` (text or chat messages), and the fields that environment and reward need."""
 
+    def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What makes a task another one, by default all of it; leave out what may differ between equal tasks."""
+        return row
+
     @property
     def name(self) -> str:
         """What task ids begin with."""
@@ -45,13 +50,14 @@ class GeneratedTasks(ABC):
 
         Raises:
             ValueError: If `draw` gives only held-out tasks, or no prompt.
+            ConfigError: If a field that the split goes by is not JSON.
         """
         rng = random.Random(f"{self.name}/train/{self.seed}")
         index = fruitless = 0
         while True:
             row = self._drawn(rng)
             fruitless += 1
-            if not is_held_out(row):
+            if not is_held_out(self.split_by(row)):
                 yield self._task(row, "train", index)
                 index, fruitless = index + 1, 0
             elif fruitless >= _FRUITLESS_DRAWS:
@@ -68,9 +74,10 @@ class GeneratedTasks(ABC):
         fruitless = 0
         while len(rows) < num_tasks and fruitless < _FRUITLESS_DRAWS:
             row = self._drawn(rng)
-            key = row_key(row)
+            split_by = self.split_by(row)
+            key = row_key(split_by)
             fruitless += 1
-            if is_held_out(row) and key not in rows:
+            if is_held_out(split_by) and key not in rows:
                 rows[key], fruitless = row, 0
         if len(rows) < num_tasks:
             raise ValueError(
@@ -92,8 +99,23 @@ class GeneratedTasks(ABC):
 
 
 def row_key(row: Mapping[str, Any]) -> bytes:
-    """What two equal rows share."""
-    return blake2b(json.dumps(row, sort_keys=True, default=repr).encode(), digest_size=8).digest()
+    """What two equal rows share, in every process.
+
+    Raises:
+        ConfigError: If a field is not JSON: its text may be another in the next process (a set), and so its side.
+    """
+    for name, value in row.items():
+        try:
+            json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                [
+                    f"env: field {name!r} of a task is {value!r:.80} of type {type(value).__name__}, which is not JSON "
+                    f"({error}), so the task could change its side of the split from process to process. Give numbers, "
+                    "text, lists (a sorted one for a set) or dicts, or leave the field out in split_by(row)."
+                ]
+            ) from error
+    return blake2b(json.dumps(dict(row), sort_keys=True).encode(), digest_size=8).digest()
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:

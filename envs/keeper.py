@@ -1,12 +1,12 @@
 """The process between a reward worker and the user's code: it ends all that the user's code has started, always.
 
-Started as `python -m penstock.envs.keeper SETTINGS`; the user's code runs in its child. It consumes nothing; waits for
-the child's end, for the end of its own standard input (the worker closed it, or died), or for a limit; is unblocked by
-the first of them, kills every descendant, says on its standard output how the child ended, removes the child's folder
-for temporary files, and ends. If it is killed itself, the child dies with it.
+Started as `python -m penstock.envs.keeper SETTINGS_FD`; the user's code runs in its child. It consumes nothing; waits
+for the child's end, for the end of its own standard input (the worker closed it, or died), or for a limit; is unblocked
+by the first of them, kills every descendant, says on its standard output how the child ended, removes the child's
+folder for temporary files, and ends. If it is killed itself, the child dies with it.
 
-`SETTINGS` is a JSON object: `module` (whose `main` is the child), `serve` (its arguments), `section` (of the
-configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`.
+`SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
+`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _LIFELINE = 0
 
 def main(arguments: Sequence[str]) -> None:
     """Start the child, watch it, end it."""
-    settings = json.loads(arguments[0])
+    with open(int(arguments[0]), encoding="utf-8") as file:  # noqa: PTH123  a descriptor, not a path
+        settings = json.load(file)
     kernel.adopt_orphans()
     me = os.getpid()
     child = os.fork()

@@ -99,8 +99,12 @@ def _check_held_out(source: TaskSource) -> Finding:
         held_out = source.held_out(1)
     except Exception as error:  # noqa: BLE001  user code
         return _bad("held_out(1)", f"raised {type(error).__name__}: {error}")
-    is_good = len(held_out) == 1 and isinstance(held_out[0], Task)
-    return Finding("held_out(1)", is_good, f"gave {len(held_out)} tasks" if is_good else f"gave {held_out!r:.80}")
+    is_good = isinstance(held_out, Sequence) and len(held_out) == 1 and isinstance(held_out[0], Task)
+    return Finding(
+        "held_out(1)",
+        is_good,
+        f"gave {len(held_out)} tasks" if is_good else f"gave {held_out!r:.80}; expected a list of a Task",
+    )
 
 
 async def _check_episodes(
@@ -131,7 +135,10 @@ async def _check_episodes(
 async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: Any, config: EnvConfig) -> Finding:
     name, max_turns = "gold gets full reward", config.episode.max_turns
     for task in tasks:
-        actions = gold_actions(task)
+        try:
+            actions = list(gold_actions(task))
+        except Exception as error:  # noqa: BLE001  user code
+            return _bad(name, f"gold_actions({task.task_id}) raised {type(error).__name__}: {error}")
         if len(actions) > max_turns:
             return _bad(name, f"{task.task_id} takes {len(actions)} turns, env.episode.max_turns={max_turns}")
         try:

@@ -201,12 +201,27 @@ class Toolbox:
                     returned = await tool(**arguments)
                 else:
                     returned = await asyncio.to_thread(tool, **arguments)
-        except Exception as error:  # noqa: BLE001  user code: the model is told
+            text = returned if isinstance(returned, str) else json.dumps(returned, default=str)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
+                raise
             if deadline.expired():
                 return ToolResult("timeout", f"error: {name} took longer than {self._timeout_s:g} s")
-            return ToolResult("error", f"error: {type(error).__name__}: {error}"[:_MAX_RESULT_CHARACTERS])
-        text = returned if isinstance(returned, str) else json.dumps(returned, default=str)
+            return ToolResult("error", f"error: {_in_words(error)}"[:_MAX_RESULT_CHARACTERS])
         return ToolResult("ok", text[:_MAX_RESULT_CHARACTERS])
+
+
+def _is_being_cancelled() -> bool:
+    """Whether the episode is, not only something that a tool waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _in_words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  user code: its `__str__` may raise, too
+        return type(error).__name__
 
 
 def _argument_model(name: str, tool: Callable[..., object]) -> Any:

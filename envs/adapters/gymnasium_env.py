@@ -140,4 +140,23 @@ def _action_names(played: Any, names: Sequence[str] | None) -> list[str]:
         return [str(int(space.start) + index) for index in range(int(space.n))]
     if len(names) != space.n:
         raise ValueError(f"action_names has {len(names)} names, the environment has {space.n} actions")
-    return [str(name) for name in names]
+    return checked_words([str(name) for name in names])
+
+
+def checked_words(names: list[str]) -> list[str]:
+    """Names of actions that can be found in a turn and told apart.
+
+    Raises:
+        ValueError: If a name is not a single word, or two are equal but for case.
+    """
+    for name in names:
+        if not _WORD.fullmatch(name):
+            raise ValueError(
+                f"action_names has {name!r}, which can never be chosen: a turn is searched for words of letters, "
+                f"digits, _ and -. Call it e.g. {'_'.join(_WORD.findall(name)) or 'wait'!r}."
+            )
+    lowered = [name.lower() for name in names]
+    twice = sorted({name for name in lowered if lowered.count(name) > 1})
+    if twice:
+        raise ValueError(f"action_names has {twice} more than once; case does not tell actions apart. Rename them.")
+    return names

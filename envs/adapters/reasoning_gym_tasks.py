@@ -6,7 +6,7 @@ questions that are held out are skipped in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +17,11 @@ from penstock.envs.import_path import nearest_hint
 
 ROWS_PER_EPOCH = 4096
 MAX_HELD_OUT = 2048
-_HELD_OUT_SEED = 1_000_003
+HELD_OUT_SEED = 1_000_003
+_FIRST_TRAIN_SEED = 1 << 21
+_EPOCHS_PER_SEED = 1024
+_NUM_EPOCHS = (2**32 - _FIRST_TRAIN_SEED) // ROWS_PER_EPOCH
+"""That many fit: some datasets seed numpy, which takes 32 bits."""
 _INSTRUCTION = "Give the final answer alone between <answer> and </answer>."
 
 
@@ -52,7 +56,7 @@ class ReasoningGymTasks:
         epoch = 0
         while True:
             fresh = False
-            rows = self._rows(_HELD_OUT_SEED * (self._seed + 1) + 1 + epoch, ROWS_PER_EPOCH)
+            rows = self._rows(train_seed(self._seed, epoch), ROWS_PER_EPOCH)
             for index in range(ROWS_PER_EPOCH):
                 if (row := rows[index])["question"] not in held_out:
                     fresh = True
@@ -73,7 +77,7 @@ class ReasoningGymTasks:
 
     @cached_property
     def _held_out(self) -> list[Any]:
-        rows = self._rows(_HELD_OUT_SEED, MAX_HELD_OUT)
+        rows = self._rows(HELD_OUT_SEED, MAX_HELD_OUT)
         return list({row["question"]: row for row in map(rows.__getitem__, range(MAX_HELD_OUT))}.values())
 
     def _rows(self, seed: int, size: int) -> Any:
@@ -92,12 +96,27 @@ class ReasoningGymTasks:
         return f"<answer>{task.fields['entry']['answer']}</answer>"
 
 
-def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> float:
+def train_seed(seed: int, epoch: int) -> int:
+    """Seed of an epoch's first row. Row i is drawn from seed + i, so epochs are `ROWS_PER_EPOCH` apart."""
+    return _FIRST_TRAIN_SEED + (seed * _EPOCHS_PER_SEED + epoch) % _NUM_EPOCHS * ROWS_PER_EPOCH
+
+
+def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> dict[str, float]:
     """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1."""
     _thoughts, opening, after = trajectory.response.rpartition("<answer>")
     if not opening:
-        return 0.0
-    return float(_scorer(dataset).score_answer(after.partition("</answer>")[0].strip(), entry))
+        return {"reward": 0.0, "verifier_error": 0.0}
+    return verified(_scorer(dataset).score_answer, after.partition("</answer>")[0].strip(), entry)
+
+
+def verified(
+    score_answer: Callable[[str, dict[str, Any]], float], answer: str, entry: dict[str, Any]
+) -> dict[str, float]:
+    """Reward of an answer. Some verifiers raise on one that they cannot parse: it is wrong, and counted apart."""
+    try:
+        return {"reward": float(score_answer(answer, entry)), "verifier_error": 0.0}
+    except Exception:  # noqa: BLE001  what it raises says that the answer is none
+        return {"reward": 0.0, "verifier_error": 1.0}
 
 
 def dataset_names() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import islice
 from pathlib import Path
@@ -12,8 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.adapters.gymnasium_env import GymnasiumTasks
-from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, dataset_names, reasoning_gym_reward
+from penstock.envs.adapters.gymnasium_env import GymnasiumTasks, checked_words
+from penstock.envs.adapters.reasoning_gym_tasks import (
+    HELD_OUT_SEED,
+    MAX_HELD_OUT,
+    ROWS_PER_EPOCH,
+    ReasoningGymTasks,
+    dataset_names,
+    reasoning_gym_reward,
+    train_seed,
+    verified,
+)
 from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.environment import Action, Done, Observation
 from tests.answers import answered
@@ -104,6 +114,7 @@ def test_a_gymnasium_environment_is_played_by_words() -> None:
     [
         ({"id": "FrozenLaek-v1"}, "gymnasium cannot make it"),
         ({"id": "FrozenLake-v1", "action_names": ["left"]}, "action_names has 1 names, the environment has 4"),
+        ({"id": "FrozenLake-v1", "action_names": ["go left", "down", "right", "up"]}, "can never be chosen"),
         ({"id": "Pendulum-v1"}, "a policy writes Discrete or Text only"),
     ],
 )
@@ -113,17 +124,46 @@ def test_what_gymnasium_cannot_play_is_said(settings: dict[str, Any], message: s
         GymnasiumTasks(0, **settings)
 
 
+def test_action_names_that_can_never_be_chosen_are_refused() -> None:
+    assert checked_words(["left", "turn-right", "2"]) == ["left", "turn-right", "2"]
+    with pytest.raises(ValueError, match=r"'turn left', which can never be chosen.*e\.g\. 'turn_left'"):
+        checked_words(["turn left", "right"])
+    with pytest.raises(ValueError, match=r"\['left'\] more than once; case does not tell actions apart"):
+        checked_words(["left", "Left"])
+
+
 def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
     pytest.importorskip("reasoning_gym", reason="needs the extra `envs`")
     source = ReasoningGymTasks(0, "chain_sum", {"min_terms": 2, "max_terms": 3})
     held_out = {str(task.prompt) for task in source.held_out(20)}
     for task in islice(source.train(), 50):
         assert str(task.prompt) not in held_out
-        assert reasoning_gym_reward(answered(source.gold_response(task)), **task.fields) == 1.0
-        assert reasoning_gym_reward(answered("I do not know"), **task.fields) == 0.0
+        assert reasoning_gym_reward(answered(source.gold_response(task)), **task.fields)["reward"] == 1.0
+        assert reasoning_gym_reward(answered("I do not know"), **task.fields)["reward"] == 0.0
     assert len(dataset_names()) > 90
     with pytest.raises(ValueError, match=r"'chian_sum' is none of the \d+ of reasoning-gym. Did you mean 'chain_sum'"):
         ReasoningGymTasks(0, "chian_sum")
+    task = next(ReasoningGymTasks(0, "prime_factorization").train())
+    wrong = answered("<answer>I do not know</answer>")
+    assert reasoning_gym_reward(wrong, **task.fields) == {"reward": 0.0, "verifier_error": 1.0}
+
+
+def test_an_answer_on_which_a_verifier_raises_is_wrong_and_counted() -> None:
+    def score_answer(answer: str, entry: dict[str, Any]) -> float:
+        return float(int(answer) == entry["answer"])
+
+    assert verified(score_answer, "7", {"answer": 7}) == {"reward": 1.0, "verifier_error": 0.0}
+    assert verified(score_answer, "I do not know", {"answer": 7}) == {"reward": 0.0, "verifier_error": 1.0}
+
+
+def test_no_two_rows_of_reasoning_gym_are_drawn_from_one_seed_and_none_from_a_held_out_one() -> None:
+    """Row i of a dataset is drawn from its seed + i, and some datasets seed numpy, which takes 32 bits."""
+    seeds = [train_seed(seed, epoch) for seed in (0, 1, 2, 1022) for epoch in (*range(20), 1023)]
+    held_out = range(HELD_OUT_SEED, HELD_OUT_SEED + MAX_HELD_OUT)
+    blocks = sorted([(seed, seed + ROWS_PER_EPOCH) for seed in seeds] + [(held_out.start, held_out.stop)])
+    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(blocks))
+    far = [train_seed(seed, epoch) for seed in (-1, 0, 2**31) for epoch in (0, 10**7)]
+    assert all(held_out.stop <= seed <= 2**32 - ROWS_PER_EPOCH for seed in [*seeds, *far])
 
 
 def test_without_the_extra_the_command_that_installs_it_is_said() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from itertools import islice
 from typing import Any
 
 import pytest
 
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.calculator import CalculatorTasks
 from penstock.envs.countdown import CountdownTasks, countdown_reward, solves
@@ -37,9 +38,23 @@ def test_tasks_are_the_same_for_the_same_seed_and_held_out_ones_for_every_seed(
     assert first == again
     assert first != other
     assert make(0).held_out(5) == make(1).held_out(5)
-    held_out = {repr((task.prompt, task.fields)) for task in make(0).held_out(5)}
+    held_out = {asked(task) for task in make(0).held_out(5)}
     assert len(held_out) == 5
-    assert not held_out & {repr((task.prompt, task.fields)) for task in islice(make(3).train(), 2000)}
+    assert not held_out & {asked(task) for task in islice(make(3).train(), 2000)}
+
+
+def asked(task: Task) -> str:
+    """The prompt; of the guessing game, which says nothing of its secret, that."""
+    return repr(task.fields.get("secret", task.prompt))
+
+
+def test_a_countdown_of_few_kinds_has_no_held_out_prompt_or_order_of_numbers_in_training() -> None:
+    source = CountdownTasks(0, 3, 9, 30)
+    held_out, trained = source.held_out(100), list(islice(source.train(), 5000))
+    assert not {str(task.prompt) for task in held_out} & {str(task.prompt) for task in trained}
+    sides = [{(*sorted(t.fields["numbers"]), t.fields["target"]) for t in side} for side in (held_out, trained)]
+    assert len(sides[0]) == 100
+    assert not sides[0] & sides[1]
 
 
 def test_too_few_held_out_tasks_are_said_with_both_numbers() -> None:
@@ -54,6 +69,20 @@ def test_a_draw_without_a_prompt_is_said() -> None:
 
     with pytest.raises(ValueError, match=r"Mine.draw\(rng\) gave keys \['question'\]; expected a dict with 'prompt'"):
         next(Mine(0).train())
+
+
+def test_a_field_whose_text_differs_between_processes_is_refused_unless_the_split_leaves_it_out() -> None:
+    class Mine(GeneratedTasks):
+        def draw(self, rng: random.Random) -> dict[str, Any]:
+            return {"prompt": str(rng.random()), "tags": {"a", "b"}}
+
+    class Split(Mine):
+        def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {"prompt": row["prompt"]}
+
+    with pytest.raises(ConfigError, match=r"field 'tags' of a task is .* of type set, which is not JSON"):
+        next(Mine(0).train())
+    assert next(Split(0).train()).fields == {"tags": {"a", "b"}}
 
 
 @pytest.mark.parametrize("source", [GuessingGame(0, 100, 7), GuessingGame(0, 100, 2), CalculatorTasks(0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,6 +70,12 @@ class Tasks(GeneratedTasks):
 
 class Others(Tasks):
     kind = Plain
+
+class Fragile(Tasks):
+    def __init__(self, seed, broken="", note=""):
+        super().__init__(seed)
+        self.greeting = str(len(note))
+        if os.path.exists(broken): raise RuntimeError("no licence")
 """
 
 
@@ -78,10 +85,12 @@ def make_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.syspath_prepend(tmp_path)
 
     @asynccontextmanager
-    async def opened(timeout_s: float = 20.0, factory: str = "planted_envs:Tasks") -> AsyncIterator[EpisodeHost]:
+    async def opened(
+        timeout_s: float = 20.0, factory: str = "planted_envs:Tasks", **args: object
+    ) -> AsyncIterator[EpisodeHost]:
         streams = {"other": StreamConfig(factory="planted_envs:Others")}
         limits = EpisodeConfig(timeout_s=timeout_s)
-        host = EpisodeHost(EnvConfig(factory=factory, streams=streams, episode=limits), 0)
+        host = EpisodeHost(EnvConfig(factory=factory, args=args, streams=streams, episode=limits), 0)
         try:
             yield host
         finally:
@@ -235,6 +244,40 @@ async def test_an_environment_that_does_not_load_stops_the_run(make_host: Callab
         with pytest.raises(ConfigError, match=r"has no attribute 'Tsks'\. Did you mean 'Tasks'"):
             async with host.open(task()):
                 pass
+
+
+async def test_a_process_that_does_not_load_in_the_middle_of_a_run_costs_an_episode_and_is_replaced(
+    make_host: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+
+    async def play_and_lose_the_process() -> None:
+        async with host.open(task()) as played:
+            await played.reset()
+            with pytest.raises(TrajectoryError, match="exit code 3"):
+                await played.step(Action("exit"))
+
+    async def fail(message: str) -> None:
+        with pytest.raises(TrajectoryError, match=message) as caught:
+            async with host.open(task()):
+                pass
+        assert caught.value.kind == "env"
+
+    async with make_host(factory="planted_envs:Fragile", broken=str(broken)) as host:
+        await play_and_lose_the_process()
+        broken.touch()
+        await fail("no licence")
+        broken.unlink()
+        await play_and_lose_the_process()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(tmp_path / "no_python"))
+            await fail("its process cannot be started: FileNotFoundError")
+        await play_and_lose_the_process()
+
+
+async def test_settings_may_be_longer_than_an_argument_of_a_program(make_host: Callable[..., Any]) -> None:
+    async with make_host(factory="planted_envs:Fragile", note="x" * 200_000) as host, host.open(task()) as played:
+        assert (await played.reset())["content"] == "200000world"
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

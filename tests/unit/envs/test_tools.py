@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 import time
 
 import pytest
@@ -11,7 +13,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.tool_environment import ToolEnvironment
-from penstock.envs.tools import Toolbox, ToolCall, parse_calls
+from penstock.envs.tools import Tool, Toolbox, ToolCall, parse_calls
 
 
 def add(a: int, b: int = 1) -> int:
@@ -31,6 +33,45 @@ def sleeps() -> None:
     time.sleep(0.5)
 
 
+def keyed() -> dict[tuple[int, int], str]:
+    return {(0, 1): "x"}
+
+
+def leaves() -> None:
+    sys.exit(1)
+
+
+async def leaves_later() -> None:
+    await asyncio.sleep(0)
+    sys.exit(1)
+
+
+def circular() -> list[object]:
+    items: list[object] = []
+    items.append(items)
+    return items
+
+
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def speechless() -> None:
+    raise SpeechlessError
+
+
+async def waits_for_a_cancelled_task() -> None:
+    task = asyncio.create_task(asyncio.sleep(1))
+    task.cancel()
+    await task
+
+
+async def rests() -> None:
+    await asyncio.sleep(30)
+
+
+HOSTILE = [keyed, leaves, leaves_later, circular, speechless, waits_for_a_cancelled_task]
 BOX = Toolbox([add, search, fails, sleeps], timeout_s=0.2)
 
 
@@ -76,6 +117,21 @@ async def test_every_call_has_an_outcome(text: str, outcome: str, said: str) -> 
     result = await BOX.run(call)
     assert result.outcome == outcome
     assert said in result.text
+
+
+@pytest.mark.parametrize("tool", HOSTILE)
+async def test_whatever_a_tool_does_is_an_outcome(tool: Tool) -> None:
+    result = await Toolbox([tool]).run(ToolCall(tool.__name__, {}))
+    assert result.outcome == "error"
+    assert re.match(r"error: (TypeError|SystemExit|ValueError|SpeechlessError|CancelledError)", result.text)
+
+
+async def test_a_cancelled_episode_does_not_go_on_with_its_tool() -> None:
+    episode = asyncio.create_task(Toolbox([rests], timeout_s=60).run(ToolCall("rests", {})))
+    await asyncio.sleep(0.05)
+    episode.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await episode
 
 
 def test_text_without_a_call_has_none_and_several_keep_their_order() -> None:

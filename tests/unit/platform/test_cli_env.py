@@ -44,6 +44,16 @@ class Miserly(Tasks): kind = MiserlyEpisode
 class RandomEpisode(Environment):
     def step(self, action): return Observation(str(random.random()))
 class Random(Tasks): kind = RandomEpisode
+
+class EagerEpisode(GoodEpisode):
+    def reset(self, task): return Observation(task.prompt, reward=0.5)
+class Eager(Tasks): kind = EagerEpisode
+
+class Goldless(Good):
+    def gold_actions(self, task): return [task.fields["answer"]]
+
+class Lazy(Good):
+    def held_out(self, num_tasks): return (task for task in super().held_out(num_tasks))
 """
 
 
@@ -67,6 +77,9 @@ def invoke(*words: str) -> tuple[int, str]:
         ("Generous", 1, "at most 1"),
         ("Miserly", 1, "ended with reward 0 for ['right']"),
         ("Random", 1, "the second episode differs"),
+        ("Eager", 1, "reset returned Observation with reward 0.5; expected 0: no turn has been taken"),
+        ("Goldless", 1, "raised KeyError: 'answer'"),
+        ("Lazy", 1, "expected a list of a Task"),
     ],
 )
 def test_check_finds_what_is_wrong(name: str, code: int, found: str) -> None:
