@@ -43,8 +43,9 @@ class RankShare:
     def at_start(cls, backend: Backend) -> RankShare:
         """Of a rank that has its weights and no batch yet."""
         is_alone = num_shares(backend) == 1 or backend.training_side().is_partitioned
-        tensors = () if is_alone else backend.local_weights().values()
-        return cls(fingerprint(tensors), torch.zeros((), dtype=torch.float64, device=backend.device))
+        return cls(
+            fingerprint([] if is_alone else _held(backend)), torch.zeros((), dtype=torch.float64, device=backend.device)
+        )
 
     def add(self, loss: float, token_weight: float) -> None:
         """One update's."""
@@ -58,6 +59,12 @@ class RankShare:
 
     def _add_signal(self, gradient: Tensor) -> None:
         self.squared_signal += gradient.double().square().sum()
+
+
+def _held(backend: Backend) -> list[Tensor]:
+    """All weights of this rank, adapters apart from what they are added to."""
+    with backend.adapters.off():
+        return [*backend.local_weights().values(), *backend.adapters.parameters()]
 
 
 def num_shares(backend: Backend) -> int:

@@ -252,8 +252,9 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
 
 def desynchronised(trainer: PolicyTrainer, *, is_last_replica: bool) -> float | None:
     """What the next step says after one weight of the last replica was nudged on it alone."""
+    held = trainer.local_weights()  # on all ranks: adapters that are partitioned are gathered for it
     if is_last_replica:
-        next(iter(trainer.local_weights().values()))[0] += 1e-3
+        next(iter(held.values()))[0] += 1e-3
     return trainer.step(make_batch(4), 2).metrics.get("rank/desynchronised")
 
 
