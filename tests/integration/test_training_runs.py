@@ -80,15 +80,6 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
     ("name", "overrides"),
     [
         (
-            "autotp_into_two_vllm_engines_through_gathered_tensors",
-            [
-                "rollout.num_engines=2",
-                "weights.mode=gather",
-                "trainer.num_ranks=2",
-                "trainer.tensor_parallel_size=2",
-            ],
-        ),
-        (
             "torch_engine_zero3_two_ranks_overlapped_through_a_group_all_trackers_held_to_a_reference",
             [
                 "rollout/engine=torch",
