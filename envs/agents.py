@@ -18,7 +18,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.agent_command import run_command
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import RewardResult
-from penstock.envs.environment import Action, Done, EndpointAccess, Environment, Observation, RunsItself
+from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_task_source
 
@@ -62,18 +62,18 @@ class AgentTasks:
         """As the task source."""
         return self._source.held_out(num_tasks)
 
-    def environment(self) -> Environment:
+    def environment(self) -> AgentEpisode:
         """One run of the program."""
         return AgentEpisode(self._run)
 
 
-class AgentEpisode(Environment):
+class AgentEpisode(Playable):
     """One run of a program."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def reset(self, task: Task) -> RunsItself:  # type: ignore[override]  # the one kind that is not asked turn by turn
+    def reset(self, task: Task) -> RunsItself:
         """Keep the task; nothing starts yet."""
         self.task = task
         return RunsItself()
@@ -81,10 +81,6 @@ class AgentEpisode(Environment):
     async def run(self, access: EndpointAccess) -> Done:
         """Run it to its end."""
         return Done(await self._run(self.task, access))
-
-    def step(self, action: Action) -> Observation | Done:
-        """Never called."""
-        raise NotImplementedError("an agent program asks for its turns itself")
 
 
 def _as_command(words: Sequence[str]) -> Run:

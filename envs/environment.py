@@ -100,10 +100,22 @@ class RunsItself:
     """What `reset` of an agent program returns: it plays the episode itself, in `run(access)` (agents.py)."""
 
 
-class Environment(ABC):
-    """One episode. Keep what belongs to it on `self`; what is shared and expensive at the class or the module."""
+class Playable(ABC):
+    """What a process plays for one trajectory: an `Environment`, or an agent program (agents.py)."""
 
     task: Task
+
+    @abstractmethod
+    def reset(self, task: Task) -> Observation | RunsItself | Awaitable[Observation | RunsItself]:
+        """Begin the episode of `task`."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Give back what the episode holds. Called at most once, also after an error; a process may die before it."""
+        return None
+
+
+class Environment(Playable):
+    """One episode. Keep what belongs to it on `self`; what is shared and expensive at the class or the module."""
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """Begin the episode of `task`; returns the whole prompt, by default that of the task."""
@@ -114,16 +126,12 @@ class Environment(ABC):
     def step(self, action: Action) -> Observation | Done | Awaitable[Observation | Done]:
         """Answer one turn of the policy."""
 
-    def close(self) -> Awaitable[None] | None:
-        """Give back what the episode holds. Called at most once, also after an error; a process may die before it."""
-        return None
-
 
 @runtime_checkable
 class EnvironmentSource(TaskSource, Protocol):
     """A task source whose tasks are played in several turns."""
 
-    def environment(self) -> Environment:
+    def environment(self) -> Playable:
         """A fresh environment for one episode."""
         ...
 

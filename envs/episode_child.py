@@ -28,7 +28,7 @@ from typing import Any, TypedDict, get_args
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EnvConfig
-from penstock.envs.environment import Done, Environment, EnvironmentSource, Observation, Role, RunsItself
+from penstock.envs.environment import Done, EnvironmentSource, Observation, Playable, Role, RunsItself
 from penstock.envs.loading import load_task_source
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_reply
@@ -106,7 +106,7 @@ def is_episode_reply(reply: object) -> bool:
     return any(reply.get(name) is True for name in ("done", "runs_itself", "closed"))
 
 
-async def call_environment(environment: Environment, method: str, argument: Any) -> Any:
+async def call_environment(environment: Playable, method: str, argument: Any) -> Any:
     """Call a plain or asynchronous method."""
     returned = getattr(environment, method)(*([] if method == "close" else [argument]))
     return await returned if inspect.isawaitable(returned) else returned
@@ -115,7 +115,7 @@ async def call_environment(environment: Environment, method: str, argument: Any)
 class EpisodeThread:
     """Plays one episode: calls come one after the other, until `close`."""
 
-    def __init__(self, make: Callable[[str], Environment], answer: Callable[[int, EpisodeReply], None]) -> None:
+    def __init__(self, make: Callable[[str], Playable], answer: Callable[[int, EpisodeReply], None]) -> None:
         self._make = make
         self._answer = answer
         self._calls: queue.SimpleQueue[tuple[int, str, bytes]] = queue.SimpleQueue()
@@ -136,7 +136,7 @@ class EpisodeThread:
             self._running.cancel()
 
     def _play(self) -> None:
-        environment: Environment | None = None
+        environment: Playable | None = None
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
             while True:
@@ -155,7 +155,7 @@ class EpisodeThread:
         # Only now, after its loop has ended: a thread that it still waits for is a hang, too.
         self._answer(call_id, {"closed": True})
 
-    async def _call(self, environment: Environment, method: str, argument: Any) -> EpisodeReply:
+    async def _call(self, environment: Playable, method: str, argument: Any) -> EpisodeReply:
         if method == "close":
             await call_environment(environment, method, argument)
             return {"closed": True}
@@ -190,7 +190,7 @@ class EpisodeServer:
                 del self._episodes[episode]
             thread.call(call_id, method, argument)
 
-    def _make(self, name: str) -> Environment:
+    def _make(self, name: str) -> Playable:
         if name not in self._sources:
             raise LookupError(f"the task names the environment {name!r}; there are {sorted(self._sources)}")
         return self._sources[name].environment()

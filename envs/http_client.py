@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -42,6 +43,19 @@ class _PassingError(Exception):
         super().__init__(problem)
         self.retry_after_s = retry_after_s
         self.is_busy = is_busy
+
+
+def bearer(variable: str | None) -> dict[str, str]:
+    """The header with a secret that an environment variable holds; none if no variable is named.
+
+    Raises:
+        LookupError: If the variable is not set here.
+    """
+    if variable is None:
+        return {}
+    if not os.environ.get(variable):
+        raise LookupError(f"{variable}: this environment variable is not set here")
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 class JsonClient:

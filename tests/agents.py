@@ -16,7 +16,9 @@ from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams,
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EndpointConfig
+from penstock.envs.endpoint.scripted import ScriptedPolicy
 from penstock.envs.endpoint.server import Endpoint
+from penstock.envs.endpoint.session import Session
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
 from penstock.rollout.dialogue import EpisodeBudget
@@ -142,3 +144,23 @@ def check_tokens(engine: SayingEngine, trajectory: Trajectory) -> None:
     np.testing.assert_array_equal(trajectory.loss_mask, mask)
     expected = np.where(mask, np.float32(-1.0) / (1 + trajectory.token_ids), np.float32(0)).astype(np.float32)
     np.testing.assert_allclose(trajectory.behavior_logprobs, expected, rtol=1e-6)
+
+
+@asynccontextmanager
+async def scripted_session(says: str, config: EndpointConfig) -> AsyncIterator[Session]:
+    """A session whose policy always says the same, and whose program goes on until the end of the context."""
+    endpoint, is_over = Endpoint(config, 10.0), asyncio.Event()
+
+    async def program() -> EpisodeReply:
+        await is_over.wait()
+        return {"done": True}
+
+    async def policy(part: object) -> str:
+        return says
+
+    async with endpoint.open("t/0") as opened:
+        serving = asyncio.create_task(opened.serve(program(), ScriptedPolicy(policy)))
+        yield opened
+        is_over.set()
+        await serving
+    await endpoint.close()

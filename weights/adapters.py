@@ -19,7 +19,7 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
-from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.checksum import check_arrived, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, View
 from penstock.weights.strided import strided_box
@@ -113,13 +113,7 @@ def entries_of(manifest: WeightManifest, rank: int, merged: Mapping[str, torch.T
 
 def _arrived(manifest: WeightManifest, adapters: AdapterManifest) -> dict[str, torch.Tensor]:
     tensors = dict(read_version(replace(manifest, entries=adapters.entries)))
-    for entry in adapters.entries:
-        checksum = tensor_checksum(tensors[entry.name])
-        if checksum != entry.checksum:
-            raise WeightSyncError(
-                f"publish v{manifest.version}: what arrived of {entry.name} has checksum {checksum:x}, sent was "
-                f"{entry.checksum:x}. It was damaged on the way; the old weights go on serving."
-            )
+    check_arrived(tensors, adapters.entries, manifest.version)
     return tensors
 
 

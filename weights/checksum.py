@@ -12,10 +12,13 @@ row sums W_r, the column sums W_c and the total W: two passes of additions over 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import TensorEntry
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MASK = (1 << 64) - 1
@@ -98,3 +101,27 @@ def combine_checksums(named: Iterable[tuple[str, int]]) -> int:
             mixed = ((mixed ^ byte) * _PRIME) & _MASK
         total = (total + mixed) & _MASK
     return total
+
+
+def check_arrived(
+    tensors: Mapping[str, torch.Tensor], entries: Iterable[TensorEntry], version: int, whose: str = ""
+) -> None:
+    """Compare what has arrived of a version with what was sent.
+
+    Args:
+        tensors: By name.
+        entries: Of the manifest.
+        version: For the message.
+        whose: For the message: whom they are for.
+
+    Raises:
+        WeightSyncError: At the first difference.
+    """
+    for entry in entries:
+        checksum = tensor_checksum(tensors[entry.name])
+        if checksum != entry.checksum:
+            raise WeightSyncError(
+                f"publish v{version}: what arrived of {entry.name}{whose} has checksum {checksum:x}, sent was "
+                f"{entry.checksum:x}. It was damaged on the way, or replaced by a newer version; the old weights go on "
+                "serving."
+            )

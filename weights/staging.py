@@ -17,7 +17,7 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.adapters import BaseWeights, entries_of
-from penstock.weights.checksum import tensor_checksum
+from penstock.weights.checksum import check_arrived
 from penstock.weights.transport.shards import read_shard
 
 
@@ -107,15 +107,5 @@ class Staging:
         arrived = dict(read_shard(self._manifest, self._rank))
         if self._device.type == "cuda":
             arrived = {name: values.to(self._device) for name, values in arrived.items()}
-        self._compare(arrived)
+        check_arrived(arrived, self.entries, self._manifest.version, f" for rank {self._rank}")
         return arrived
-
-    def _compare(self, arrived: dict[str, torch.Tensor]) -> None:
-        for entry in self.entries:
-            checksum = tensor_checksum(arrived[entry.name])
-            if checksum != entry.checksum:
-                raise WeightSyncError(
-                    f"publish v{self._manifest.version}: what arrived of {entry.name} for rank {self._rank} has "
-                    f"checksum {checksum:x}, sent was {entry.checksum:x}. It was damaged on the way, or replaced by a "
-                    "newer version; the old weights go on serving."
-                )

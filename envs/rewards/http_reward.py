@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Self
 
 from pydantic import Field
@@ -10,7 +9,7 @@ from pydantic import Field
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import RewardContext
-from penstock.envs.http_client import JsonClient, ServiceError
+from penstock.envs.http_client import JsonClient, ServiceError, bearer
 from penstock.envs.retrying import RetryConfig
 from penstock.envs.reward_result import to_reply
 
@@ -148,13 +147,12 @@ def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[st
 
 
 def _headers(key_variable: str | None) -> dict[str, str]:
-    if key_variable is None:
-        return {}
-    if not os.environ.get(key_variable):
+    try:
+        return bearer(key_variable)
+    except LookupError as error:
         raise ConfigError(
             [
-                f"reward key_variable={key_variable}: this environment variable is not set here. The service would "
-                "refuse every request. Set it where the run is started and where the reward workers run."
+                f"reward key_variable={error.args[0]}. The service would refuse every request. Set it where the run is "
+                "started and where the reward workers run."
             ]
-        )
-    return {"Authorization": f"Bearer {os.environ[key_variable]}"}
+        ) from None

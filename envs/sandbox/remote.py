@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-from penstock.envs.http_client import JsonClient, NoAnswerError, RefusalError
+from penstock.envs.http_client import JsonClient, NoAnswerError, RefusalError, bearer
 from penstock.envs.sandbox.config import RemoteConfig
 from penstock.envs.sandbox.contract import (
     Limits,
@@ -52,12 +50,10 @@ class RemoteSandbox:
             await self._client.close()
 
     def _headers(self) -> dict[str, str]:
-        variable = self._config.token_variable
-        if variable is None:
-            return {}
-        if not os.environ.get(variable):
+        try:
+            return bearer(self._config.token_variable)
+        except LookupError as error:
             raise SandboxUnavailableError(
-                f"sandbox.remote.token_variable={variable}: this environment variable is not set here. The service "
-                "would refuse every program. Set it where the reward workers run."
-            )
-        return {"Authorization": f"Bearer {os.environ[variable]}"}
+                f"sandbox.remote.token_variable={error.args[0]}. The service would refuse every program. Set it where "
+                "the reward workers run."
+            ) from None

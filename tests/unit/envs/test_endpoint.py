@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,10 +13,9 @@ import pytest_asyncio
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EndpointConfig
 from penstock.envs.endpoint.answers import num_begun
-from penstock.envs.endpoint.scripted import ScriptedPolicy
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Session
-from penstock.envs.episode_child import EpisodeReply
+from tests.agents import scripted_session
 
 CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "?"}]}
 
@@ -25,21 +23,8 @@ CHAT: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "conten
 @pytest_asyncio.fixture
 async def session() -> AsyncIterator[Session]:
     """A session whose policy says `yes`, and whose program goes on until the end of the test."""
-    endpoint, is_over = Endpoint(EndpointConfig(max_request_mib=0.01), 10.0), asyncio.Event()
-
-    async def program() -> EpisodeReply:
-        await is_over.wait()
-        return {"done": True}
-
-    async def yes(part: object) -> str:
-        return "yes"
-
-    async with endpoint.open("t/0") as opened:
-        serving = asyncio.create_task(opened.serve(program(), ScriptedPolicy(yes)))
+    async with scripted_session("yes", EndpointConfig(max_request_mib=0.01)) as opened:
         yield opened
-        is_over.set()
-        await serving
-    await endpoint.close()
 
 
 async def ask(session: Session, body: Any, path: str = "/chat/completions", **kwargs: Any) -> tuple[int, Any]:

@@ -12,12 +12,10 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EndpointConfig, RewardConfig
 from penstock.envs.contract import RewardContext
-from penstock.envs.endpoint.scripted import ScriptedPolicy
-from penstock.envs.endpoint.server import Endpoint
-from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.loading import load_reward
 from penstock.envs.rewards.http_reward import RewardServiceError
 from penstock.envs.rewards.judge import JudgeReward
+from tests.agents import scripted_session
 from tests.answers import answered
 from tests.unit.envs.http_service import Handler, Service, answer, raw, serving
 
@@ -124,26 +122,13 @@ async def test_requests_keep_to_the_rate(service: Service) -> None:
 
 
 async def test_our_own_endpoint_can_be_the_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint, is_over = Endpoint(EndpointConfig(), 10.0), asyncio.Event()
-
-    async def program() -> EpisodeReply:
-        await is_over.wait()
-        return {"done": True}
-
-    async def say(part: object) -> str:
-        return "Score: 9"
-
-    async with endpoint.open("t/0") as opened:
-        playing = asyncio.create_task(opened.serve(program(), ScriptedPolicy(say)))
+    async with scripted_session("Score: 9", EndpointConfig()) as opened:
         monkeypatch.setenv("JUDGE_KEY", opened.access.api_key)
         request = {"temperature": 0, "max_tokens": 16}
         url, model = opened.access.base_url, opened.access.model
         reward = make(url, model=model, key_variable="JUDGE_KEY", request=request)
         assert (await reward(answered("1"), answer="2"))["reward"] == 0.9
         await reward.service.close()
-        is_over.set()
-        await playing
-    await endpoint.close()
 
 
 async def test_a_field_that_a_task_lacks_is_said_before_the_start_and_at_the_call(service: Service) -> None:
