@@ -36,11 +36,13 @@ class RewardContext:
         sandbox: Where it may run programs.
         timeout_s: Of one call, seconds: `reward.timeout_s`.
         max_concurrency: Calls at a time: `reward.max_concurrency`.
+        is_serving: Whether calls follow. False where the configuration is only checked: load nothing heavy then.
     """
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     timeout_s: float = 10.0
     max_concurrency: int = 256
+    is_serving: bool = False
 
 
 @runtime_checkable

@@ -1,7 +1,9 @@
-"""Synthetic preferences: a full correct answer against a worse one, the same for the same task, without limit.
+"""Preferences: two answers to one task, of which the first is wanted more.
 
-Worse is what policies do: digits are changed, a stretch is left out or said twice, or the task source makes a mistake
-that looks right (`mistaken_response`): half of the answers, where it knows how.
+They are columns of the tasks (`chosen`, `rejected`: a dataset of yours, or the `pairs.jsonl` of `penstock sample`), or
+synthetic: a full correct answer against a worse one, the same for the same task, without limit. Worse is what policies
+do: digits are changed, a stretch is left out or said twice, or the task source makes a mistake that looks right
+(`mistaken_response`): half of the answers, where it knows how.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ import random
 from typing import Protocol, runtime_checkable
 
 from penstock.dataflow.trajectory import Task
-from penstock.envs.contract import GoldSource
+from penstock.envs.contract import TaskSource
 
 MAX_CHANGES = 4
+PAIR_COLUMNS = ("chosen", "rejected")
 
 
 @runtime_checkable
@@ -22,12 +25,32 @@ class MistakeSource(Protocol):
     def mistaken_response(self, task: Task, rng: random.Random) -> str: ...
 
 
-def answer_pair(source: GoldSource, task: Task) -> tuple[str, str]:
-    """The gold response of a task, and a worse one.
+def preferred_pair(source: TaskSource, task: Task) -> tuple[str, str]:
+    """The pair of a task: (chosen, rejected).
 
     Raises:
-        ValueError: If the gold response has no digit to change.
+        ValueError: If there is none: an answer is no text, both are the same, or the task has no such columns and its
+            source no gold response.
     """
+    given = [task.fields.get(column) for column in PAIR_COLUMNS]
+    if given == [None, None]:
+        return _synthetic_pair(source, task)
+    texts = [value for value in given if isinstance(value, str)]
+    if len(texts) < len(PAIR_COLUMNS):
+        found = ", ".join(f"{column}={value!r:.60}" for column, value in zip(PAIR_COLUMNS, given, strict=True))
+        raise ValueError(f"task {task.task_id}: {found}; expected the text of two answers to the prompt")
+    chosen, rejected = texts
+    if chosen == rejected:
+        raise ValueError(f"task {task.task_id}: chosen and rejected are both {chosen!r:.60}: nothing is preferred")
+    return chosen, rejected
+
+
+def _synthetic_pair(source: TaskSource, task: Task) -> tuple[str, str]:
+    """The gold response of a task, and a worse one."""
+    if not hasattr(source, "gold_response"):
+        raise ValueError(
+            f"task {task.task_id} has no columns chosen and rejected, and its source no gold_response(task)"
+        )
     gold = source.gold_response(task)
     digits = [place for place, character in enumerate(gold) if character in "0123456789"]
     if not digits:

@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
     socket_fd, timeout_s, reward, sandbox = arguments
     connection = socket.socket(fileno=int(socket_fd))
     try:
-        context = RewardContext(SandboxConfig.model_validate_json(sandbox))
+        context = RewardContext(SandboxConfig.model_validate_json(sandbox), is_serving=True)
         function = load_reward(RewardConfig.model_validate_json(reward), context)
     except ConfigError as error:
         connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations)}))

@@ -66,6 +66,12 @@ def evaluate(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir
 
 
 @app.command()
+def sample(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
+    """Write scored answers of a policy, and pairs of better and worse ones: penstock sample experiment=arithmetic."""
+    _run("sample", overrides, config_dir, _sample, dry_run=dry_run)
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> None:
     """Write report.html of a run and print its path."""
 
@@ -218,6 +224,12 @@ def _evaluate(config: RunConfig) -> int:
     from penstock.platform.evaluate import run_eval
 
     return run_eval(config)
+
+
+def _sample(config: RunConfig) -> int:
+    from penstock.platform.sample import run_sample
+
+    return run_sample(config)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _slots(config: RunConfig, placement: RolePlacement) -> int:
 def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
     """Of one policy and what serves it."""
     cluster = config.cluster
-    num_ranks = 0 if command == "eval" else config.trainer.num_ranks
+    num_ranks = 0 if command in ("eval", "sample") else config.trainer.num_ranks
     num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines
     turns = cluster.colocated and command == "train"
     same_pool = cluster.trainer_pool == cluster.rollout_pool

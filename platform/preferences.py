@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.contract import GoldSource
+from penstock.envs.contract import TaskSource
 from penstock.envs.loading import load_task_source
-from penstock.envs.preferences import answer_pair
+from penstock.envs.preferences import preferred_pair
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.learning_run import trainer_alone
@@ -30,7 +30,7 @@ from penstock.trainer.config import AlgorithmConfig, PreferenceConfig
 
 def run_preferences(config: RunConfig, kind: ModelKind) -> int:
     """Run either command to its end; returns the exit code."""
-    assert config.preference is not None, "checked at the door, as is that the task source knows gold responses"
+    assert config.preference is not None, "checked at the door"
     beta = config.preference.beta if kind == "policy" else 1.0
     pairs = AlgorithmConfig(loss="online_dpo", correction=("none",), pair_beta=beta)
     paired = config.model_copy(update={"algorithm": pairs})
@@ -47,10 +47,11 @@ async def _run(config: RunConfig, preference: PreferenceConfig, kind: ModelKind,
         "run": str(run_dir),
     }
     console.header(config.name, facts)
-    source, codec = cast("GoldSource", load_task_source(config.env, config.seed)), load_codec(path)
+    source, codec = load_task_source(config.env, config.seed), load_codec(path)
     wanted = preference.batch_size * preference.num_steps
-    pairs = encoded(source, codec, islice(source.train(), wanted))
-    held_out = encoded(source, codec, source.held_out(preference.eval_pairs))
+    limit = config.model.max_context_tokens
+    pairs = encoded(source, codec, islice(source.train(), wanted), limit)
+    held_out = encoded(source, codec, source.held_out(preference.eval_pairs), limit)
     command: Command = "dpo" if kind == "policy" else "rm"
     async with trainer_alone(config, run_dir, path, kind, command) as (trainer, hub):
         await _learn(trainer, preference, kind, pairs, held_out, hub, console)
@@ -83,11 +84,31 @@ async def _learn(
         hub.log(step, metrics)
 
 
-def encoded(source: GoldSource, codec: TokenCodec, tasks: Iterable[Task]) -> list[Preference]:
-    """Pairs as token ids; the end token is part of an answer."""
+def encoded(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], max_tokens: int) -> list[Preference]:
+    """Pairs as token ids; the end token is part of an answer.
+
+    Raises:
+        ConfigError: If a task has no pair, or one of more than `max_tokens`.
+    """
     end = codec.stop_token_ids[0]
     found = []
     for task in tasks:
-        good, bad = (codec.encode_prompt(answer) for answer in answer_pair(source, task))
-        found.append(Preference(tuple(codec.encode_prompt(task.prompt)), (*good, end), (*bad, end)))
+        try:
+            good, bad = (_answer_ids(codec, answer) for answer in preferred_pair(source, task))
+        except ValueError as problem:
+            raise ConfigError([f"env: {problem}"]) from problem
+        pair = Preference(tuple(codec.encode_prompt(task.prompt)), (*good, end), (*bad, end))
+        length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+        if length > max_tokens:
+            raise ConfigError(
+                [
+                    f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens="
+                    f"{max_tokens}. Leave such rows out, or use a larger context."
+                ]
+            )
+        found.append(pair)
     return found
+
+
+def _answer_ids(codec: TokenCodec, answer: str) -> tuple[int, ...]:
+    return tuple(codec.encode_prompt(answer)) if answer else ()

@@ -1,6 +1,6 @@
 """Scores of a reward model: a Hugging Face sequence classifier of one label, e.g. what `penstock rm` writes.
 
-The only file of envs/ that may import torch, and it does so in the reward process, at the first call. It must read the
+The only file of envs/ that may import torch, and it does so in the reward process, before its first call. It must read the
 policy's own tokens, so it shares the policy's tokenizer.
 """
 
@@ -33,12 +33,11 @@ class RewardModelReward:
 
     @classmethod
     def build(cls, context: RewardContext, **args: Any) -> Self:
-        """Make it; the model is loaded at the first call.
+        """Make it, and load the model if calls follow: loading takes longer than a call may.
 
         Raises:
             ConfigError: If there is no such directory.
         """
-        del context
         reward = cls(**args)
         if not (Path(reward._path) / "config.json").is_file():
             raise ConfigError(
@@ -47,6 +46,8 @@ class RewardModelReward:
                     "experiment=arithmetic_preference`, or give the directory of a sequence classifier."
                 ]
             )
+        if context.is_serving:
+            reward._model = reward._load()
         return reward
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> float:
@@ -79,8 +80,6 @@ class RewardModelReward:
         """One forward over rows that are padded on the right, where causal attention does not look."""
         import torch
 
-        if self._model is None:
-            self._model = self._load()
         lengths = torch.tensor([len(one) for one in sequences])
         rows = [torch.tensor(one) for one in sequences]
         with torch.no_grad():

@@ -226,4 +226,5 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
     "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel, check_no_lora),
     "dpo": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel, check_lora),
     "eval": (check_model, check_has_policy, check_sampling),
+    "sample": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.contract import GoldSource
+from penstock.envs.contract import GoldSource, TaskSource
+from penstock.envs.preferences import preferred_pair
 from penstock.platform.config.findings import Finding, error
 from penstock.platform.config.schema import RunConfig
 
@@ -58,6 +59,31 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
         yield error(
             f"env: the worked example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
             f"the policy would be trained on positions it can never use. Use a context of at least {length}.",
+            "env",
+            "model",
+        )
+
+
+def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:
+    """There is a pair for every task, and the longest answer fits, end token included."""
+    try:
+        answers = {id(task): preferred_pair(source, task) for task in tasks}
+    except ValueError as problem:
+        yield error(
+            f"env.factory={config.env.factory}: {problem}. Learning from preferences takes columns `chosen` and "
+            "`rejected` (docs/guides/datasets.md), or a task source with gold_response (envs/contract.py, GoldSource).",
+            "env",
+        )
+        return
+
+    def length(encode: Encode, task: Task) -> int:
+        return len(encode(task.prompt)) + max(len(encode(answer)) if answer else 0 for answer in answers[id(task)]) + 1
+
+    longest = yield from _longest(config, tasks, length)
+    if longest is not None and longest[1] > config.model.max_context_tokens:
+        yield error(
+            f"env: prompt and answer of {longest[0].task_id} have {longest[1]} tokens, above model.max_context_tokens="
+            f"{config.model.max_context_tokens}. Leave such rows out, or use a context of at least {longest[1]}.",
             "env",
             "model",
         )

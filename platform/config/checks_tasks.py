@@ -16,7 +16,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
-from penstock.platform.config.checks_lengths import check_examples, check_prompts
+from penstock.platform.config.checks_lengths import check_examples, check_pairs, check_prompts
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
 from penstock.platform.config.schema import RunConfig
 
@@ -59,6 +59,8 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
+    elif command in ("rm", "dpo"):
+        yield from check_pairs(config, source, measured)
     elif hasattr(source, "gold_response"):
         yield from check_examples(config, cast("GoldSource", source), measured)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "absent", "warning"]
-Command = Literal["train", "sft", "rm", "dpo", "eval"]
+Command = Literal["train", "sft", "rm", "dpo", "eval", "sample"]
 WITHOUT_ENGINES: tuple[Command, ...] = ("sft", "rm", "dpo")
 """Commands that learn from given answers: they start no engine and no reward."""
 

@@ -111,6 +111,22 @@ class CheckpointConfig(Section):
     every_steps: int = Field(default=0, ge=0)
 
 
+class SampleConfig(Section):
+    """`penstock sample`.
+
+    Attributes:
+        num_tasks: That are answered.
+        answers_per_task: To each.
+        pairs_per_task: Most pairs of a better and a worse answer that are written of each.
+        side: Which tasks.
+    """
+
+    num_tasks: int = Field(default=1024, ge=1)
+    answers_per_task: int = Field(default=4, ge=1)
+    pairs_per_task: int = Field(default=4, ge=0)
+    side: Literal["train", "held_out"] = "train"
+
+
 class PartnerConfig(Section):
     """A second policy that learns in the same run, from the same groups: half of each is sampled by it.
 
@@ -154,6 +170,7 @@ class RunConfig(Section):
     teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     partner: PartnerConfig | None = None
+    sample: SampleConfig = SampleConfig()
     sft: SftConfig | None = None
     preference: PreferenceConfig | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.platform.config.compose import compose_config
@@ -176,6 +177,29 @@ def test_eval_measures_a_trained_policy(workspace: Path, train_overrides: list[s
     done = run_cli("eval", *train_overrides, "rollout/engine=torch", "evaluation.num_tasks=128", cwd=workspace)
     assert done.returncode == 0, done.stderr
     assert '"accuracy": 0.' in done.stdout
+
+
+def test_a_policy_learns_from_pairs_of_its_own_answers(workspace: Path, train_overrides: list[str]) -> None:
+    asked = ["name=answers", "sample.num_tasks=64", "sample.pairs_per_task=2", "rollout/engine=torch"]
+    done = run_cli("sample", *train_overrides, *asked, cwd=workspace)
+    assert done.returncode == 0, done.stderr
+    figures, run_dir = json.loads(done.stdout.splitlines()[-1]), workspace / "runs" / "answers"
+    rows = [json.loads(line) for line in (run_dir / "answers.jsonl").read_text().splitlines()]
+    right = {(row["prompt"], row["response"]): row["response"].endswith(";" + row["fields"]["answer"]) for row in rows}
+    assert figures["answers"] == len(rows) == 4 * 64
+    assert figures["reward_mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows))
+    pairs = [json.loads(line) for line in (run_dir / "pairs.jsonl").read_text().splitlines()]
+    assert figures["pairs"] == len(pairs) > 16
+    for pair in pairs:
+        assert right[pair["prompt"], pair["chosen"]] > right[pair["prompt"], pair["rejected"]]
+    data = ["env=dataset", "env.args.path=runs/answers/pairs.jsonl", "preference.eval_pairs=1"]
+    short = ["preference.num_steps=2", "preference.batch_size=8", "trainer.backend=torch", "name=dpo"]
+    (policy,) = (one for one in train_overrides if one.startswith("model.path="))
+    learnt = run_cli("dpo", "experiment=arithmetic_preference", policy, *data, *short, cwd=workspace)
+    assert learnt.returncode == 0, learnt.stderr
+    assert read_metric(workspace / "runs" / "dpo", "preference/loss")[0] == pytest.approx(np.log(2), rel=1e-5)
+    (architecture,) = json.loads((workspace / "runs" / "dpo" / "policy" / "config.json").read_text())["architectures"]
+    assert architecture == "Qwen3ForCausalLM"
 
 
 def test_a_users_own_reward_and_tasks_train(workspace: Path, train_overrides: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic preferences: a correct answer against a worse one, and mistakes of arithmetic that look right."""
+"""Preferences: of columns; synthetic ones; and mistakes of arithmetic that look right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.arithmetic import ArithmeticTasks, Problem
 from penstock.envs.arithmetic_mistakes import KINDS, mistaken_response
-from penstock.envs.preferences import answer_pair
+from penstock.envs.preferences import preferred_pair
 
 
 class Answers:
@@ -26,9 +26,9 @@ class Answers:
 def test_a_correct_answer_is_spoilt_in_a_few_digits_or_a_stretch_and_the_same_every_time() -> None:
     answers, counts, num_stretches = Answers(), set(), 0
     for task in islice(answers.source.train(), 300):
-        chosen, rejected = answer_pair(answers, task)
+        chosen, rejected = preferred_pair(answers, task)
         assert chosen == answers.gold_response(task) != rejected
-        assert answer_pair(answers, task) == (chosen, rejected)
+        assert preferred_pair(answers, task) == (chosen, rejected)
         if len(rejected) != len(chosen):
             num_stretches += 1
             continue
@@ -73,4 +73,25 @@ def test_an_answer_without_digits_is_refused() -> None:
             return "none"
 
     with pytest.raises(ValueError, match="'none' has no digit"):
-        answer_pair(Words(), Task(TaskId("t"), "p"))
+        preferred_pair(Words(), Task(TaskId("t"), "p"))
+
+
+def test_columns_are_the_pair_whatever_the_source_knows() -> None:
+    task = Task(TaskId("rows/0"), "12+13=", {"chosen": "25", "rejected": "24"})
+    assert preferred_pair(ArithmeticTasks(seed=0), task) == ("25", "24")
+    silent = Task(TaskId("rows/1"), "12+13=", {"chosen": "25", "rejected": ""})
+    assert preferred_pair(object(), silent) == ("25", ""), "a policy may say nothing at all"
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"chosen": "25"}, "rejected=None; expected the text of two answers"),
+        ({"chosen": "25", "rejected": ["24"]}, r"rejected=\['24'\]"),
+        ({"chosen": "25", "rejected": "25"}, "nothing is preferred"),
+        ({}, "no columns chosen and rejected"),
+    ],
+)
+def test_a_task_without_a_pair_is_named(columns: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=f"task rows/0.*{words}"):
+        preferred_pair(object(), Task(TaskId("rows/0"), "12+13=", columns))

@@ -39,7 +39,7 @@ def test_scores_are_those_of_the_classifier_alone(judge, max_batch, monkeypatch)
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     with torch.no_grad():
         expected = [float(model(torch.tensor(one.token_ids.astype(np.int64))[None]).logits) for one in members]
-    reward = RewardModelReward.build(RewardContext(), path=judge, max_batch=max_batch)
+    reward = RewardModelReward.build(RewardContext(is_serving=True), path=judge, max_batch=max_batch)
     sizes, plain = [], reward._scores
     monkeypatch.setattr(reward, "_scores", lambda rows: sizes.append(len(rows)) or plain(rows))
 
@@ -51,7 +51,7 @@ def test_scores_are_those_of_the_classifier_alone(judge, max_batch, monkeypatch)
 
 
 def test_a_failure_is_raised_for_every_answer_that_waited(judge) -> None:
-    reward = RewardModelReward.build(RewardContext(), path=judge)
+    reward = RewardModelReward.build(RewardContext(is_serving=True), path=judge)
     bad = [trajectory("x", [2], [VOCAB + 5], np.random.default_rng(0), None) for _ in range(2)]
 
     async def all_at_once() -> list[object]:

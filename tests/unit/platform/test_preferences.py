@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
 from penstock.envs.arithmetic import ArithmeticTasks
 from penstock.platform.config.checks import check_config
+from penstock.platform.config.checks_tasks import check_plugins
 from penstock.platform.config.compose import compose_config
 from penstock.platform.placement import plan_placement
 from penstock.platform.preferences import encoded
 
 EXPERIMENT = ["experiment=arithmetic_preference"]
+SMALL = ["preference.eval_pairs=16"]
 
 
 def errors(*overrides: str, command: str = "rm") -> list[str]:
@@ -46,17 +50,48 @@ def test_what_cannot_run_is_refused_with_the_reason(overrides, words) -> None:
     assert any(words in message for message in errors(*overrides))
 
 
+class Codec:
+    """Characters are tokens."""
+
+    stop_token_ids = (1,)
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+
 def test_pairs_are_encoded_with_their_end_tokens() -> None:
-    class Codec:
-        stop_token_ids = (1,)
-
-        def encode_prompt(self, text: str) -> tuple[int, ...]:
-            return tuple(map(ord, text))
-
     source = ArithmeticTasks(seed=0)
-    (pair,) = encoded(source, Codec(), source.held_out(1))
+    (pair,) = encoded(source, Codec(), source.held_out(1), max_tokens=128)
     (task,) = source.held_out(1)
     assert pair.prompt == tuple(map(ord, task.prompt))
     assert pair.chosen == (*map(ord, source.gold_response(task)), 1)
     assert pair.rejected[-1] == 1
     assert pair.rejected != pair.chosen
+
+
+def test_a_pair_that_does_not_fit_the_context_is_named_with_both_numbers() -> None:
+    task = Task(TaskId("rows/7"), "12+13=", {"chosen": "25", "rejected": "2" * 30})
+    with pytest.raises(ConfigError, match="rows/7 have 37 tokens, above"):
+        encoded(ArithmeticTasks(seed=0), Codec(), [task], max_tokens=36)
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": str(number)} for number in range(999)]
+
+
+def rows_that_prefer_nothing() -> list[dict[str, str]]:
+    return [row | {"rejected": row["chosen"]} for row in rows()]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("rows", ""), ("rows_that_prefer_nothing", "nothing is preferred"), ("rows_without_rejected", "rejected=None")],
+)
+def test_rows_of_a_dataset_are_pairs(function: str, words: str) -> None:
+    config = compose_config([*EXPERIMENT, "env=dataset", f"env.args.rows={__name__}:{function}", *SMALL])
+    found = [finding.message for finding in check_plugins(config, "rm") if finding.severity == "error"]
+    assert found == [] if not words else words in "".join(found)
+
+
+def rows_without_rejected() -> list[dict[str, str]]:
+    return [{"prompt": row["prompt"], "chosen": row["chosen"]} for row in rows()]
