@@ -7,13 +7,15 @@ A thread waits from the end of its turn to the observation that asks for the nex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART
-from penstock.envs.environment import Observation, Role
+from penstock.envs.environment import Action, Observation, Role
 from penstock.envs.episode_child import EpisodeReply, Said
+from penstock.envs.episode_host import PlayedEpisode
 
 MAX_NAME_CHARACTERS = 64
 
@@ -72,6 +74,15 @@ class ThreadNames:
 
     def _wrong(self, what: str) -> TrajectoryError:
         return TrajectoryError("env", f"{self._task_id}: {what}")
+
+
+async def take_turns(played: PlayedEpisode, reply: EpisodeReply, actions: Sequence[Action]) -> EpisodeReply:
+    """What an episode says to the turns behind its last reply.
+
+    Raises:
+        TrajectoryError: kind `env`, if it fails.
+    """
+    return await (played.step_all(actions) if "several" in reply else played.step(actions[0]))
 
 
 def _observation(said: Said) -> Observation:

@@ -20,6 +20,7 @@ from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.episode_host import PlayedEpisode
+from penstock.envs.threads import take_turns
 from penstock.rollout.dialogue import EpisodeBudget, SampleTurn, joined
 from penstock.rollout.partial import PartialTrajectory
 from penstock.rollout.recording import Recording
@@ -85,8 +86,7 @@ class EpisodePlayer:
             end: EpisodeEnd | None = threads.listen(reply)
             while end is None:
                 await _sample_all(threads.speaking, sample)
-                actions = threads.spoken()
-                reply = await (played.step_all(actions) if "several" in reply else played.step(actions[0]))
+                reply = await take_turns(played, reply, threads.spoken())
                 takings.add(reply)
                 end = threads.listen(reply)
         episode = Episode(threads.turns, end, takings.reward, dict(takings.parts), dict(takings.counts))
