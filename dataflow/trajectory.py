@@ -203,7 +203,12 @@ def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float | No
 
 def has_thread_rewards(members: Sequence[Trajectory]) -> bool:
     """Whether any thread of a group has a reward of its own."""
-    return any(name.startswith(THREAD_PART) for member in members for name in member.reward_parts)
+    return any(is_thread_part(name) for member in members for name in member.reward_parts)
+
+
+def is_thread_part(name: str) -> bool:
+    """Whether a part of a reward is that of a thread."""
+    return name.startswith(THREAD_PART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,4 +285,5 @@ __all__ = [
     "Turn",
     "compared_rewards",
     "has_thread_rewards",
+    "is_thread_part",
 ]

@@ -37,7 +37,7 @@ class NimGame(GeneratedTasks):
         ValueError: If an argument is out of its range.
     """
 
-    def __init__(self, seed: int, low: int = 4, high: int = 40, most: int = 3, *, chat: bool = False) -> None:
+    def __init__(self, seed: int, low: int = 4, high: int = 20, most: int = 3, *, chat: bool = False) -> None:
         if not 1 <= low < high <= MAX_STONES:
             raise ValueError(f"low={low}, high={high}: they have to be in 1..{MAX_STONES}, low below high")
         if most < 1:
@@ -52,6 +52,10 @@ class NimGame(GeneratedTasks):
         """A number of stones."""
         stones = rng.randint(self._low, self._high)
         return {"prompt": opening(stones, stones, self._most, is_chat=self._chat), "stones": stones}
+
+    def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The stones alone: text and chat have the same split."""
+        return {"stones": row["stones"]}
 
     def environment(self) -> Environment:
         """A fresh game."""
