@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ledger import Reason
-from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.trajectory import Trajectory, compared_rewards
 
 GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 
@@ -19,13 +19,18 @@ GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 def zero_variance(reward_part: str | None = None) -> GroupFilter:
     """Filter groups whose members all earned the same: their advantages are 0 (DAPO, arXiv 2503.14476).
 
+    Where threads have rewards of their own, those of one name are compared, and one difference keeps the group.
+
     Args:
         reward_part: Compare this named part of the reward, e.g. raw correctness, instead of the shaped sum.
     """
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
-        rewards = {member.reward if reward_part is None else member.reward_parts[reward_part] for member in members}
-        return Reason.ZERO_VARIANCE if len(rewards) == 1 else None
+        if reward_part is not None:
+            has_signal = len({member.reward_parts[reward_part] for member in members}) > 1
+        else:
+            has_signal = any(len(set(rewards)) > 1 for rewards in compared_rewards(members).values())
+        return None if has_signal else Reason.ZERO_VARIANCE
 
     return judge
 

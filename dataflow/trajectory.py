@@ -1,19 +1,24 @@
 """Trajectories and groups as payload: token-exact records of what was sampled, by whom, and its reward.
 
-Shape legend: T = all tokens of one trajectory (prompt, sampled and observation tokens).
+Shape legend: T = all tokens of one trajectory (prompt, sampled and observation tokens), thread after thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.ids import POLICY, GroupId, PolicyId, TaskId, TrajectoryId
-from penstock.dataflow.versions import Span, Spans, num_tokens
+from penstock.dataflow.versions import Span, Spans, first_tokens, last_tokens, num_tokens
+
+MAIN_THREAD = "main"
+"""Name of the only thread of an ordinary trajectory."""
+THREAD_PART = "thread/"
+"""A reward has the reward of one thread as the part `thread/NAME`."""
 
 FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
@@ -47,6 +52,7 @@ class Turn:
         observation: Text of the observation tokens that follow, template included; empty after the last turn.
         num_observation_tokens: How many they are.
         num_interruptions: How often an engine was lost or aborted it; it went on from its tokens.
+        thread: Where it was sampled.
     """
 
     response: str
@@ -55,6 +61,23 @@ class Turn:
     observation: str = ""
     num_observation_tokens: int = 0
     num_interruptions: int = 0
+    thread: str = MAIN_THREAD
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One token sequence of a trajectory (docs/concepts/threads.md).
+
+    Attributes:
+        num_tokens: All of it, with what a fork begins with.
+        opening: Text of its prompt; of a fork, what was said to it first.
+        fork_of: The thread whose tokens it begins with; None: it has a prompt of its own.
+    """
+
+    name: str
+    num_tokens: int
+    opening: str = ""
+    fork_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,7 @@ class Episode:
     """What happened beside the tokens of a multi-turn trajectory.
 
     Attributes:
+        turns: Of all threads, in the order in which they were asked for.
         end: `done` if the environment ended it; else the budget that ran out.
         reward: Sum of what the environment gave; it counts only if the reward function says so. None if it was an agent
             program that gave none.
@@ -82,15 +106,16 @@ class Trajectory:
 
     Attributes:
         token_ids: `[T] int32`, prompt first, in the order the model saw them.
-        loss_mask: `[T] bool`, True exactly on the tokens the policy sampled (I7).
+        loss_mask: `[T] bool`, True exactly on the tokens the policy sampled (I7), in the thread where it did.
         behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 where not sampled.
-        spans: Version spans of the sampled tokens, in order (I4).
+        spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
         response: Text of the sampled tokens without special tokens, of all turns.
         finish_reason: `length` marks a truncated answer, or an episode that ended before the environment said so.
         reward: Scalar used by the advantage; None until scored.
         reward_parts: Each named reward on its own.
         episode: Its turns; None for a single-turn trajectory.
         policy_id: Who sampled it, and whose versions its spans are.
+        threads: Its token sequences, one after another in all arrays; empty: all of it is one, `main`.
     """
 
     trajectory_id: TrajectoryId
@@ -106,9 +131,11 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     episode: Episode | None = None
     policy_id: PolicyId = POLICY
+    threads: tuple[Thread, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
+        assert not self.threads or sum(one.num_tokens for one in self.threads) == len(self.token_ids)
         assert num_tokens(self.spans) == np.count_nonzero(self.loss_mask), "I4: spans must sum to sampled tokens"
 
     def score(self, reward: float, parts: Mapping[str, float]) -> None:
@@ -122,8 +149,66 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token. Spans never decrease, so it is the first."""
-        return self.spans[0].version
+        """Version of the oldest sampled token. Within a thread spans never decrease, so there it is the first."""
+        return min(span.version for span in self.spans) if self.threads else self.spans[0].version
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest sampled token."""
+        return max(span.version for span in self.spans) if self.threads else self.spans[-1].version
+
+    def thread_reward(self, name: str) -> float | None:
+        """That of the thread if it has one, else the trajectory's."""
+        return self.reward_parts.get(f"{THREAD_PART}{name}", self.reward)
+
+    def separate(self) -> tuple[Trajectory, ...]:
+        """Each thread as a trajectory of its own: views of the arrays, its own reward; this one if there are none.
+
+        What is sampled stays in order, so that arrays of all sampled tokens are those of the threads end to end.
+        """
+        return tuple(self._separated()) if self.threads else (self,)
+
+    def _separated(self) -> Iterator[Trajectory]:
+        start, spans = 0, self.spans
+        for thread in self.threads:
+            place = slice(start, start := start + thread.num_tokens)
+            num_sampled = int(np.count_nonzero(self.loss_mask[place]))
+            turns = self.episode.turns if self.episode is not None else ()
+            yield replace(
+                self,
+                token_ids=self.token_ids[place],
+                loss_mask=self.loss_mask[place],
+                behavior_logprobs=self.behavior_logprobs[place],
+                spans=first_tokens(spans, num_sampled),
+                prompt=thread.opening,
+                response="".join(turn.response for turn in turns if turn.thread == thread.name),
+                reward=self.thread_reward(thread.name),
+                threads=(thread,),
+            )
+            spans = last_tokens(spans, num_tokens(spans) - num_sampled)
+
+
+def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float | None]]:
+    """The rewards of a group that share a baseline: of its trajectories, or, where threads have rewards of their own,
+    of the threads of each name.
+    """
+    if not has_thread_rewards(members):
+        return {MAIN_THREAD: [member.reward for member in members]}
+    compared: dict[str, list[float | None]] = {}
+    for member in members:
+        for name in (thread.name for thread in member.threads) if member.threads else (MAIN_THREAD,):
+            compared.setdefault(name, []).append(member.thread_reward(name))
+    return compared
+
+
+def has_thread_rewards(members: Sequence[Trajectory]) -> bool:
+    """Whether any thread of a group has a reward of its own."""
+    return any(is_thread_part(name) for member in members for name in member.reward_parts)
+
+
+def is_thread_part(name: str) -> bool:
+    """Whether a part of a reward is that of a thread."""
+    return name.startswith(THREAD_PART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +245,12 @@ class GroupRef:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest sampled token, trimmed or not."""
-        return min(spans[0].version for spans in self.spans)
+        return min(span.version for spans in self.spans for span in spans)
 
     @property
     def newest_version(self) -> int:
         """Version of the newest sampled token."""
-        return max(spans[-1].version for spans in self.spans)
+        return max(span.version for spans in self.spans for span in spans)
 
     @property
     def num_trimmed_tokens(self) -> int:
@@ -195,6 +280,10 @@ __all__ = [
     "Span",
     "Spans",
     "Task",
+    "Thread",
     "Trajectory",
     "Turn",
+    "compared_rewards",
+    "has_thread_rewards",
+    "is_thread_part",
 ]

@@ -1,7 +1,8 @@
 """Which policy version sampled which token: run-length version spans.
 
-Invariant I4: along a trajectory versions never decrease, because an engine only ever moves to newer
-weights, and the span lengths sum to the number of sampled tokens.
+Invariant I4: along a token sequence versions never decrease, because an engine only ever moves to newer
+weights, and the span lengths sum to the number of sampled tokens. A trajectory of several threads is several
+sequences, whose spans stand one after another.
 """
 
 from __future__ import annotations
@@ -44,6 +45,17 @@ def join_spans(spans: Sequence[Span]) -> Spans:
     return tuple(joined)
 
 
+def concatenate_spans(threads: Sequence[Spans]) -> Spans:
+    """The spans of several token sequences, one after another; neighbours of equal version become one."""
+    joined: list[Span] = []
+    for span in (span for spans in threads for span in spans):
+        if joined and span.version == joined[-1].version:
+            joined[-1] = Span(span.version, joined[-1].num_tokens + span.num_tokens)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
 def num_tokens(spans: Spans) -> int:
     """Total of the span lengths, in tokens."""
     return spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
@@ -55,7 +67,12 @@ def first_tokens(spans: Spans, num_tokens: int) -> Spans:
     for version, length in spans:
         kept.append(Span(version, min(length, num_tokens)))
         num_tokens -= kept[-1].num_tokens
-    return join_spans(kept)
+    return tuple(span for span in kept if span.num_tokens)
+
+
+def last_tokens(spans: Spans, num_tokens: int) -> Spans:
+    """Spans of the last `num_tokens` tokens."""
+    return first_tokens(spans[::-1], num_tokens)[::-1]
 
 
 def versions_per_token(spans: Spans) -> NDArray[np.int32]:

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.trajectory import Trajectory, is_thread_part
 from penstock.envs.contract import RewardFunction
-from penstock.envs.reward_result import to_reply
+from penstock.envs.reward_result import Reply, to_reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,25 @@ class WeightedSum:
             ValueError: If a part returned no number, with its name.
         """
         recorded: dict[str, float] = {}
-        contributions = []
+        contributions, replies = [], {}
         for name, part in self._parts.items():
             reply = to_reply(returned[name])
             if "error" in reply:
                 raise ValueError(f"reward.parts.{name}: {reply['error']}")
             contributions.append(part.contribution(reply["reward"]))
+            replies[name] = reply
             recorded[name] = reply["reward"]
             recorded |= {f"{name}/{inner}": value for inner, value in reply["parts"].items()}
-        return {"reward": math.fsum(contributions) / self._divisor, **recorded}
+        return {"reward": math.fsum(contributions) / self._divisor, **recorded, **self._of_threads(replies)}
+
+    def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:
+        """The same sum for each thread that a part gives a reward of its own; other parts give theirs to all."""
+        found: dict[str, float] = {}
+        for thread in sorted({name for reply in replies.values() for name in reply["parts"] if is_thread_part(name)}):
+            values = {name: reply["parts"].get(thread, reply["reward"]) for name, reply in replies.items()}
+            total = math.fsum(part.contribution(values[name]) for name, part in self._parts.items())
+            found[thread] = total / self._divisor
+        return found
 
 
 class SyncWeightedSum(WeightedSum):
@@ -109,10 +119,12 @@ def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> Reward
     """The weighted sum of named rewards.
 
     Raises:
-        ValueError: If a part is called `reward`, or there is nothing to normalize by.
+        ValueError: If a part is called `reward` or `thread`, or there is nothing to normalize by.
     """
     if "reward" in parts:
         raise ValueError("a part called 'reward' could not be told from the sum in what is recorded. Rename it.")
+    if "thread" in parts:
+        raise ValueError("a part called 'thread' could not be told from the rewards of threads. Rename it.")
     if is_normalized and not any(part.weight for part in parts.values()):
         raise ValueError("all weights are 0, so there is nothing to normalize by. Set a weight, or normalize=false.")
     kind = AsyncWeightedSum if any(is_async_function(part.function) for part in parts.values()) else SyncWeightedSum

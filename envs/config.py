@@ -29,8 +29,9 @@ class EpisodeConfig(BaseModel):
     """Limits of multi-turn episodes; without effect on single-turn tasks.
 
     Attributes:
-        max_turns: Turns of the policy in one episode.
-        max_tokens: Tokens of one episode, prompt and observations included; None is `model.max_context_tokens`.
+        max_turns: Turns of the policy in one episode, over all its threads.
+        max_tokens: Tokens of one thread, prompt and observations included; None is `model.max_context_tokens`.
+        max_threads: Token sequences of one episode: agents, and forks (docs/concepts/threads.md).
         timeout_s: Longest time for one reset or step; then the attempt fails (kind env), never reward 0.
         startup_timeout_s: Longest time for loading the environment, seconds.
         num_workers: Environment processes; each plays many episodes at a time.
@@ -42,6 +43,7 @@ class EpisodeConfig(BaseModel):
 
     max_turns: int = Field(default=8, ge=1)
     max_tokens: int | None = Field(default=None, ge=2)
+    max_threads: int = Field(default=8, ge=1)
     timeout_s: float = Field(default=30.0, gt=0)
     startup_timeout_s: float = Field(default=120.0, gt=0)
     num_workers: int = Field(default=1, ge=1)

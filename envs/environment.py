@@ -7,6 +7,16 @@
 One object plays one episode: `reset` once, then `step` for each turn of the policy until it returns `Done` or a budget
 runs out (`env.episode`), then `close`. Every method may be plain or `async`. An environment runs in a process of its
 own (episode_host.py); what raises or hangs there fails the attempt, and is never reward 0.
+
+Several agents, and parallel drafts, are threads of one episode (docs/concepts/threads.md): an observation names the
+thread it is for. A list of them asks for several turns at the same time, which `step_all` answers:
+
+    class Debate(Environment):
+        def reset(self, task):
+            return [Observation(f"{task.prompt} You are {name}.", thread=name) for name in ("pro", "con")]
+
+        def step_all(self, actions):
+            return Done(0.0, thread_rewards={action.thread: judged(action.text) for action in actions})
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.trajectory import MAIN_THREAD, Task
 from penstock.envs.contract import TaskSource
 
 Message = dict[str, str]
@@ -30,12 +40,14 @@ class Action:
     Attributes:
         text: Without special tokens.
         is_truncated: The turn was cut off at `rollout.sampling.max_new_tokens` or at the budget of the episode.
-        turn: Counted from 0.
+        turn: Counted from 0, over all threads.
+        thread: Where it was said.
     """
 
     text: str
     is_truncated: bool = False
     turn: int = 0
+    thread: str = MAIN_THREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +60,16 @@ class Observation:
         role: Of the message, if `content` is text.
         reward: For the turn that was just taken, so 0 at reset; rewards of an episode are summed.
         counts: Numbers to be summed over the episode and logged as `env/count/NAME`.
+        thread: Whose turn is next. A name that is new opens a thread, with this as its whole prompt.
+        fork_of: The new thread begins with all tokens of that one instead, and this goes behind them.
     """
 
     content: str | Sequence[Message]
     role: Role = "user"
     reward: float = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
+    thread: str = MAIN_THREAD
+    fork_of: str | None = None
 
     @property
     def messages(self) -> list[Message]:
@@ -74,10 +90,17 @@ class Done:
         reward: For the last turn; a dict names parts, as a reward function's. An agent program that says none gives
             None: its trajectory is scored by the reward function alone.
         counts: As in `Observation`.
+        thread_rewards: Thread -> its own reward, compared with those of the same name in the group. A thread without
+            one has the episode's. With `reward=episode`; other reward functions return them as parts `thread/NAME`.
     """
 
     reward: float | Mapping[str, float] | None = 0.0
     counts: Mapping[str, float] = field(default_factory=dict)
+    thread_rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+Observations = Observation | Sequence[Observation]
+"""One turn is next, or several at the same time, each in its thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +129,7 @@ class Playable(ABC):
     task: Task
 
     @abstractmethod
-    def reset(self, task: Task) -> Observation | RunsItself | Awaitable[Observation | RunsItself]:
+    def reset(self, task: Task) -> Observations | RunsItself | Awaitable[Observations | RunsItself]:
         """Begin the episode of `task`."""
 
     def close(self) -> Awaitable[None] | None:
@@ -117,14 +140,21 @@ class Playable(ABC):
 class Environment(Playable):
     """One episode. Keep what belongs to it on `self`; what is shared and expensive at the class or the module."""
 
-    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+    def reset(self, task: Task) -> Observations | Awaitable[Observations]:
         """Begin the episode of `task`; returns the whole prompt, by default that of the task."""
         self.task = task
         return Observation(task.prompt)
 
     @abstractmethod
-    def step(self, action: Action) -> Observation | Done | Awaitable[Observation | Done]:
+    def step(self, action: Action) -> Observations | Done | Awaitable[Observations | Done]:
         """Answer one turn of the policy."""
+
+    def step_all(self, actions: Sequence[Action]) -> Observations | Done | Awaitable[Observations | Done]:
+        """Answer the turns behind a list of observations, in the order of the list."""
+        raise NotImplementedError(
+            f"{type(self).__name__} returned a list of observations, whose turns are answered by step_all(actions). "
+            "Define it, or return one Observation."
+        )
 
 
 @runtime_checkable
@@ -137,6 +167,8 @@ class EnvironmentSource(TaskSource, Protocol):
 
 
 class GoldActions(Protocol):
-    """What `penstock env check` plays: one action after the other, up to full reward."""
+    """What `penstock env check` plays: one action after the other, up to full reward; of turns at the same time, those
+    of the first observation first.
+    """
 
     def gold_actions(self, task: Task) -> list[str]: ...

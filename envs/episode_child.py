@@ -23,10 +23,11 @@ import queue
 import resource
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, get_args
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART
 from penstock.envs.config import EnvConfig
 from penstock.envs.environment import Done, EnvironmentSource, Observation, Playable, Role, RunsItself
 from penstock.envs.loading import load_task_source
@@ -34,11 +35,19 @@ from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode
 from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_reply
 
 
-class EpisodeReply(TypedDict, total=False):
-    """An observation (`content`), or `done`, or `runs_itself`, or `closed`, or an `error`."""
+class Said(TypedDict, total=False):
+    """An observation. Without `thread` it is for `main`."""
 
     content: str | list[dict[str, str]]
     role: str
+    thread: str
+    fork_of: str
+
+
+class EpisodeReply(Said, total=False):
+    """An observation, or `several`, or `done`, or `runs_itself`, or `closed`, or an `error`."""
+
+    several: list[Said]
     done: bool
     reward: float
     parts: dict[str, float]
@@ -54,9 +63,29 @@ def to_episode_reply(returned: object, method: str) -> EpisodeReply:
         return {"runs_itself": True}
     if isinstance(returned, Done) and method == "run" and returned.reward is None:
         return {"done": True}
+    if isinstance(returned, list | tuple) and returned and all(isinstance(one, Observation) for one in returned):
+        return _of_several(returned, method)
     if not isinstance(returned, Observation) and not (isinstance(returned, Done) and method != "reset"):
-        expected = "Observation or Done" if method == "step" else "Observation"
+        expected = "Observation, a list of them" + ("" if method == "reset" else ", or Done")
         return {"error": f"{method} returned {returned!r:.200} of type {type(returned).__name__}; expected {expected}"}
+    return _of_one(returned, method)
+
+
+def _of_several(returned: Sequence[Observation], method: str) -> EpisodeReply:
+    """Rewards and counts are summed over the list."""
+    reply: EpisodeReply = {"reward": 0.0, "parts": {}, "counts": {}, "several": []}
+    for one in returned:
+        taken = _of_one(one, method)
+        if "error" in taken:
+            return taken
+        reply["reward"] += taken["reward"]
+        for name, value in taken["counts"].items():
+            reply["counts"][name] = reply["counts"].get(name, 0.0) + value
+        reply["several"].append(_said(one))
+    return reply
+
+
+def _of_one(returned: Observation | Done, method: str) -> EpisodeReply:
     what = f"{method} returned {type(returned).__name__} with reward"
     scored = to_reply(returned.reward, what)
     counted = to_reply(dict(returned.counts) or 0.0, f"{method} returned {type(returned).__name__} with counts")
@@ -66,6 +95,10 @@ def to_episode_reply(returned: object, method: str) -> EpisodeReply:
         return {"error": f"{what} {scored['reward']:g}; expected 0: no turn has been taken. Give it in the first step"}
     reply: EpisodeReply = {"reward": scored["reward"], "parts": scored["parts"], "counts": counted["parts"]}
     if isinstance(returned, Done):
+        of_threads = to_reply(dict(returned.thread_rewards) or 0.0, f"{method} returned Done with thread_rewards")
+        if "error" in of_threads:
+            return {"error": of_threads["error"]}
+        reply["parts"] |= {f"{THREAD_PART}{name}": value for name, value in of_threads["parts"].items()}
         reply["done"] = True
         return reply
     content = returned.content if isinstance(returned.content, str) else list(returned.content)
@@ -74,8 +107,21 @@ def to_episode_reply(returned: object, method: str) -> EpisodeReply:
             "error": f"{method} returned an Observation with role {returned.role!r} and content {content!r:.200}; "
             f"expected one of {', '.join(get_args(Role))}, and text or messages with role and content"
         }
-    reply["content"], reply["role"] = content, returned.role
-    return reply
+    if not all(isinstance(name, str) for name in (returned.thread, returned.fork_of) if name is not None):
+        names = f"thread {returned.thread!r:.100} and fork_of {returned.fork_of!r:.100}"
+        return {"error": f"{method} returned an Observation with {names}; expected names, as text"}
+    return {**reply, **_said(returned)}
+
+
+def _said(observation: Observation) -> Said:
+    """As it is sent; what is not sent has its default."""
+    content = observation.content if isinstance(observation.content, str) else list(observation.content)
+    said: Said = {"content": content, "role": observation.role}
+    if observation.thread != MAIN_THREAD:
+        said["thread"] = observation.thread
+    if observation.fork_of is not None:
+        said["fork_of"] = observation.fork_of
+    return said
 
 
 def _is_content(content: object) -> bool:
@@ -101,9 +147,18 @@ def is_episode_reply(reply: object) -> bool:
         return isinstance(reply["error"], str)
     if not (are_finite([reply.get("reward", 0.0)]) and all(are_parts(reply.get(n, {})) for n in ("parts", "counts"))):
         return False
+    if "several" in reply:
+        return isinstance(reply["several"], list) and bool(reply["several"]) and all(map(_is_said, reply["several"]))
     if "content" in reply:
-        return _is_content(reply["content"]) and reply.get("role") in get_args(Role)
+        return _is_said(reply)
     return any(reply.get(name) is True for name in ("done", "runs_itself", "closed"))
+
+
+def _is_said(said: object) -> bool:
+    """Whether it is a `Said`."""
+    if not isinstance(said, dict) or not _is_content(said.get("content")) or said.get("role") not in get_args(Role):
+        return False
+    return all(isinstance(said.get(name, ""), str) for name in ("thread", "fork_of"))
 
 
 async def call_environment(environment: Playable, method: str, argument: Any) -> Any:

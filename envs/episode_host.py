@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import json
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -38,6 +38,10 @@ class PlayedEpisode(Protocol):
     async def reset(self) -> EpisodeReply: ...
 
     async def step(self, action: Action) -> EpisodeReply: ...
+
+    async def step_all(self, actions: Sequence[Action]) -> EpisodeReply:
+        """After a reply that said several things: the turns behind them, in that order."""
+        ...
 
     async def run(self, access: EndpointAccess) -> EpisodeReply:
         """Of an environment that runs itself: play it to its end, without a time-out."""
@@ -229,7 +233,8 @@ class EpisodeHost:
             worker.kill()
 
 
-_ANSWERS = {"reset": ("content", "runs_itself"), "step": ("content", "done"), "run": ("done",)}
+_TURNS = ("content", "several", "done")
+_ANSWERS = {"reset": ("content", "several", "runs_itself"), "step": _TURNS, "step_all": _TURNS, "run": ("done",)}
 """What a well-formed reply to a call has, of which there must be one."""
 
 
@@ -245,6 +250,9 @@ class _Episode:
 
     async def step(self, action: Action) -> EpisodeReply:
         return await self._call("step", action, self._host.timeout_s)
+
+    async def step_all(self, actions: Sequence[Action]) -> EpisodeReply:
+        return await self._call("step_all", list(actions), self._host.timeout_s)
 
     async def run(self, access: EndpointAccess) -> EpisodeReply:
         return await self._call("run", access, None)

@@ -24,6 +24,7 @@ BUILT_IN = {
     "guessing": "penstock.envs.guessing:GuessingGame",
     "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
     "math": "penstock.envs.math_tasks:MathTasks",
+    "nim": "penstock.envs.nim:NimGame",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
     "sudoku": "penstock.envs.sudoku:SudokuTasks",
 }

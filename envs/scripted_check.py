@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,7 @@ from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import MAIN, named_tasks
+from penstock.envs.threads import ThreadNames, take_turns
 
 NUM_TASKS = 8
 GARBAGE = ("", "???", "<tool_call>{not json</tool_call>", "0" * 500, "né ✓ \u202e", "I do not know.")
@@ -112,7 +113,7 @@ async def _check_episodes(
 ) -> list[Finding]:
     max_turns = config.episode.max_turns
     gold_actions = getattr(source, "gold_actions", None)
-    script = list(GARBAGE[:max_turns])
+    script = list(islice(cycle(GARBAGE), max_turns))
     try:
         first, second = [await _play(host, tasks[0], script, config) for _ in range(2)]
         garbage = [await _play(host, task, script, config) for task in tasks]
@@ -154,18 +155,26 @@ async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: An
 
 
 async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
-    """Say `actions` one after the other, as far as the episode goes."""
+    """Say `actions` one after the other, as far as the episode goes; it may ask for several at the same time."""
+    names, left = ThreadNames(task.task_id, config.episode.max_threads), list(enumerate(actions))
     async with host.open(task) as played:
-        replies: list[dict[str, Any]] = [dict(await played.reset())]
-        step_s: list[float] = []
-        if replies[0].get("runs_itself"):
+        reply = await played.reset()
+        if reply.get("runs_itself"):
             return await _run(played, task, actions, config)
-        for turn, text in enumerate(actions):
+        replies: list[dict[str, Any]] = [dict(reply)]
+        step_s: list[float] = []
+        said = names.listen(reply)
+        if len(said) > config.episode.max_turns:
+            asked = f"reset of {task.task_id}: asks for {len(said)} turns at the same time"
+            raise TrajectoryError("env", f"{asked}, env.episode.max_turns={config.episode.max_turns}")
+        while said and len(left) >= len(said):
+            turns = [Action(text, turn=turn, thread=one.thread) for one, (turn, text) in zip(said, left, strict=False)]
+            left = left[len(said) :]
             started = time.perf_counter()
-            replies.append(dict(await played.step(Action(text, turn=turn))))
+            reply = await take_turns(played, reply, turns)
             step_s.append(time.perf_counter() - started)
-            if replies[-1].get("done"):
-                break
+            replies.append(dict(reply))
+            said = names.listen(reply)
     reward = sum(reply.get("reward", 0.0) for reply in replies)
     return _Played(replies, reward, bool(replies[-1].get("done")), step_s)
 

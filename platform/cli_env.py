@@ -12,17 +12,18 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.trajectory import MAIN_THREAD, Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
-from penstock.envs.environment import Action, EnvironmentSource
+from penstock.envs.environment import Action, EnvironmentSource, Observation
 from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_task_source
 from penstock.envs.registry import factory_path, known_factories
 from penstock.envs.scripted_check import Finding, check_environment
 from penstock.envs.streams import MAIN, named_tasks
+from penstock.envs.threads import ThreadNames, take_turns
 
 _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
 
@@ -101,23 +102,30 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
             began = await played.reset()
             if began.get("runs_itself"):
                 return await _answer_program(config, played, task, ask, console)
-            console.print(began["content"], markup=False)
-            for turn in range(config.episode.max_turns):
-                text = await asyncio.to_thread(_line, ask)
-                if not text:
+            names = ThreadNames(task.task_id, config.episode.max_threads)
+            reply, num_turns = began, 0
+            while said := names.listen(reply):
+                if num_turns + len(said) > config.episode.max_turns:
+                    console.print(f"env.episode.max_turns={config.episode.max_turns} turns are over")
                     return 0
-                reply = await played.step(Action(text, turn=turn))
-                if reply.get("done"):
-                    console.print(f"done: reward {reply['reward']:g} {reply['parts']}", markup=False)
+                actions = [await _answer(one, turn, ask, console) for turn, one in enumerate(said, num_turns)]
+                if not all(action.text for action in actions):
                     return 0
-                console.print(reply["content"], markup=False)
-            console.print(f"env.episode.max_turns={config.episode.max_turns} turns are over")
+                num_turns += len(actions)
+                reply = await take_turns(played, reply, actions)
+            console.print(f"done: reward {reply['reward']:g} {reply['parts']}", markup=False)
             return 0
     except TrajectoryError as failure:
         console.print(f"the environment failed: {failure.detail}", markup=False)
         return 1
     finally:
         await host.close()
+
+
+async def _answer(said: Observation, turn: int, ask: Callable[[], str], console: Console) -> Action:
+    """One turn; that of a thread with a name of its own is asked for by that name."""
+    console.print(said.content if said.thread == MAIN_THREAD else f"{said.thread}: {said.content}", markup=False)
+    return Action(await asyncio.to_thread(_line, ask), turn=turn, thread=said.thread)
 
 
 async def _answer_program(

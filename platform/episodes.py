@@ -17,7 +17,7 @@ from penstock.rollout.tokenizers import TokenCodec
 async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[EpisodePlayer]:
     """A player whose processes, and endpoint, start with the first episode that needs them and end with the context."""
     limits, context = config.env.episode, config.model.max_context_tokens
-    budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context))
+    budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
     host = EpisodeHost(config.env, config.seed)
     endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
     try:

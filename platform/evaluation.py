@@ -84,7 +84,7 @@ class Evaluator:
             try:
                 trajectory = await self._runner.run(task, TrajectoryId(f"eval/{index}"), self._greedy)
                 score = await self._rewards.score(task, trajectory)
-                return score.reward, trajectory.spans[0].version, trajectory.spans[-1].version
+                return score.reward, trajectory.oldest_version, trajectory.newest_version
             except TrajectoryError as error:
                 failure = error
         raise PenstockError(f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}")

@@ -1,26 +1,30 @@
 """Plays one episode: the policy says something, the environment answers, until it is done or a budget runs out.
 
-Consumes: a task with an environment. Waits for: the turn that is sampled, then the environment. Unblocked by: the
-trajectory runner; the environment's reply, or its time-out. No engine slot is held while the environment thinks.
+Consumes: a task with an environment. Waits for: the turns that are sampled, one or several at the same time, then the
+environment. Unblocked by: the trajectory runner; the environment's reply, or its time-out. No engine slot is held while
+the environment thinks.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, cast
+from typing import Protocol
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.server import Endpoint
-from penstock.envs.environment import Action, Observation, Role
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.episode_host import PlayedEpisode
-from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn
+from penstock.envs.threads import take_turns
+from penstock.rollout.dialogue import EpisodeBudget, SampleTurn, joined
 from penstock.rollout.partial import PartialTrajectory
 from penstock.rollout.recording import Recording
+from penstock.rollout.threads import Threads
 from penstock.rollout.tokenizers import TokenCodec
 
 
@@ -74,31 +78,19 @@ class EpisodePlayer:
                 `sample` raises.
         """
         async with self._source.open(task) as played:
-            began = await played.reset()
-            if began.get("runs_itself"):
+            reply = await played.reset()
+            if reply.get("runs_itself"):
                 recording = Recording(self._codec, self._budget, sampling, sample)
                 return await self._run(task, trajectory_id, played, recording)
-            opening = began["content"]
-            dialogue = Dialogue(self._codec.encode_prompt(opening))
-            prompt = self._codec.decode(self._codec.encode_prompt(opening))
-            self._check_room(task, dialogue)
-            takings = _Takings()
-            end: EpisodeEnd = "max_turns"
-            for turn in range(self._budget.max_turns):
-                partial = dialogue.next_turn(sampling, self._budget.max_tokens)
-                await sample(partial)
-                text = self._codec.decode(partial.token_ids)
-                dialogue.sampled(partial, text)
-                reply = await played.step(Action(text, is_truncated=partial.finish_reason != "stop", turn=turn))
+            threads, takings = Threads(task, self._codec, self._budget, sampling), _Takings()
+            end: EpisodeEnd | None = threads.listen(reply)
+            while end is None:
+                await _sample_all(threads.speaking, sample)
+                reply = await take_turns(played, reply, threads.spoken())
                 takings.add(reply)
-                if reply.get("done"):
-                    end = "done"
-                    break
-                if turn + 1 < self._budget.max_turns and not self._observe(dialogue, partial, opening, reply):
-                    end = "max_tokens"
-                    break
-        episode = Episode(tuple(dialogue.turns), end, takings.reward, dict(takings.parts), dict(takings.counts))
-        return dialogue.trajectory(task, trajectory_id, prompt, episode)
+                end = threads.listen(reply)
+        episode = Episode(threads.turns, end, takings.reward, dict(takings.parts), dict(takings.counts))
+        return joined(threads.dialogues, task, trajectory_id, episode)
 
     async def _run(
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
@@ -114,22 +106,15 @@ class EpisodePlayer:
                 reply = {}
         return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
 
-    def _observe(
-        self, dialogue: Dialogue, partial: PartialTrajectory, opening: str | list[dict[str, str]], reply: EpisodeReply
-    ) -> bool:
-        """Append what the environment said, if a further token fits behind it; says whether."""
-        said = Observation(reply["content"], cast("Role", reply["role"]))
-        content = said.text if isinstance(opening, str) else said.messages
-        token_ids = self._codec.encode_observation(content, partial.token_ids[-1])
-        if dialogue.num_tokens + len(token_ids) >= self._budget.max_tokens:
-            return False
-        dialogue.observed(token_ids, self._codec.decode(token_ids))
-        return True
 
-    def _check_room(self, task: Task, dialogue: Dialogue) -> None:
-        if dialogue.num_tokens >= self._budget.max_tokens:
-            raise TrajectoryError(
-                "env",
-                f"reset of {task.task_id}: the prompt has {dialogue.num_tokens} tokens, the budget of the episode is "
-                f"{self._budget.max_tokens} (env.episode.max_tokens), so nothing could be sampled",
-            )
+async def _sample_all(turns: Sequence[PartialTrajectory], sample: SampleTurn) -> None:
+    """Sample turns at the same time; the first failure ends the others."""
+    if len(turns) == 1:
+        await sample(turns[0])
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for turn in turns:
+                group.create_task(sample(turn))  # type: ignore[arg-type]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

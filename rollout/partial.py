@@ -49,7 +49,8 @@ class PartialTrajectory:
         num_tokens: Sampled so far.
         resumed_with: Tokens it had when it was last resumed; 0 if it never was.
         num_interruptions: So far, those of earlier turns included.
-        floor: Oldest version that may begin it: the newest that sampled an earlier turn; -1 is any.
+        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
+            the episode so far; -1 is any.
         on_delta: Called with each delta when it is kept; may `cut`.
         is_cut: It was ended by `cut`: the engine is to stop.
     """

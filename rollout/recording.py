@@ -24,7 +24,7 @@ from penstock.envs.endpoint.errors import bad_request, context_too_long, too_man
 from penstock.envs.endpoint.requests import Asked
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.episode_child import EpisodeReply
-from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn
+from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn, joined
 from penstock.rollout.partial import PartialTrajectory
 from penstock.rollout.tokenizers import TokenCodec
 
@@ -43,7 +43,6 @@ class Recording:
         self._sampling = sampling
         self._sample = sample
         self._dialogue: Dialogue | None = None
-        self._prompt = ""
         self._last_token = -1
 
     async def answer(self, part: Part, exchange: Exchange) -> Answer:
@@ -63,8 +62,7 @@ class Recording:
             self.overrun = self.overrun or "max_tokens"
             raise context_too_long(num_prompt, self._budget.max_tokens, asked.param)
         if before is None:
-            dialogue = self._dialogue = Dialogue(token_ids)
-            self._prompt = self._codec.decode(token_ids)
+            dialogue = self._dialogue = Dialogue(token_ids, self._codec.decode(token_ids))
         else:
             dialogue = before
             dialogue.observed(token_ids, self._codec.decode(token_ids))
@@ -99,7 +97,7 @@ class Recording:
         reward = reply.get("reward", None if self.overrun is None else 0.0)
         turns = tuple(dialogue.turns)
         episode = Episode(turns, self.overrun or "done", reward, dict(reply.get("parts", {})), counts)
-        return dialogue.trajectory(task, trajectory_id, self._prompt, episode)
+        return joined([dialogue], task, trajectory_id, episode)
 
     def _encode(self, part: Part, param: str) -> tuple[int, ...]:
         try:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.lease import Interruption, Lease, LeaseMaker
+from penstock.rollout.oldest_turn import OldestTurn, VersionWatcher
 from penstock.rollout.partial import PartialTrajectory, ResumeStats
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.tokenizers import TokenCodec
@@ -37,11 +38,7 @@ MAX_PROMPTS = 4096
 
 @dataclass(slots=True)
 class _Attempt:
-    """One trajectory on its way.
-
-    Attributes:
-        watcher: None after the first turn: the version that counts is that of the first token.
-    """
+    """One trajectory, or one turn of an episode, on its way."""
 
     task: Task
     trajectory_id: TrajectoryId
@@ -56,14 +53,6 @@ class _Prompt:
     token_ids: tuple[int, ...]
     text: str
     array: NDArray[np.int32]
-
-
-class VersionWatcher(Protocol):
-    """Told which versions sample the members of its group."""
-
-    def member_at(self, member: int, version: int) -> None:
-        """The engine's version at dispatch, then the version of the first token, if that is another."""
-        ...
 
 
 class Runs(Protocol):
@@ -145,16 +134,21 @@ class TrajectoryRunner:
         attempt = _Attempt(task, trajectory_id, watcher, member, slots or self.pool)
         if task.environment is not None:
             assert self.episodes is not None, "tasks with an environment come with what plays them"
+            turns = OldestTurn(watcher, member)
+            one_slot = None if slots is None else asyncio.Lock()  # a gang has a slot for each member, not more
             return await self.episodes.play(
-                task, trajectory_id, sampling, lambda turn: self._sample_turn(attempt, turn)
+                task, trajectory_id, sampling, lambda turn: self._sample_turn(attempt, turns, one_slot, turn)
             )
         partial = PartialTrajectory(self._rendered(task).token_ids, sampling)
         await self._sample(attempt, partial)
         return self._trajectory(task, trajectory_id, partial)
 
-    async def _sample_turn(self, attempt: _Attempt, partial: PartialTrajectory) -> None:
-        await self._sample(attempt, partial)
-        attempt.watcher = None
+    async def _sample_turn(
+        self, attempt: _Attempt, turns: OldestTurn, one_slot: asyncio.Lock | None, partial: PartialTrajectory
+    ) -> None:
+        async with one_slot or nullcontext():
+            partial.floor = max(partial.floor, turns.floor)
+            await self._sample(replace(attempt, watcher=turns, member=turns.begin()), partial)
 
     async def _sample(self, attempt: _Attempt, partial: PartialTrajectory) -> None:
         """Sample to the end of a turn, over as many engines as it takes."""

@@ -8,9 +8,10 @@ from penstock.dataflow.ids import PARTNER, TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.lease import LeaseMaker
+from penstock.rollout.oldest_turn import VersionWatcher
 from penstock.rollout.partial import ResumeStats
 from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import Runs, VersionWatcher
+from penstock.rollout.runner import Runs
 
 
 class SharedGroups:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.collate import TrainingSequence, collate, place_by_sequence
+from penstock.trainer.batches.members import all_sequences
 from penstock.trainer.batches.packing import plan_batch
 from penstock.trainer.batches.sequences import loss_tokens
 from penstock.trainer.policy_model import PolicyModel, load_policy
@@ -53,7 +54,7 @@ class FrozenPolicy:
         """`[n] float32`, natural log, of every sampled token."""
         sequences = [
             TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
-            for one in payload.trajectories
+            for one in all_sequences([payload])
         ]
         is_packed = self.attention == "sdpa"
         lengths = [sequence.num_inputs for sequence in sequences]

@@ -13,6 +13,7 @@ from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
+from penstock.trainer.batches.members import all_sequences
 from penstock.trainer.batches.packing import BatchPlan, RowLayout
 from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.batches.sequence_share import sequence_share
@@ -56,11 +57,10 @@ class TeacherForced(NamedTuple):
 
 
 def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
-    """Every trajectory, with all its sampled tokens as targets."""
+    """Every thread of every trajectory, with all its sampled tokens as targets."""
     return [
         TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
-        for payload in payloads
-        for one in payload.trajectories
+        for one in all_sequences(payloads)
     ]
 
 
@@ -96,7 +96,7 @@ class Passes:
     def per_sampled_token(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """`per_target` of whole groups: `[n] float32` each, of its n sampled tokens, members one after another."""
         found = self.per_target(sampled_tokens(payloads))
-        ends = np.cumsum([len(payload.trajectories) for payload in payloads])[:-1].tolist()
+        ends = np.cumsum([len(all_sequences([payload])) for payload in payloads])[:-1].tolist()
         borders = zip([0, *ends], [*ends, len(found)], strict=True)
         return [np.concatenate(found[start:stop]).astype(np.float32) for start, stop in borders]
 

@@ -139,7 +139,12 @@ def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[st
         "finish_reason": trajectory.finish_reason,
         "num_tokens": trajectory.num_sampled_tokens,
         "turns": [
-            {"response": turn.response, "observation": turn.observation, "finish_reason": turn.finish_reason}
+            {
+                "response": turn.response,
+                "observation": turn.observation,
+                "finish_reason": turn.finish_reason,
+                "thread": turn.thread,
+            }
             for turn in turns
         ],
         "episode_reward": None if trajectory.episode is None else trajectory.episode.reward,

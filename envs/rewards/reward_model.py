@@ -1,7 +1,7 @@
 """Scores of a reward model: a Hugging Face sequence classifier of one label, e.g. what `penstock rm` writes.
 
-The only file of envs/ that may import torch, and it does so in the reward process, before its first call. It must read the
-policy's own tokens, so it shares the policy's tokenizer.
+The only file of envs/ that may import torch, and it does so in the reward process, before its first call. It must read
+the policy's own tokens, so it shares the policy's tokenizer.
 """
 
 from __future__ import annotations
@@ -51,8 +51,17 @@ class RewardModelReward:
         return reward
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> float:
-        """Score it together with the others that have come in the same turn of the loop."""
+        """Score it together with the others that have come in the same turn of the loop.
+
+        Raises:
+            ValueError: If it has several threads: end to end they are no text that the model has learned to score.
+        """
         del fields
+        if len(trajectory.threads) > 1:
+            raise ValueError(
+                f"{trajectory.task_id} has {len(trajectory.threads)} threads; a reward model scores one sequence. "
+                "Use reward=episode, or a function that reads trajectory.episode.turns."
+            )
         found: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append((trajectory.token_ids.tolist(), found))
         await asyncio.sleep(0)

@@ -216,7 +216,7 @@ def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _bars(row: dict[str, Any]) -> list[SpanBar]:
     spans = row["spans"]
     total = sum(tokens for _, tokens in spans) or 1
-    trained_at = spans[0][0] + row["staleness"] if spans else 0
+    trained_at = min(version for version, _ in spans) + row["staleness"] if spans else 0
     return [
         SpanBar(version, tokens, trained_at - version, 100 * tokens / total, staleness_color(trained_at - version))
         for version, tokens in spans

@@ -32,6 +32,7 @@ _SCHEMA = pa.schema(
         ("staleness", pa.int64()),
         ("num_tokens", pa.int64()),
         ("advantage", pa.float64()),
+        ("threads", pa.string()),
     ]
 )
 
@@ -41,7 +42,8 @@ class TrajectoryTable:
 
     Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
     finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
-    num_tokens (sampled tokens), advantage (null if not given).
+    num_tokens (sampled tokens), advantage (null if not given), threads (JSON list of [name, fork_of, tokens]; empty
+    for a trajectory of one thread). The response of several threads is written turn by turn, behind their names.
     """
 
     def __init__(self, run_dir: Path, *, max_per_step: int = 16, seed: int = 0) -> None:
@@ -83,6 +85,7 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         row["reward_parts"] = json.loads(row["reward_parts"])
         row["spans"] = json.loads(row["spans"])
+        row["threads"] = json.loads(row.get("threads") or "[]")
     return rows
 
 
@@ -94,7 +97,7 @@ def _row(step: int, trajectory: Trajectory, version: int, advantages: Mapping[Tr
         "trajectory_id": trajectory.trajectory_id,
         "task_id": _encodable(trajectory.task_id),
         "prompt": _encodable(trajectory.prompt),
-        "response": _encodable(trajectory.response),
+        "response": _encodable(_response(trajectory)),
         "reward": trajectory.reward,
         "reward_parts": json.dumps({name: float(value) for name, value in trajectory.reward_parts.items()}),
         "finish_reason": trajectory.finish_reason,
@@ -102,7 +105,14 @@ def _row(step: int, trajectory: Trajectory, version: int, advantages: Mapping[Tr
         "staleness": version - trajectory.oldest_version if spans else 0,
         "num_tokens": trajectory.num_sampled_tokens,
         "advantage": advantages.get(trajectory.trajectory_id),
+        "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
     }
+
+
+def _response(trajectory: Trajectory) -> str:
+    if not trajectory.threads or trajectory.episode is None:
+        return trajectory.response
+    return "\n".join(f"{turn.thread}: {turn.response}" for turn in trajectory.episode.turns)
 
 
 def _encodable(text: str) -> str:

@@ -1,6 +1,7 @@
 """Advantages per token, from all that the groups of a batch earned. Numpy, float64.
 
-Shape legend: N trajectories of the batch, n_i sampled tokens of one, G members of a group.
+Shape legend: N sequences of the batch, n_i sampled tokens of one, G attempts of a group: trajectories, most of which
+are one sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
 
 Tokens = Sequence[NDArray[np.float64]]
-"""One array `[n_i]` per trajectory."""
+"""One array `[n_i]` per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,13 @@ class RewardBatch:
 
     Attributes:
         rewards: `[N]`, already with the overlong penalty.
-        groups: `[N] int`, which group each trajectory belongs to; its members lie side by side.
+        groups: `[N] int`, whom each sequence is compared with.
         penalties: `[n_i]` each: β · k of every sampled token (`kl_in: reward`), else zeros.
         carries_loss: `[n_i] bool` each; what was trimmed or masked does not.
         parts: Named part of the reward -> `[N]`.
         values: `[n_i]` each: V of a critic before each sampled token; empty: none.
+        attempts: `[N] int`, sequences of equal attempt share one reward, which counts once in its group; None: each has
+            its own.
     """
 
     rewards: NDArray[np.float64]
@@ -41,11 +44,19 @@ class RewardBatch:
     carries_loss: Sequence[NDArray[np.bool_]]
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     values: Tokens = ()
+    attempts: NDArray[np.int64] | None = None
 
     @property
     def members(self) -> list[NDArray[np.intp]]:
-        """Per group, the indices of its trajectories."""
+        """Per group, the indices of its sequences."""
         return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]
+
+    def attempts_of(self, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Of the sequences of a group: `[G]` one of each attempt, and per sequence which attempt, below G."""
+        if self.attempts is None:
+            return members, np.arange(len(members))
+        _, first, whose = np.unique(self.attempts[members], return_index=True, return_inverse=True)
+        return members[first], whose
 
 
 def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
@@ -58,20 +69,21 @@ def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArra
     if entry.level != "group":
         return list(entry.load()(batch, config))
     estimate: GroupEstimator = entry.load()
-    per_trajectory = np.zeros(len(batch.rewards))
+    per_sequence = np.zeros(len(batch.rewards))
     for members in batch.members:
+        attempts, whose = batch.attempts_of(members)
         if config.reward_weights:
-            values = per_head(estimate, {name: part[members] for name, part in batch.parts.items()}, config)
+            values = per_head(estimate, {name: part[attempts] for name, part in batch.parts.items()}, config)
         else:
-            penalties = np.array([batch.penalties[one].sum() for one in members])
-            values = np.asarray(estimate(batch.rewards[members] - penalties, config), np.float64)
-        if values.shape != members.shape:
+            penalties = np.bincount(whose, [batch.penalties[one].sum() for one in members])
+            values = np.asarray(estimate(batch.rewards[attempts] - penalties, config), np.float64)
+        if values.shape != attempts.shape:
             raise ShapeError(
-                f"algorithm.advantage={config.advantage}: it gave shape {values.shape} for a group of {len(members)}. "
+                f"algorithm.advantage={config.advantage}: it gave shape {values.shape} for a group of {len(attempts)}. "
                 "Return one number per member."
             )
-        per_trajectory[members] = values
-    return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_trajectory, strict=True)]
+        per_sequence[members] = values[whose]
+    return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_sequence, strict=True)]
 
 
 def per_head(
@@ -98,7 +110,8 @@ def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[N
     """
     centred, is_silent = np.zeros_like(batch.rewards), np.zeros(len(batch.rewards), dtype=bool)
     for members in batch.members:
-        centred[members] = dr_grpo(batch.rewards[members], config)
+        attempts, whose = batch.attempts_of(members)
+        centred[members] = dr_grpo(batch.rewards[attempts], config)[whose]
         has_penalty = any(batch.penalties[one].any() for one in members)
         is_silent[members] = is_zero_variance(batch.rewards[members]) and not has_penalty
     found = whitened(_returns_to_go(centred, batch.penalties), batch.carries_loss, config)
@@ -109,7 +122,7 @@ def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]
     """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`; V is 0 after the end. Returns are A + V.
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
-    skipped, not zeros. The reward comes at the last one. All trajectories lie one after another under one scan.
+    skipped, not zeros. The reward comes at the last one. All sequences lie one after another under one scan.
     """
     ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
     lasts = ends[[len(values) > 0 for values in batch.values]] - 1

@@ -1,21 +1,23 @@
-"""The trajectories of a batch as they will be trained: which tokens carry loss, what they earned, in which pairs.
+"""The sequences of a batch as they will be trained: which tokens carry loss, what they earned, in which pairs.
 
-All of it is over the whole batch, before any split into ranks or micro-batches (I9).
+A sequence is a thread of a trajectory, of most the only one. All of it is over the whole batch, before any split into
+ranks or micro-batches (I9).
 
-Shape legend: N trajectories, n_i sampled tokens of one.
+Shape legend: N sequences, n_i sampled tokens of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError, TrainingError
-from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, GroupPayload, Trajectory, has_thread_rewards
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms.batch_advantages import RewardBatch
 from penstock.trainer.algorithms.catalog import find
@@ -26,10 +28,14 @@ from penstock.trainer.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One trajectory of the batch.
+    """One sequence of the batch.
 
     Attributes:
+        trajectory: It alone (`Trajectory.separate`).
         group: Position of its group in the batch.
+        baseline: Members of equal baseline are compared: of a group, or the threads of one name in it.
+        attempt: Members of equal attempt share one reward, which counts once: threads of a trajectory.
+        num_overlong: Sampled tokens that the overlong penalty counts: of the longest thread of its attempt.
         reward: As scored.
         carries_loss: `[n_i] bool`, of its sampled tokens.
         reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
@@ -39,6 +45,9 @@ class Member:
 
     trajectory: Trajectory
     group: int
+    baseline: int
+    attempt: int
+    num_overlong: int
     reward: float
     carries_loss: NDArray[np.bool_]
     reference: NDArray[np.float32] | None
@@ -67,25 +76,72 @@ def batch_members(
     """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
 
     Raises:
-        TrainingError: If there is no group, or a trajectory has no finite reward.
+        TrainingError: If there is no group, a trajectory has no finite reward, or `reward_weights` meet rewards by
+            thread.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
     if not payloads:
         raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
     floors = [0] * len(payloads) if min_versions is None else min_versions
-    scores = _of_trajectories(payloads, references, "reference logprobs")
-    worths = _of_trajectories(payloads, values, "values")
-    lessons = _of_trajectories(payloads, teachers, "teacher logprobs")
-    members = []
+    scores = _of_sequences(payloads, references, "reference logprobs")
+    worths = _of_sequences(payloads, values, "values")
+    lessons = _of_sequences(payloads, teachers, "teacher logprobs")
+    members: list[Member] = []
+    attempts, baselines = count(), _Numbered()
     for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
+        is_by_thread = has_thread_rewards(payload.trajectories)
+        if is_by_thread and algorithm.reward_weights:
+            raise _by_thread_and_by_part(payload)
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
-            reference, value, teacher = next(scores), next(worths), next(lessons)
             is_cut = trajectory.finish_reason == "length"
-            if is_cut and algorithm.overlong == "drop":
-                continue
-            carries_loss = is_new_enough(trajectory, floor) & (not (is_cut and algorithm.overlong == "mask"))
-            members.append(Member(trajectory, group, float(reward), carries_loss, reference, value, teacher))
+            sequences = trajectory.separate()
+            longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
+            for one in sequences:
+                reference, value, teacher = next(scores), next(worths), next(lessons)
+                if is_cut and algorithm.overlong == "drop":
+                    continue
+                carries_loss = is_new_enough(one, floor) & (not (is_cut and algorithm.overlong == "mask"))
+                members.append(
+                    Member(
+                        trajectory=one,
+                        group=group,
+                        baseline=baselines[group, name_of(one) if is_by_thread else None],
+                        attempt=next(attempts) if is_by_thread else shared,
+                        num_overlong=one.num_sampled_tokens if is_by_thread else longest,
+                        reward=float(one.reward if is_by_thread and one.reward is not None else reward),
+                        carries_loss=carries_loss,
+                        reference=reference,
+                        values=value,
+                        teacher=teacher,
+                    )
+                )
     return members
+
+
+class _Numbered(dict[tuple[int, str | None], int]):
+    """Numbers keys in the order in which they are asked for."""
+
+    def __missing__(self, key: tuple[int, str | None]) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _by_thread_and_by_part(payload: GroupPayload) -> TrainingError:
+    return TrainingError(
+        f"algorithm.reward_weights: group {payload.group_id} has rewards by thread ({THREAD_PART}NAME), which replace "
+        "the reward of the trajectory, so its named parts have no baseline. Use reward_weights={}, or one reward for "
+        "all threads."
+    )
+
+
+def all_sequences(payloads: Sequence[GroupPayload]) -> list[Trajectory]:
+    """Every thread of every trajectory, in the order of all arrays of sampled tokens."""
+    return [one for payload in payloads for trajectory in payload.trajectories for one in trajectory.separate()]
+
+
+def name_of(sequence: Trajectory) -> str:
+    """Of its thread."""
+    return sequence.threads[0].name if sequence.threads else MAIN_THREAD
 
 
 def is_new_enough(trajectory: Trajectory, min_version: int) -> NDArray[np.bool_]:
@@ -103,7 +159,8 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
     """
     return RewardBatch(
         rewards=np.array([_shaped_reward(one, algorithm, max_new_tokens) for one in members], dtype=np.float64),
-        groups=np.array([one.group for one in members], dtype=np.int64),
+        groups=np.array([one.baseline for one in members], dtype=np.int64),
+        attempts=np.array([one.attempt for one in members], dtype=np.int64),
         penalties=[_penalties(one, algorithm) for one in members],
         carries_loss=[one.carries_loss for one in members],
         parts={
@@ -114,10 +171,25 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
     )
 
 
-def batch_pairs(rewards: RewardBatch, algorithm: AlgorithmConfig) -> dict[int, tuple[int, ...]]:
-    """Index of a member -> indices of those that it is preferred to; empty unless the loss compares pairs."""
+def batch_pairs(
+    everyone: Sequence[Member], rewards: RewardBatch, algorithm: AlgorithmConfig
+) -> dict[int, tuple[int, ...]]:
+    """Index of a member -> indices of those that it is preferred to; empty unless the loss compares pairs.
+
+    Raises:
+        TrainingError: If the loss compares pairs, and a trajectory is no single sequence.
+    """
     preferred: dict[int, tuple[int, ...]] = {}
-    for members in rewards.members if algorithm.compares_pairs else ():
+    if not algorithm.compares_pairs:
+        return preferred
+    for one in everyone:
+        if one.trajectory.threads:
+            raise TrainingError(
+                f"algorithm.loss={algorithm.loss} prefers one answer to another, but {one.trajectory.trajectory_id} of "
+                f"task {one.trajectory.task_id} has threads ({one.trajectory.threads[0].name!r}, ...), so it is no "
+                "single answer. Use a loss of advantages, or an environment of one thread."
+            )
+    for members in rewards.members:
         eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
         for better, worse in preference_pairs(rewards.rewards, eligible, algorithm):
             preferred[better] = (*preferred.get(better, ()), worse)
@@ -148,8 +220,7 @@ def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:
 def _shaped_reward(member: Member, algorithm: AlgorithmConfig, max_new_tokens: int) -> float:
     if algorithm.overlong != "penalty":
         return member.reward
-    num_tokens = member.trajectory.num_sampled_tokens
-    return member.reward + overlong_penalty(num_tokens, max_new_tokens, algorithm.overlong_cache_tokens)
+    return member.reward + overlong_penalty(member.num_overlong, max_new_tokens, algorithm.overlong_cache_tokens)
 
 
 def _penalties(member: Member, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
@@ -172,11 +243,11 @@ def _part(trajectory: Trajectory, name: str) -> float:
     return trajectory.reward_parts[name]
 
 
-def _of_trajectories(
+def _of_sequences(
     payloads: Sequence[GroupPayload], per_group: Sequence[NDArray[np.float32]], what: str
 ) -> Iterator[NDArray[np.float32] | None]:
-    """Each trajectory's part of what there is per group, in order; None for each if there is nothing."""
-    counts = [trajectory.num_sampled_tokens for payload in payloads for trajectory in payload.trajectories]
+    """Each sequence's part of what there is per group, in order; None for each if there is nothing."""
+    counts = [one.num_sampled_tokens for one in all_sequences(payloads)]
     if not per_group:
         return iter([None] * len(counts))
     scores = np.concatenate(per_group)

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import POLICY, PolicyId
-from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory
+from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, compared_rewards
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
-from penstock.trainer.algorithms.advantages import is_zero_variance
 from penstock.trainer.algorithms.batch_advantages import token_advantages
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.collate import TrainingSequence
@@ -39,7 +38,7 @@ def policy_sequences(
     teachers: Sequence[NDArray[np.float32]] = (),
     policy_id: PolicyId = POLICY,
 ) -> list[TrainingSequence]:
-    """One sequence per trajectory, with the advantages and the aggregation weight of its tokens.
+    """One sequence per thread, with the advantages and the aggregation weight of its tokens.
 
     Args:
         payloads: The groups of the batch.
@@ -61,7 +60,7 @@ def policy_sequences(
     members = batch_members(payloads, algorithm, min_versions, references, values, teachers)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
-    preferred = batch_pairs(rewards, algorithm)
+    preferred = batch_pairs(members, rewards, algorithm)
     compared = {*preferred, *(worse for others in preferred.values() for worse in others)}
     sequences = []
     for index, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
@@ -179,11 +178,16 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
         **_episode_means([one.episode for one in trajectories if one.episode is not None]),
         "reward/mean": float(everyone.mean()),
         "reward/std": float(everyone.std()),
-        "reward/zero_variance_share": float(np.mean([is_zero_variance(group) for group in rewards])),
+        "reward/zero_variance_share": float(np.mean([_is_silent(payload) for payload in payloads])),
         "length/mean_tokens": float(np.mean([trajectory.num_sampled_tokens for trajectory in trajectories])),
         "length/max_tokens": float(max(trajectory.num_sampled_tokens for trajectory in trajectories)),
         "length/truncated_share": float(np.mean([one.finish_reason == "length" for one in trajectories])),
     }
+
+
+def _is_silent(payload: GroupPayload) -> bool:
+    """Whether nobody of a group did better than whom it is compared with."""
+    return all(len(set(rewards)) == 1 for rewards in compared_rewards(payload.trajectories).values())
 
 
 def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -202,6 +206,7 @@ def _episode_means(episodes: Sequence[Episode]) -> dict[str, float]:
     names = sorted({name for episode in episodes for name in episode.counts})
     return {
         "env/turns": float(np.mean([len(episode.turns) for episode in episodes])),
+        "env/threads": float(np.mean([len({turn.thread for turn in episode.turns}) for episode in episodes])),
         "env/done_share": float(np.mean([episode.end == "done" for episode in episodes])),
         "env/observation_tokens": float(
             np.mean([sum(turn.num_observation_tokens for turn in episode.turns) for episode in episodes])

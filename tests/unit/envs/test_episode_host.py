@@ -122,8 +122,8 @@ async def test_an_episode_is_played_and_every_stream_has_its_own_environment(mak
     [
         ("raise", "RuntimeError: the board fell"),
         ("leave", "SystemExit: 2"),
-        ("none", "step returned None of type NoneType; expected Observation or Done"),
-        ("word", "step returned 'text' of type str; expected Observation or Done"),
+        ("none", "step returned None of type NoneType; expected Observation, a list of them, or Done"),
+        ("word", "step returned 'text' of type str; expected Observation, a list of them, or Done"),
         ("nan", "step returned Done with reward nan; expected a finite number"),
         ("count", "with counts a dict with a='b' of type str"),
         ("role", "role 'assistant'.*expected one of user, tool, system"),
@@ -132,7 +132,7 @@ async def test_an_episode_is_played_and_every_stream_has_its_own_environment(mak
         ("{}", "its process sent what is no reply and was killed"),
         ('{"done": true, "reward": NaN}', "its process sent what is no reply"),
         ('{"content": "", "role": "user", "counts": {"a": 1e999}}', "its process sent what is no reply"),
-        ('{"closed": true}', "its process answered {'closed': True}; expected content or done"),
+        ('{"closed": true}', "its process answered {'closed': True}; expected content or several or done"),
         ("exit", "its process ended with exit code 3"),
     ],
 )

@@ -66,8 +66,8 @@ async def test_the_whole_trajectory_is_sent_with_the_key(service: Service, monke
             "finish_reason": "stop",
             "num_tokens": 2,
             "turns": [
-                {"response": "a", "observation": "go on", "finish_reason": "stop"},
-                {"response": "b", "observation": "", "finish_reason": "stop"},
+                {"response": "a", "observation": "go on", "finish_reason": "stop", "thread": "main"},
+                {"response": "b", "observation": "", "finish_reason": "stop", "thread": "main"},
             ],
             "episode_reward": 0.5,
         }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.trajectory import Thread
 from penstock.envs.contract import RewardContext
 from penstock.envs.rewards.reward_model import RewardModelReward
 from penstock.trainer.tiny_policy import create_policy
@@ -58,6 +60,13 @@ def test_a_failure_is_raised_for_every_answer_that_waited(judge) -> None:
         return await asyncio.gather(*map(reward, bad), return_exceptions=True)
 
     assert all(isinstance(one, IndexError) for one in asyncio.run(all_at_once()))
+
+
+def test_several_threads_are_refused_with_the_reason(judge) -> None:
+    one = trajectory("x", [2, 3], [4, 5], np.random.default_rng(0), None)
+    several = replace(one, threads=(Thread("a", 1), Thread("b", 3)))
+    with pytest.raises(ValueError, match=r"t has 2 threads; a reward model scores one sequence"):
+        asyncio.run(RewardModelReward.build(RewardContext(), path=judge)(several))
 
 
 def test_a_missing_model_is_refused_before_anything_starts(tmp_path) -> None:

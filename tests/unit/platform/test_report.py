@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.trajectory import Episode, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
 from penstock.platform.observability.report import write_report
 from penstock.platform.observability.run_record import read_run
@@ -133,7 +134,17 @@ def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> No
         "step": 9, "group_id": 3, "trajectory_id": "3/0", "task_id": "arithmetic/train/7", "prompt": "47+85=",
         "response": "bad ? surrogate", "reward": None, "reward_parts": {"exact": 1.0, "<i>form</i>": 0.5},
         "finish_reason": "stop", "spans": [[4, 1], [5, 3]], "staleness": 2, "num_tokens": 4, "advantage": -0.5,
+        "threads": [],
     }  # fmt: skip
+
+
+def test_turns_of_several_threads_stand_behind_their_names_and_the_oldest_token_counts(tmp_path: Path) -> None:
+    turns = (Turn("x", "stop", 1, thread="a"), Turn("yz", "stop", 3, thread="b"))
+    threads = (Thread("a", 3), Thread("b", 3, fork_of="a"))
+    whole = replace(a_trajectory(), spans=(Span(5, 1), Span(4, 3)), threads=threads, episode=Episode(turns, "done"))
+    (row,) = read_trajectories(TrajectoryTable(tmp_path).write_step(9, [whole], version=6))
+    assert (row["response"], row["threads"]) == ("a: x\nb: yz", [["a", None, 3], ["b", "a", 3]])
+    assert row["staleness"] == 2
 
 
 def test_the_sample_is_bounded_and_repeatable(tmp_path: Path) -> None:

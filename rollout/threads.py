@@ -1,0 +1,133 @@
+"""The threads of one episode: who speaks next, behind which tokens, and whether there is room.
+
+    thread: not open --prompt, or fork--> speaks --its turn ended--> waits --an observation--> speaks …
+
+Invariant: each sampled token has mask 1 in one thread, that in which it was sampled; in forks of it, it is part of the
+prompt (docs/concepts/threads.md).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import NamedTuple
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.seeding import derive_seed
+from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Task, Turn
+from penstock.envs.environment import Action, Observation
+from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.threads import ThreadNames
+from penstock.rollout.dialogue import Dialogue, EpisodeBudget
+from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.tokenizers import TokenCodec
+
+
+class _Thread(NamedTuple):
+    """One thread; with `is_chat`, what it hears goes through the chat template, as its prompt did."""
+
+    dialogue: Dialogue
+    sampling: SamplingParams
+    is_chat: bool
+
+
+class Threads:
+    """Grows reply by reply.
+
+    Attributes:
+        speaking: Turns to be sampled now, in the order of the observations that asked for them.
+    """
+
+    def __init__(self, task: Task, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams) -> None:
+        self.speaking: list[PartialTrajectory] = []
+        self._task = task
+        self._codec = codec
+        self._budget = budget
+        self._sampling = sampling
+        self._names = ThreadNames(task.task_id, budget.max_threads)
+        self._threads: dict[str, _Thread] = {}
+        self._speakers: list[Dialogue] = []
+        self._order: list[tuple[Dialogue, int]] = []
+
+    @property
+    def dialogues(self) -> list[Dialogue]:
+        """In the order in which they were opened."""
+        return [thread.dialogue for thread in self._threads.values()]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Finished ones of all threads, in the order in which they were asked for."""
+        return tuple(dialogue.turns[index] for dialogue, index in self._order)
+
+    def listen(self, reply: EpisodeReply) -> EpisodeEnd | None:
+        """Take what the environment said; says why the episode ends, or None: there are turns to sample.
+
+        Raises:
+            TrajectoryError: kind `env`, if it cannot be said, no token stands for it, or the first prompt leaves no
+                room.
+        """
+        said = self._names.listen(reply)
+        if not said:
+            return "done"
+        if len(self._order) + len(said) > self._budget.max_turns:
+            what = f"asks for {len(said)} turns, the episode has {self._budget.max_turns} (env.episode.max_turns)"
+            return self._is_over("max_turns", what)
+        heard = [(one, self._encoded(one)) for one in said]
+        longest = max(self._num_tokens_before(one) + len(token_ids) for one, token_ids in heard)
+        if longest >= self._budget.max_tokens:
+            limit = f"the budget of the episode is {self._budget.max_tokens} (env.episode.max_tokens)"
+            return self._is_over("max_tokens", f"the prompt has {longest} tokens, {limit}")
+        opened = {one.thread: self._open(one, ids) for one, ids in heard if one.thread not in self._threads}
+        for one, token_ids in heard:
+            if one.thread in self._threads:
+                self._threads[one.thread].dialogue.observed(token_ids, self._codec.decode(token_ids))
+        self._threads |= opened
+        speakers = [self._threads[one.thread] for one in said]
+        self._speakers = [thread.dialogue for thread in speakers]
+        self.speaking = [thread.dialogue.next_turn(thread.sampling, self._budget.max_tokens) for thread in speakers]
+        return None
+
+    def spoken(self) -> list[Action]:
+        """The turns that were sampled, as the environment gets them."""
+        actions = []
+        for dialogue, partial in zip(self._speakers, self.speaking, strict=True):
+            text = self._codec.decode(partial.token_ids)
+            dialogue.sampled(partial, text)
+            is_truncated = partial.finish_reason != "stop"
+            actions.append(Action(text, is_truncated, turn=len(self._order), thread=dialogue.name))
+            self._order.append((dialogue, len(dialogue.turns) - 1))
+        return actions
+
+    def _is_over(self, end: EpisodeEnd, why: str) -> EpisodeEnd:
+        """A budget is used up, which is an error where nothing was sampled yet."""
+        if not self._order:
+            raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
+        return end
+
+    def _before(self, said: Observation) -> _Thread | None:
+        """Whose tokens it goes behind."""
+        return self._threads.get(said.thread if said.fork_of is None else said.fork_of)
+
+    def _num_tokens_before(self, said: Observation) -> int:
+        before = self._before(said)
+        return 0 if before is None else before.dialogue.num_tokens
+
+    def _encoded(self, said: Observation) -> tuple[int, ...]:
+        before = self._before(said)
+        if before is None:
+            return self._codec.encode_prompt(said.content)
+        return self._codec.encode_observation(
+            said.messages if before.is_chat else said.text, before.dialogue.last_token
+        )
+
+    def _open(self, said: Observation, token_ids: tuple[int, ...]) -> _Thread:
+        """A new thread, with a seed of its own: two with one prompt would else draw the same tokens."""
+        before, name, opening = self._before(said), said.thread, self._codec.decode(token_ids)
+        seed = self._sampling.seed
+        if seed is not None and name != MAIN_THREAD:
+            seed = derive_seed(seed, zlib.crc32(name.encode()))
+        sampling = replace(self._sampling, seed=seed)
+        if before is None:
+            return _Thread(Dialogue(token_ids, opening, name), sampling, not isinstance(said.content, str))
+        return _Thread(before.dialogue.fork(name, token_ids, opening), sampling, before.is_chat)
