@@ -26,6 +26,7 @@ BUILT_IN = {
     "math": "penstock.envs.math_tasks:MathTasks",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
     "sudoku": "penstock.envs.sudoku:SudokuTasks",
+    "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",
 }
 """Name -> import path of the factory."""
 

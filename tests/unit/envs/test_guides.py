@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, code in PYTHON.findall(guide.read_text()):
             (tmp_path / name).write_text(code)
             written += 1
-    assert written == 10
+    assert written == 11
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -42,7 +42,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 AGENT = ["agent", "tasks=my_agent_function:Sums", "agent=my_agent_function:solve"]
 
 
-@pytest.mark.parametrize("words", [["my_env:Echo"], ["my_tools:Products"], ["dataset", "rows=my_rows:rows"], AGENT])
+ROWS = ["dataset", "rows=my_rows:rows"]
+VERIFIERS = ["verifiers", "id=my_verifiers", "kwargs.high=9"]
+
+
+@pytest.mark.parametrize("words", [["my_env:Echo"], ["my_tools:Products"], ROWS, AGENT, VERIFIERS])
 def test_the_environments_of_the_guides_pass_their_check(folder: Path, words: list[str]) -> None:
     from penstock.platform.cli import app
 
