@@ -47,12 +47,17 @@ class TaskStream:
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A task on its way to admission."""
+    """A task on its way to admission.
+
+    Attributes:
+        max_new_tokens: Longest turn, if that is shorter than the run's; None is the run's.
+    """
 
     task: Task
     stream: str
     group_size: int
     requeues: int = 0
+    max_new_tokens: int | None = None
 
 
 class Curriculum(Protocol):
@@ -75,6 +80,39 @@ class GroupSizing(Protocol):
     def group_size(self, task: Task, stream: str) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class LengthLimits:
+    """How long the turns of single tasks may get.
+
+    Attributes:
+        longest: The run's limit, tokens.
+        limiting: Says which tasks have a shorter one.
+    """
+
+    longest: int
+    limiting: LengthLimiting
+
+    def of(self, task: Task, stream: str) -> int:
+        """The limit of one task.
+
+        Raises:
+            PenstockError: If it is none that can be kept.
+        """
+        limit = self.limiting.max_new_tokens(task, stream)
+        if not 1 <= limit <= self.longest:
+            raise PenstockError(
+                f"dataflow: max_new_tokens({task.task_id}) gave {limit}; a turn has at least one token, and room is "
+                f"planned for rollout.sampling.max_new_tokens={self.longest}. Return 1..{self.longest}."
+            )
+        return limit
+
+
+class LengthLimiting(Protocol):
+    """Says how many tokens a turn of a task may have: 1 to `rollout.sampling.max_new_tokens`."""
+
+    def max_new_tokens(self, task: Task, stream: str) -> int: ...
+
+
 @dataclass(slots=True)
 class TaskLine:
     """The line of tasks before the admission gate.
@@ -82,12 +120,14 @@ class TaskLine:
     Attributes:
         window: W, groups; the admission gate's.
         group_size: Trajectories per group; at most so many where `sizing` decides.
+        lengths: Of single tasks; None: all have the run's limit.
     """
 
     streams: Sequence[TaskStream]
     window: int
     group_size: int
     sizing: GroupSizing | None = None
+    lengths: LengthLimits | None = None
     curriculum: Curriculum | None = None
     _weights: dict[str, float] = field(init=False)
     _base: Counter[str] = field(default_factory=Counter)
@@ -122,7 +162,8 @@ class TaskLine:
                 f"{ledger.admitted_by_stream[stream.name]} tasks. The run needs more: train() has to be endless "
                 "(start over when the data ends), or lower total_steps."
             ) from None
-        return QueuedTask(task, stream.name, self._size(task, stream.name))
+        size, limit = self._size(task, stream.name), self._limit(task, stream.name)
+        return QueuedTask(task, stream.name, size, max_new_tokens=limit)
 
     def requeue(self, queued: QueuedTask, ledger: Ledger) -> None:
         """Put a task whose group was dropped behind a window of others."""
@@ -152,7 +193,8 @@ class TaskLine:
                     f"{ledger.tasks_by_stream[event.stream]} tasks of its source any more. Resume with the same data "
                     "in the same order, or start a new run."
                 )
-            queued = QueuedTask(task, event.stream, event.group_size, event.requeues + 1)
+            limit = self._limit(task, event.stream)
+            queued = QueuedTask(task, event.stream, event.group_size, event.requeues + 1, limit)
             self._requeued.append((ledger.num_admitted, queued))
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
@@ -188,6 +230,9 @@ class TaskLine:
                 f"Return {MIN_GROUP_SIZE}..{self.group_size}."
             )
         return size
+
+    def _limit(self, task: Task, stream: str) -> int | None:
+        return None if self.lengths is None else self.lengths.of(task, stream)
 
     def _has_room(self, stream: TaskStream, ledger: Ledger) -> bool:
         return ledger.live_by_stream[stream.name] < math.ceil(stream.quota * self.window)

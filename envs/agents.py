@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
@@ -21,6 +20,9 @@ from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_task_source
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 AgentFunction = Callable[[Task, Any], Awaitable[RewardResult | None]]
 Run = Callable[[Task, EndpointAccess], Awaitable[RewardResult | None]]
@@ -100,17 +102,23 @@ def _in_this_process(path: str) -> Run:
             ]
         )
     try:
-        import openai
+        import openai  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             [f"env.args.agent={path!r} needs the client library: pip install 'penstock[envs]', or use a command."]
         ) from error
 
     async def run(task: Task, access: EndpointAccess) -> RewardResult | None:
-        async with AsyncExitStack() as stack:
-            # The endpoint is near and speaks plain HTTP: no proxy, and no certificates, which take long to load.
-            http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
-            client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http)
-            return await function(task, await stack.enter_async_context(client))
+        async with open_client(access) as client:
+            return await function(task, client)
 
     return run
+
+
+def open_client(access: EndpointAccess) -> AsyncOpenAI:
+    """The official client of a session; closed by `async with`."""
+    import openai
+
+    # The endpoint is near and speaks plain HTTP: no proxy, and no certificates, which take long to load.
+    http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http)

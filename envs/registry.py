@@ -27,6 +27,7 @@ BUILT_IN = {
     "nim": "penstock.envs.nim:NimGame",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
     "sudoku": "penstock.envs.sudoku:SudokuTasks",
+    "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",
 }
 """Name -> import path of the factory."""
 

@@ -7,7 +7,7 @@ from typing import cast
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain, GroupFilter, overlong, user, zero_variance
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.streams import Curriculum, GroupSizing, TaskLine
+from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams
 from penstock.platform.config.dataflow import FilterConfig
@@ -49,12 +49,15 @@ def make_task_line(config: RunConfig) -> TaskLine:
     """The tasks in line for admission: streams, curriculum and group sizes."""
     flow, env = config.dataflow, config.env
     sizing = None if flow.group_sizing is None else load_object(flow.group_sizing, "dataflow.group_sizing")
+    limiting = None if flow.length_limiting is None else load_object(flow.length_limiting, "dataflow.length_limiting")
+    longest = config.rollout.sampling.max_new_tokens
     curriculum = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
     return TaskLine(
         load_task_streams(env, config.seed),
         window=flow_limits(config).window,
         group_size=flow.group_size,
         sizing=cast("GroupSizing | None", sizing),
+        lengths=None if limiting is None else LengthLimits(longest, cast("LengthLimiting", limiting)),
         curriculum=cast("Curriculum | None", curriculum),
     )
 

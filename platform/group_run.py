@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import FailureKind, TrajectoryError
@@ -113,11 +114,12 @@ class GroupRun:
             flow.fail(error)
 
     def _sampled(self, member: int) -> Awaitable[Trajectory]:
-        ports = self._flow.ports
+        ports, limit = self._flow.ports, self.queued.max_new_tokens
+        sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
         return ports.runner.run(
             self.queued.task,
             TrajectoryId(f"{self.group_id}/{member}"),
-            trajectory_sampling(ports.sampling, self.group_id, member),
+            trajectory_sampling(sampling, self.group_id, member),
             watcher=self,
             member=member,
             slots=self._gang,

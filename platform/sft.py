@@ -20,7 +20,7 @@ from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.roles import model_path
 from penstock.platform.run_dir import is_finished, prepare_run_dir
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer, load_codec
+from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.batches.sequences import Example
 from penstock.trainer.config import SftConfig
 
@@ -137,5 +137,5 @@ def initial_policy(config: RunConfig, run_dir: Path) -> str:
     from penstock.trainer.tiny_policy import create_policy
 
     path = str(run_dir / "initial")
-    create_policy(config.model, character_tokenizer(), path, config.seed)
+    create_policy(config.model, NEW_TOKENIZERS[config.model.tokenizer](), path, config.seed)
     return path

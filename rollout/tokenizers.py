@@ -1,13 +1,13 @@
 """Text in, tokens out, and back: the only place where text becomes token ids.
 
-Prompts are rendered once; sampled tokens are never re-tokenised. `character_tokenizer` is the tokenizer of the
-tiny policies: one character, one token, so that lengths in tokens are lengths in characters.
+Prompts are rendered once; sampled tokens are never re-tokenised. Policies from nothing have one of two tokenizers: a
+character of arithmetic, or a byte of any text, is one token.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,11 +16,19 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.rollout.turn_template import TurnTemplate
+from penstock.weights.model_config import NewTokenizer
 
 PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
 EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
 CHARACTERS = "0123456789+-*=() ;" + ",.:/?<>#|!&\n"
 """What arithmetic needs, then spares: with `<pad>` and `<eos>` exactly 32 ids, so every id has a text."""
+TURN_BEGINS, TURN_ENDS = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -38,6 +46,33 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS_TOKEN,
         clean_up_tokenization_spaces=False,
     )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer that knows every text: `<pad>` = 0, two marks of chat turns, then the 256 bytes; 259 ids.
+
+    Its chat template is ChatML.
+    """
+    marks = [PAD_TOKEN, TURN_BEGINS, TURN_ENDS]
+    vocabulary = {token: index for index, token in enumerate([*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        eos_token=TURN_ENDS,
+        additional_special_tokens=[TURN_BEGINS],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+NEW_TOKENIZERS: dict[NewTokenizer, Callable[[], PreTrainedTokenizerFast]] = {
+    "characters": character_tokenizer,
+    "bytes": byte_tokenizer,
+}
+"""`model.tokenizer` -> the tokenizer of a policy from nothing."""
 
 
 class TokenCodec:

@@ -10,7 +10,7 @@ from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.streams import LengthLimits, TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
@@ -42,6 +42,7 @@ def make_flow(
     filters: Sequence[GroupFilter] = (),
     max_refills: int = 100,
     streams: Sequence[TaskStream] = (),
+    lengths: LengthLimits | None = None,
     streamed: bool = False,
     gang: bool = False,
     reference: LogprobWorker | None = None,
@@ -53,7 +54,7 @@ def make_flow(
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
     ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher)
-    line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size=2)
+    line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size=2, lengths=lengths)
     chain = FilterChain(filters, max_refills)
     return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))
 

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 DType = Literal["float32", "bfloat16"]
+NewTokenizer = Literal["characters", "bytes"]
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
@@ -52,8 +53,9 @@ class ModelConfig(BaseModel):
 
     Attributes:
         path: Hugging Face directory or hub name.
-        from_scratch: Build `shape` with random weights and a character tokenizer instead of loading `path`
+        from_scratch: Build `shape` with random weights and a new tokenizer instead of loading `path`
             (the tiny policies of the warm start).
+        tokenizer: Of a policy from scratch: characters of arithmetic, or bytes of any text, with a chat template.
         dtype: Precision of the forward pass on both sides and of published weights; masters stay float32.
         head_dtype: Precision of the engines' output projection; the trainer's always accumulates in float32.
         max_context_tokens: Longest prompt plus answer, tokens.
@@ -63,6 +65,7 @@ class ModelConfig(BaseModel):
 
     path: str | None = None
     from_scratch: bool = False
+    tokenizer: NewTokenizer = "characters"
     dtype: DType = "float32"
     head_dtype: Literal["model", "float32"] = "float32"
     max_context_tokens: int = Field(gt=0)

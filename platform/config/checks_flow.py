@@ -142,6 +142,7 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
     flow, env = config.dataflow, config.env
     hooks = (
         ("dataflow.group_sizing", flow.group_sizing, "group_size"),
+        ("dataflow.length_limiting", flow.length_limiting, "max_new_tokens"),
         ("env.curriculum", env.curriculum, "weights"),
         ("dataflow.filters.user", flow.filters.user, "__call__"),
     )

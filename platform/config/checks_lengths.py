@@ -37,14 +37,15 @@ def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]
 
 def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task]) -> Iterator[Finding]:
     """The longest worked example, end token included, fits; a new policy has an embedding for every token."""
-    from penstock.rollout.tokenizers import character_tokenizer
+    from penstock.rollout.tokenizers import NEW_TOKENIZERS
 
     shape, context = config.model.shape, config.model.max_context_tokens
-    num_tokens = len(character_tokenizer())
+    num_tokens = len(NEW_TOKENIZERS[config.model.tokenizer]())
     if config.model.from_scratch and shape.vocab_size < num_tokens:
         yield error(
-            f"model.shape.vocab_size={shape.vocab_size} is below the {num_tokens} tokens of the character tokenizer, "
-            f"which model.from_scratch=true uses: some would have no embedding. Use at least {num_tokens}.",
+            f"model.shape.vocab_size={shape.vocab_size} is below the {num_tokens} tokens of "
+            f"model.tokenizer={config.model.tokenizer}, which model.from_scratch=true uses: some would have no "
+            f"embedding. Use at least {num_tokens}.",
             "model.shape.vocab_size",
             "model.from_scratch",
         )
@@ -93,13 +94,13 @@ def _longest(
     config: RunConfig, tasks: Sequence[Task], measure: Callable[[Encode, Task], int]
 ) -> Generator[Finding, None, tuple[Task, int] | None]:
     """The longest of `tasks` and its length; None, if it cannot be told."""
-    from penstock.rollout.tokenizers import TokenCodec, character_tokenizer, load_codec
+    from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 
-    path = "the character tokenizer" if config.model.from_scratch else config.model.path
+    path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
     if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
         return None  # an absent policy has its own finding
     try:
-        codec = TokenCodec(character_tokenizer()) if config.model.from_scratch else load_codec(path)
+        codec = TokenCodec(NEW_TOKENIZERS[config.model.tokenizer]()) if config.model.from_scratch else load_codec(path)
         lengths = [measure(codec.encode_prompt, task) for task in tasks]
     except ConfigError as problem:
         yield from (error(violation, "env", "model") for violation in problem.violations)

@@ -33,6 +33,8 @@ class DataflowConfig(Section):
         batch_groups: B, groups per training batch.
         group_size: Trajectories per group; they share a baseline.
         group_sizing: Import path of a `GroupSizing` (dataflow/streams.py) that gives single tasks fewer; None is off.
+        length_limiting: Import path of a `LengthLimiting` (dataflow/streams.py) that gives single tasks shorter turns;
+            None is off.
         max_staleness: η, the oldest a trained token may be, in policy versions. 0 is the synchronous algorithm.
         on_expiry: What happens to groups that would become too old: the batch is held open for them (`wait`), their
             over-old tokens lose their loss weight (`trim`), or they are dropped and their tasks start again (`drop`).
@@ -53,6 +55,7 @@ class DataflowConfig(Section):
     batch_groups: int = Field(ge=1)
     group_size: int = Field(ge=2)
     group_sizing: str | None = None
+    length_limiting: str | None = None
     max_staleness: int = Field(default=2, ge=0)
     on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
     max_requeues: int = Field(default=3, ge=0)

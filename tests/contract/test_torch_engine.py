@@ -24,6 +24,7 @@ from .engine_harness import (
     prompt_of,
     within,
 )
+from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,7 +37,7 @@ async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> 
         yield harness
 
 
-class TestTorchEngine(EngineContract, PartialRolloutContract):
+class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
     """The contract, in both update modes."""
 
 

@@ -16,6 +16,7 @@ from .engine_harness import (
     Harness,
     OpenHarness,
 )
+from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
 
 pytestmark = [
@@ -55,5 +56,5 @@ async def harness(
         yield harness
 
 
-class TestVllmEngine(EngineContract, PartialRolloutContract):
+class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
     """The contract on vLLM's CPU build, in both update modes, over one worker and over two."""

@@ -15,7 +15,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.journal import resume
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
-from penstock.dataflow.streams import QueuedTask, TaskLine, TaskStream
+from penstock.dataflow.streams import LengthLimits, QueuedTask, TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 
 
@@ -163,6 +163,19 @@ def test_group_sizes_stay_within_what_room_is_reserved_for() -> None:
     assert line.next(ledger).group_size == 4  # type: ignore[union-attr]
     with pytest.raises(PenstockError, match=r"group_size\(a1\) gave 9"):
         line.next(ledger)
+
+
+class ByTask:
+    def max_new_tokens(self, task: Task, stream: str) -> int:
+        return {"a0": 5, "a1": 64}.get(task.task_id, 65)
+
+
+def test_length_limits_stay_within_the_run_s() -> None:
+    line, ledger = TaskLine([stream("a")], 1, 2, lengths=LengthLimits(64, ByTask())), Ledger()
+    assert [line.next(ledger).max_new_tokens for _ in range(2)] == [5, 64]  # type: ignore[union-attr]
+    with pytest.raises(PenstockError, match=r"max_new_tokens\(a2\) gave 65.*1\.\.64"):
+        line.next(ledger)
+    assert TaskLine([stream("a")], 1, 2).next(ledger).max_new_tokens is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

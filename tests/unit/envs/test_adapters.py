@@ -1,9 +1,10 @@
-"""Datasets, gymnasium and reasoning-gym as task sources; the last two need the extra `envs`."""
+"""Datasets, gymnasium and reasoning-gym as task sources, which the extra `envs` brings."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,6 @@ WALK = {"kwargs": {"render_mode": "ansi", "is_slippery": False}, "action_names":
 
 
 def test_a_gymnasium_environment_is_played_by_words() -> None:
-    pytest.importorskip("gymnasium", reason="needs the extra `envs`")
     source = GymnasiumTasks(0, "FrozenLake-v1", **WALK)  # type: ignore[arg-type]
     task = next(source.train())
     environment = source.environment()
@@ -119,7 +119,6 @@ def test_a_gymnasium_environment_is_played_by_words() -> None:
     ],
 )
 def test_what_gymnasium_cannot_play_is_said(settings: dict[str, Any], message: str) -> None:
-    pytest.importorskip("gymnasium", reason="needs the extra `envs`")
     with pytest.raises(ValueError, match=message):
         GymnasiumTasks(0, **settings)
 
@@ -133,7 +132,6 @@ def test_action_names_that_can_never_be_chosen_are_refused() -> None:
 
 
 def test_reasoning_gym_tasks_are_scored_by_their_own_verifier() -> None:
-    pytest.importorskip("reasoning_gym", reason="needs the extra `envs`")
     source = ReasoningGymTasks(0, "chain_sum", {"min_terms": 2, "max_terms": 3})
     held_out = {str(task.prompt) for task in source.held_out(20)}
     for task in islice(source.train(), 50):
@@ -166,11 +164,10 @@ def test_no_two_rows_of_reasoning_gym_are_drawn_from_one_seed_and_none_from_a_he
     assert all(held_out.stop <= seed <= 2**32 - ROWS_PER_EPOCH for seed in [*seeds, *far])
 
 
-def test_without_the_extra_the_command_that_installs_it_is_said() -> None:
-    try:
-        import gymnasium  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"pip install 'penstock\[envs\]'"):
-            GymnasiumTasks(0, "FrozenLake-v1")
-    else:
-        pytest.skip("gymnasium is installed")
+def test_without_the_extra_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gymnasium", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[envs\]'"):
+        GymnasiumTasks(0, "FrozenLake-v1")
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[envs\]'"):
+        ReasoningGymTasks(0)

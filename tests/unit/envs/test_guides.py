@@ -42,8 +42,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 AGENT = ["agent", "tasks=my_agent_function:Sums", "agent=my_agent_function:solve"]
 
 
+ROWS = ["dataset", "rows=my_rows:rows"]
+VERIFIERS = ["verifiers", "id=my_verifiers", "kwargs.high=9"]
+
+
 @pytest.mark.parametrize(
-    "words", [["my_env:Echo"], ["my_pennies:Pennies"], ["my_tools:Products"], ["dataset", "rows=my_rows:rows"], AGENT]
+    "words", [["my_env:Echo"], ["my_pennies:Pennies"], ["my_tools:Products"], ROWS, AGENT, VERIFIERS]
 )
 def test_the_environments_of_the_guides_pass_their_check(folder: Path, words: list[str]) -> None:
     from penstock.platform.cli import app

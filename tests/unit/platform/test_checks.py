@@ -57,6 +57,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         ),
         (["algorithm.kl_coefficient=0.1", "reference.pool=cpus"], ["reference.pool=cpus", "Did you mean cpu?"]),
         (["dataflow.group_sizing=penstock.dataflow.ids:TaskId"], ["has no method group_size"]),
+        (["dataflow.length_limiting=penstock.dataflow.ids:TaskId"], ["has no method max_new_tokens"]),
         (["env.curriculum=penstock.dataflow.nothing:x"], ["env.curriculum", "attribute 'nothing'"]),
         (["dataflow.filters.user=penstock.dataflow.core:BATCH"], ["dataflow.filters.user", "no attribute 'BATCH'"]),
         (["+env.streams.a={quota: 0.4}", "+env.streams.b={quota: 0.5}"], ["quotas sum to 0.9, below 1"]),

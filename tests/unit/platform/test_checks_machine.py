@@ -311,7 +311,7 @@ def test_a_worked_example_longer_than_the_context_is_refused(overrides):
 
 
 def test_a_new_policy_needs_an_embedding_for_every_token(overrides):
-    with pytest.raises(ConfigError, match=r"vocab_size=31 is below the 32 tokens of the character tokenizer"):
+    with pytest.raises(ConfigError, match=r"vocab_size=31 is below the 32 tokens of model.tokenizer=characters"):
         load_config("sft", ["experiment=arithmetic_sft", "model.shape.vocab_size=31"])
 
 

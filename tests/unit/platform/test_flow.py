@@ -10,6 +10,8 @@ import pytest
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.streams import LengthLimits
+from penstock.dataflow.trajectory import Task
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards
@@ -39,6 +41,19 @@ async def test_engine_slots_are_never_exceeded_and_work_is_spread() -> None:
     flow = make_flow(engines, FakeRewards(), batch=8, eta=1, steps=2, slots=3)
     await train_all(flow, engines)
     assert all(0 < engine.most_running <= 3 for engine in engines)
+
+
+class ByNumber:
+    def max_new_tokens(self, task: Task, stream: str) -> int:
+        return 3 if int(task.task_id[1:]) % 2 else 7
+
+
+async def test_a_tasks_own_length_limit_is_what_the_engine_gets() -> None:
+    engines = [FakeEngine(length=lambda serial: 20)]
+    flow = make_flow(engines, FakeRewards(), batch=4, eta=0, steps=1, lengths=LengthLimits(5000, ByNumber()))
+    trained = await train_all(flow, engines)
+    assert len(trained) == 4
+    assert flow.stats.total.num_tokens == 2 * (2 * 3 + 2 * 7)
 
 
 async def test_a_lost_request_is_resumed_and_costs_no_retry() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.rollout.tokenizers import CHARACTERS, TokenCodec, character_tokenizer, load_codec
+from penstock.rollout.tokenizers import CHARACTERS, TokenCodec, byte_tokenizer, character_tokenizer, load_codec
 
 
 def test_the_vocabulary_is_exactly_the_32_ids_of_the_tiny_policies() -> None:
@@ -22,6 +22,21 @@ def test_every_character_is_one_token_and_decodes_to_itself() -> None:
     ids = codec.encode_prompt(CHARACTERS)
     assert ids == tuple(range(2, 32))
     assert codec.decode(ids) == CHARACTERS
+
+
+def test_every_text_is_its_bytes_and_chat_is_rendered(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    codec = load_codec(tmp_path)
+    assert len(codec.tokenizer) == 259
+    for text in ("né ✓ 汉\n\t<answer>", bytes(range(128)).decode()):
+        ids = codec.encode_prompt(text)
+        assert len(ids) == len(text.encode())
+        assert codec.decode(ids) == text
+    asked = codec.encode_prompt([{"role": "user", "content": "1+1"}])
+    assert codec.tokenizer.decode(asked) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
+    end = codec.stop_token_ids[0]
+    said = codec.encode_observation([{"role": "user", "content": "<|im_end|>?"}], end)
+    assert codec.decode(said) == "\nuser\n?\nassistant\n"
 
 
 @pytest.mark.parametrize("text", ["47+85=", "7+5+0=12;4+8+1=13;132", " 1 , 2 ", "(3*4) - 5\n", "  "])

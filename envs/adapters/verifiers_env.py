@@ -1,0 +1,246 @@
+"""Environments and rubrics of the `verifiers` library: `env=verifiers env.args.id=my_environment reward=episode`.
+
+Such an environment asks the policy itself over the OpenAI API, so it is played as an agent program (agents.py): its own
+rollout runs unchanged against the recording endpoint, then its rubric scores. Install with
+`pip install 'penstock[envs]'`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import random
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from functools import cached_property
+from typing import Any
+
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.agents import open_client
+from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself
+from penstock.envs.generated_tasks import is_held_out, row_key
+from penstock.envs.shuffles import endless, first
+
+_BUDGET_CODES = ("max_turns", "context_length_exceeded")
+"""Of the endpoint's refusals that are the policy's doing: the episode is cut off, and scored as far as it went."""
+_RAISED: ContextVar[list[str]] = ContextVar("names of the reward functions that raised")
+
+
+class VerifiersTasks:
+    """Task source over the dataset of one environment.
+
+    Held out is its evaluation dataset, and training rows with a prompt of that are skipped; without one, a tenth of the
+    rows by a hash of the prompt.
+
+    Args:
+        seed: Order of the training stream.
+        id: As given to `verifiers.load_environment`: a module with `load_environment`, `-` and `_` alike.
+        kwargs: Arguments of its `load_environment`.
+
+    Raises:
+        ConfigError: If verifiers is not installed, or another one than the adapter is for.
+        ValueError: If the environment does not load, or its rubric scores a group as a whole.
+    """
+
+    def __init__(self, seed: int, id: str, kwargs: Mapping[str, Any] | None = None) -> None:  # noqa: A002
+        self._seed = seed
+        self._id = id
+        self._played = _load(id, dict(kwargs or {}))
+        self._loop = SharedLoop()
+        for rubric in _rubrics(self._played):
+            for function in rubric.funcs:
+                if rubric._is_group_func(function):  # noqa: SLF001
+                    raise ValueError(
+                        f"id={id!r}: its reward function {function.__name__} scores all rollouts of a task together; "
+                        "here every trajectory is scored by itself. Take it out of the rubric, or compare in the "
+                        "advantage (algorithm.advantage)"
+                    )
+            rubric.funcs[:] = [_counted(function) for function in rubric.funcs]
+
+    def train(self) -> Iterator[Task]:
+        """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed.
+
+        Raises:
+            ConfigError: If there are none.
+        """
+        unseen = {row_key({"prompt": task.prompt}) for task in self._held_out}
+        order = [task for task in self._rows if row_key({"prompt": task.prompt}) not in unseen]
+        if not order:
+            raise ConfigError([f"env: {self._id} has no training row that is not held out."])
+        yield from endless(order, f"{self._id}/train/{self._seed}")
+
+    def held_out(self, num_tasks: int) -> list[Task]:
+        """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once.
+
+        Raises:
+            ValueError: If there are fewer, with both numbers.
+        """
+        tasks = list(self._held_out)
+        random.Random(f"{self._id}/held-out").shuffle(tasks)
+        return first(num_tasks, tasks, f"the held-out part of {self._id}")
+
+    def environment(self) -> VerifiersEpisode:
+        """One rollout."""
+        return VerifiersEpisode(self._played, self._loop)
+
+    @cached_property
+    def _rows(self) -> list[Task]:
+        dataset = self._played.build_dataset()
+        return [] if dataset is None else [self._task(row, "train", index) for index, row in enumerate(dataset)]
+
+    @cached_property
+    def _held_out(self) -> list[Task]:
+        dataset = self._played.build_eval_dataset()
+        if dataset is None:
+            tasks = [task for task in self._rows if is_held_out({"prompt": task.prompt})]
+        else:
+            tasks = [self._task(row, "held_out", index) for index, row in enumerate(dataset)]
+        return list({row_key({"prompt": task.prompt}): task for task in tasks}.values())
+
+    def _task(self, row: Mapping[str, Any], side: str, index: int) -> Task:
+        fields = {name: value for name, value in row.items() if name != "prompt"}
+        return Task(TaskId(f"{self._id}/{side}/{index}"), row["prompt"], fields)
+
+
+class VerifiersEpisode(Playable):
+    """One rollout, scored by the rubric: its sum is the reward, and each function a part of its name."""
+
+    def __init__(self, played: Any, loop: SharedLoop) -> None:
+        self._played = played
+        self._loop = loop
+
+    def reset(self, task: Task) -> RunsItself:
+        """Keep the task; nothing starts yet."""
+        self.task = task
+        return RunsItself()
+
+    async def run(self, access: EndpointAccess) -> Done:
+        """Play it to its end, and score it."""
+        return await self._loop.run(self._rollout(access))
+
+    async def _rollout(self, access: EndpointAccess) -> Done:
+        row = {"prompt": self.task.prompt, **self.task.fields}
+        async with open_client(access) as client:
+            state = await self._played.rollout(row, client, access.model, deepcopy(self._played.sampling_args))
+        if not _is_the_policys(error := state["error"]):
+            raise RuntimeError(f"the rollout ended with {error!r}: {error.__cause__}") from error
+        raised: list[str] = []
+        _RAISED.set(raised)
+        await self._played.rubric.score_rollout(state)
+        return Done({**state["metrics"], "reward": state["reward"]}, {"reward_errors": float(len(raised))})
+
+
+class SharedLoop:
+    """The event loop of all rollouts of a process, in a thread of its own that starts with the first.
+
+    Environments and rubrics keep clients, locks and semaphores on themselves, and these belong to one loop.
+    """
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, coroutine: Coroutine[Any, Any, Done]) -> Done:
+        """Run it there. If this is cancelled, it ends when the coroutine has ended, so a hang is seen."""
+        here, there = asyncio.get_running_loop(), self._started()
+        ended: asyncio.Future[asyncio.Task[Done]] = here.create_future()
+        tasks: list[asyncio.Task[Done]] = []
+
+        def begin() -> None:
+            tasks.append(there.create_task(coroutine))
+            tasks[0].add_done_callback(lambda task: here.call_soon_threadsafe(ended.set_result, task))
+
+        there.call_soon_threadsafe(begin)
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            there.call_soon_threadsafe(lambda: tasks[0].cancel())  # noqa: PLW0108  there is none before `begin`
+            await ended
+            raise
+        return ended.result().result()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+            return self._loop
+
+
+def _is_the_policys(error: BaseException | None) -> bool:
+    """Whether a rollout ended as it may: no error, an empty answer, a tool call that ends it, or a budget."""
+    import verifiers
+
+    if error is None or isinstance(error, verifiers.ToolError | verifiers.EmptyModelResponseError):
+        return True
+    return getattr(error.__cause__, "code", None) in _BUDGET_CODES
+
+
+def _rubrics(played: Any) -> Iterator[Any]:
+    """The rubrics that hold reward functions, those of groups of rubrics and of environments too."""
+    for member in getattr(played, "envs", ()):
+        yield from _rubrics(member)
+    waiting = [played.rubric]
+    while waiting:
+        rubric = waiting.pop()
+        waiting += getattr(rubric, "rubrics", ())
+        yield rubric
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; it is noted if it raises, which verifiers turns into 0."""
+
+    @functools.wraps(function)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            returned = function(*args, **kwargs)
+            return await returned if inspect.isawaitable(returned) else returned
+        except Exception:
+            _RAISED.get().append(function.__name__)
+            raise
+
+    return call
+
+
+def _load(name: str, kwargs: dict[str, Any]) -> Any:
+    import datasets
+
+    try:
+        import verifiers
+    except ImportError as error:
+        raise ConfigError(
+            [f"env: verifiers cannot be imported ({error}). Install it: pip install 'penstock[envs]'."]
+        ) from error
+    if not hasattr(verifiers, "load_environment") or hasattr(verifiers, "Client"):
+        raise ConfigError(
+            [
+                f"env: verifiers {verifiers.__version__} is installed; this adapter is for 0.1.10, the newest with "
+                "`load_environment` whose dependencies agree with ours. Install it: pip install 'penstock[envs]'."
+            ]
+        )
+    datasets.disable_progress_bars()
+    try:
+        with _signals_kept():
+            played = verifiers.load_environment(name, **kwargs)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    played.set_interleaved_rollouts(False)  # a request of prime-rl's servers; the endpoint keeps the tokens anyway
+    return played
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Environments take over SIGINT and SIGTERM of the whole process; they are the run's."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
