@@ -6,7 +6,7 @@
     kl:    k2 ½ (c − r)²;   k3 exp(r − c) − (r − c) − 1
 
 c target, p proximal, b behavior, r reference logprobs. On a GPU a micro-batch of these few hundred kilobytes is bound
-by the number of kernels launched, 122 where it is composed; here it is one, and ten small ones around it. There is no
+by the number of kernels launched, 122 where it is composed; here it is one, and about ten around it. There is no
 torch version beside it: that is what the trainer composes, runs where this does not, and tests this against. Sources:
 PPO arXiv 1707.06347, AReaL arXiv 2505.24298 (decoupled).
 
