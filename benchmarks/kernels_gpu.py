@@ -15,20 +15,26 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.changed_elements import find_changes
 from penstock.kernels.linear_logprob import linear_logprob
-from penstock.kernels.policy_loss import clipped_policy_loss
 from penstock.kernels.portable.changed_elements import compare_words
-from penstock.kernels.portable.policy_loss import ClippedLoss, LossTokens, clipped_loss
 from penstock.kernels.portable.segment_scan import scan_by_doubling
 from penstock.kernels.segment_scan import reverse_scan
+from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.batches.collate import MicroBatch, ModelInputs
+from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, composed_loss
+from penstock.trainer.rank_agreement import RankShare
+from penstock.trainer.updates import OpenUpdate
 
 GIB = float(1 << 30)
 WARMUP, ROUNDS = 2, 10
-LOSS = ClippedLoss(0.2, 0.28, "decoupled", kl="k2", kl_coefficient=0.01)
+LOSS = AlgorithmConfig(clip_high=0.28, proximal="recompute", kl_coefficient=0.01)
 
 
 @dataclass(frozen=True)
@@ -124,26 +130,52 @@ def logprob_contenders(work: GpuWork, device: torch.device) -> Iterator[Contende
         yield Contender("logprobs, forward and backward", "liger-kernel (mean of −logprob)", liger, 3 * product)
 
 
-def other_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
+def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
+    """Loss, gradient and everything that a step reports of its tokens."""
     num_tokens = work.packed_tokens
-    tokens = LossTokens(*(torch.randn(7, num_tokens, device=device) * 0.1))
-    target = tokens.target.clone().requires_grad_()
-    tokens = tokens._replace(target=target)
+    columns = torch.randn(6, num_tokens, device=device) * 0.1
+    target, entropies, behavior, proximal, reference, advantages = columns.unbind()
+    target.requires_grad_()
+    index = torch.arange(num_tokens, device=device)
+    places = np.arange(num_tokens)
+    batch = MicroBatch(
+        inputs=ModelInputs(index, index, None, index, index),
+        behavior_logprobs=behavior,
+        advantages=advantages,
+        token_weights=torch.full_like(behavior, 1.0 / num_tokens),
+        reference_logprobs=reference,
+        lags=index % 5,
+        segments=index * work.num_sequences // num_tokens,
+        pairs=torch.zeros(0, 2, dtype=torch.int64, device=device),
+        sequence_index=places,
+        token_index=places,
+        num_segments=work.num_sequences,
+        num_tokens=num_tokens,
+        proximal_logprobs=proximal,
+    )
+    unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=device))
+    update = OpenUpdate(TokenMetrics(device), unseen, is_first=False)
 
-    def loss_of(function: Callable[[LossTokens, ClippedLoss], Any]) -> Callable[[], None]:
+    def loss_of(function: LossFunction) -> Callable[[], None]:
         def run() -> None:
             target.grad = None
-            function(tokens, LOSS).loss.backward()
+            function(target, entropies, batch, update).backward()
 
         return run
 
+    composed = partial(composed_loss, Objective(LOSS))
+    # Read are 7 float32 columns and the lags, written is the gradient; backward reads and writes it once more.
+    num_bytes = (7 * 4 + 8 + 4 + 8.0) * num_tokens
     for name, function in (
-        ("penstock", clipped_policy_loss),
-        ("torch", clipped_loss),
-        ("torch.compile", torch.compile(clipped_loss)),
+        ("penstock", PolicyObjective(LOSS)),
+        ("torch", composed),
+        ("torch.compile", torch.compile(composed)),
     ):
-        yield Contender("policy loss, forward and backward", name, loss_of(function), num_bytes=40.0 * num_tokens)
+        yield Contender("policy loss and its metrics", name, loss_of(function), num_bytes=num_bytes)
 
+
+def other_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
+    num_tokens = work.packed_tokens
     values, decay = torch.randn(2, num_tokens, device=device).unbind()
     bounds = torch.linspace(0, num_tokens, work.num_sequences + 1, device=device).long()
     for name, scan in (("penstock", reverse_scan), ("torch", scan_by_doubling)):
@@ -184,7 +216,7 @@ def run_gpu(say: Callable[[str], None]) -> dict[str, Any]:
     device, work = torch.device("cuda"), GpuWork()
     flops_rate, bytes_rate = ceilings(work, device)
     rows = []
-    for contenders in (logprob_contenders, other_contenders):
+    for contenders in (logprob_contenders, loss_contenders, other_contenders):
         for contender in contenders(work, device):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

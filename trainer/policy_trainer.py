@@ -10,9 +10,8 @@ proximal policy is the target policy before its gradient: proximal = sg(target),
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -22,10 +21,9 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
-from penstock.trainer.algorithms.objective import LossTerms, Objective, supervised_terms
+from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
+from penstock.trainer.batches.collate import TrainingSequence
 from penstock.trainer.batches.preferences import Preference, margins_of, preference_sequences
 from penstock.trainer.batches.sequences import (
     Example,
@@ -37,6 +35,7 @@ from penstock.trainer.batches.sequences import (
 )
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.critic import Critic
+from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.passes import Passes, StepSettings, TeacherForced, sampled_tokens
 from penstock.trainer.rank_agreement import RankShare, agreement
 from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
@@ -47,7 +46,6 @@ from penstock.weights.layout.engine import TrainingSide
 References = Sequence[NDArray[np.float32]]
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 """Metrics that compare policies; supervised steps have none."""
-_LossFunction = Callable[[Tensor, Tensor, MicroBatch], LossTerms]
 
 
 class PolicyTrainer:
@@ -69,7 +67,7 @@ class PolicyTrainer:
         self._settings = settings
         self._passes = Passes(backend, settings)
         self._work = work
-        self._objective = Objective(algorithm)
+        self._objective = PolicyObjective(algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
 
@@ -169,7 +167,7 @@ class PolicyTrainer:
         """
         start = time.perf_counter()
         opened = self._open()
-        self._backward(opened, supervised_sequences(examples), supervised_terms, is_last=True)
+        self._backward(opened, supervised_sequences(examples), supervised_loss, is_last=True)
         metrics = summary([self._update(opened)])
         kept = {name: value for name, value in metrics.items() if not name.startswith(_OF_POLICIES)}
         kept["sft/loss"] = kept.pop("loss/policy")
@@ -290,7 +288,7 @@ class PolicyTrainer:
             is_first = all(one.result.is_skipped for one in updates)
             is_first_epoch = len(updates) < self._algorithm.mini_batches
             opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
-            self._backward(opened, part, partial(self._objective, is_first_update=is_first), is_last=True)
+            self._backward(opened, part, self._objective, is_last=True)
             updates.append(self._update(opened))
             if self.critic is not None:
                 self.critic.update(part)
@@ -302,7 +300,7 @@ class PolicyTrainer:
         self._backward(opened, sequences, self._objective, is_last=is_last)
 
     def _backward(
-        self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: _LossFunction, *, is_last: bool
+        self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch."""
         self._work.trained(sequences)
@@ -311,16 +309,8 @@ class PolicyTrainer:
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
             opened.share.watch(target)
-            terms, *flags = loss_function(target, entropies, micro_batch)
-            loss = (terms * micro_batch.token_weights).sum()
+            loss = loss_function(target, entropies, micro_batch, opened)
             self.backend.backward(loss, is_last=is_last and position == count - 1)
-            if micro_batch.num_tokens:
-                proximal = micro_batch.proximal_logprobs if opened.is_first_epoch else None
-                start = target if opened.is_first else proximal
-                reference, teacher = micro_batch.reference_logprobs, micro_batch.teacher_logprobs
-                recorded = (start, micro_batch.behavior_logprobs, reference, reference if teacher is None else teacher)
-                facts = (target, *recorded, entropies, micro_batch.lags, micro_batch.token_weights)
-                opened.metrics.add(loss, TokenFacts(*facts, *flags))
         opened.micro_batches.append(count)
         opened.packing_efficiencies.append(plan.efficiency)
 

@@ -1,9 +1,10 @@
-"""Loss, gradient and metrics of packed tokens in one pass: 28 bytes read and 4 written per token.
+"""Loss, gradient and metrics of packed tokens in one pass: at most 44 bytes read and 4 written per token.
 
 The loss is a scalar, so its gradient in the target logprobs is known up to one factor, which backward supplies.
-Formulas: `portable.policy_loss`. Comparisons are written so that NaN passes through: a NaN is to end the step.
+Comparisons are written so that NaN passes through: a NaN is to end the step. What is measured is computed in float64,
+as where it is composed: exp(x) − x − 1 of engines that hardly differ has no digit left in float32.
 
-Shape legend: T packed loss tokens, b blocks of them.
+Shape legend: T packed loss tokens, b blocks of them, L buckets of staleness.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.kernels.portable.policy_loss import MAX_LOG_RATIO, MAXIMA, SUMS, ClippedLoss, LossAndMetrics, LossTokens
+from penstock.kernels.policy_loss import BY_LAG, MAXIMA, SUMS, ClippedLoss, ClippedTokens, LossAndMetrics
 
 BLOCK = 32 if is_interpreted() else 1024
-NUM_COLUMNS = len(SUMS) + len(MAXIMA)
 CORRECTIONS = {"none": 0, "decoupled": 1, "tis_token": 2}
 DIVERGENCES = {"none": 0, "k2": 2, "k3": 3}
 
@@ -38,6 +38,19 @@ def greatest(left, right):
 
 
 @triton.jit
+def k3(policy, other, limit):
+    """Of every token, in float64."""
+    log_ratio = other.to(tl.float64) - policy.to(tl.float64)
+    return tl.exp(clamped(log_ratio, limit)) - log_ratio - 1.0
+
+
+@triton.jit
+def total(column):
+    """Sum over the tokens of this program, in float64."""
+    return tl.sum(column.to(tl.float64), 0)
+
+
+@triton.jit
 def clipped_loss_kernel(
     target,
     proximal,
@@ -45,7 +58,11 @@ def clipped_loss_kernel(
     reference,
     advantages,
     weights,
+    start,
+    teacher,
     entropies,
+    lags,
+    last_lags,
     gradient,
     partials,
     num_tokens,
@@ -56,17 +73,23 @@ def clipped_loss_kernel(
     limit,
     CORRECTION: tl.constexpr,
     DIVERGENCE: tl.constexpr,
+    IS_MEASURED: tl.constexpr,
+    NUM_BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
 ):
-    """One program: BLOCK tokens -> their gradient, and one row of `partials` `[b, NUM_COLUMNS]`."""
+    """One program: BLOCK tokens -> their gradient, and one row of `partials` `[b, 17 + 3 L] float64`.
+
+    A row is `SUMS` from 0 on, `MAXIMA` from 15, `BY_LAG` of each bucket from 17. Lanes beyond the last token hold
+    zeros, which add nothing where `is_token` is not asked.
+    """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < num_tokens
     c = tl.load(target + token, mask=is_token, other=0.0)
     p = tl.load(proximal + token, mask=is_token, other=0.0)
+    b = tl.load(behavior + token, mask=is_token, other=0.0)
     r = tl.load(reference + token, mask=is_token, other=0.0)
     advantage = tl.load(advantages + token, mask=is_token, other=0.0)
-    log_weight = p - tl.load(behavior + token, mask=is_token, other=0.0)
+    token_weight = tl.load(weights + token, mask=is_token, other=0.0)
 
     log_ratio = c - p
     ratio = tl.exp(clamped(log_ratio, limit))
@@ -85,48 +108,64 @@ def clipped_loss_kernel(
         term += kl_coefficient * (drift - (r - c) - 1.0)
         slope += kl_coefficient * (1.0 - tl.where((r - c >= -limit) & (r - c <= limit), drift, 0.0))
 
-    weight = tl.exp(clamped(log_weight, limit))
-    is_above = weight > cap
-    factor = weight
-    if CORRECTION == 0:
-        factor = tl.full((BLOCK,), 1.0, tl.float32)
-        is_above = is_above & False
+    weight = tl.exp(clamped(p - b, limit))
+    is_masked = (weight > cap) & is_token
     if CORRECTION == 1:
-        factor = tl.where(is_above, 0.0, weight)
-    if CORRECTION == 2:
-        factor = tl.where(is_above, cap, weight)
-        is_above = is_above & False
-    factor *= tl.load(weights + token, mask=is_token, other=0.0)
+        factor = tl.where(is_masked, 0.0, weight) * token_weight
+    else:
+        factor = token_weight
+        if CORRECTION == 2:
+            factor *= tl.where(is_masked, cap, weight)
+        is_masked = is_masked & False
     tl.store(gradient + token, factor * slope, mask=is_token)
 
-    row = partials + tl.program_id(0) * NUM_COLUMNS
-    distance = tl.abs(log_weight)
-    measured = tl.exp(clamped(r - p, limit)) - (r - p) - 1.0
-    inside_weight = tl.where(is_token, weight, 0.0)
-    tl.store(row + 0, tl.sum(is_token.to(tl.float32), 0))
-    tl.store(row + 1, tl.sum(factor * term, 0))
-    tl.store(row + 2, tl.sum(tl.load(entropies + token, mask=is_token, other=0.0), 0))
-    tl.store(row + 3, tl.sum(inside_weight, 0))
-    tl.store(row + 4, tl.sum(inside_weight * inside_weight, 0))
-    tl.store(row + 5, tl.sum((is_above & is_token).to(tl.float32), 0))
-    tl.store(row + 6, tl.sum((is_clipped & is_token).to(tl.float32), 0))
-    tl.store(row + 7, tl.sum(distance, 0))
-    tl.store(row + 8, tl.sum(tl.where(is_token, weight - log_weight - 1.0, 0.0), 0))
-    tl.store(row + 9, tl.sum(measured, 0))
-    tl.store(row + 10, tl.reduce(inside_weight, 0, greatest))
-    tl.store(row + 11, tl.reduce(distance, 0, greatest))
+    row = partials + tl.program_id(0) * (17 + 3 * NUM_BUCKETS)
+    tl.store(row + 0, total(is_token))
+    tl.store(row + 2, total(factor * term))
+    tl.store(row + 3, total(tl.load(entropies + token, mask=is_token, other=0.0)))
+    tl.store(row + 6, total(is_masked))
+    tl.store(row + 7, total(is_clipped & (ratio < 1.0)))
+    tl.store(row + 8, total(is_clipped & (ratio > 1.0)))
+    tl.store(row + 11, total(k3(c, r, limit)))
+    tl.store(row + 12, total(k3(c, tl.load(teacher + token, mask=is_token, other=0.0), limit)))
+    tl.store(row + 13, total(token_weight))
+    tl.store(row + 14, total(tl.where(is_masked, 0.0, token_weight)))
+    if IS_MEASURED:
+        lag = tl.load(lags + token, mask=is_token, other=0)
+        bucket = tl.zeros((BLOCK,), tl.int32)
+        for place in tl.static_range(NUM_BUCKETS - 1):
+            bucket += (lag > tl.load(last_lags + place)).to(tl.int32)
+        distance = tl.load(start + token, mask=is_token, other=0.0).to(tl.float64) - b.to(tl.float64)
+        behavior_weight = tl.exp(clamped(distance, limit))
+        is_own = (is_token & (bucket > 0)).to(tl.float64)
+        own_weight = behavior_weight * is_own
+        own_distance = tl.abs(distance) * is_own
+        tl.store(row + 1, tl.sum(is_own, 0))
+        tl.store(row + 4, tl.sum(own_weight, 0))
+        tl.store(row + 5, tl.sum(own_weight * own_weight, 0))
+        tl.store(row + 9, tl.sum(own_distance, 0))
+        tl.store(row + 10, tl.sum((behavior_weight - distance - 1.0) * is_own, 0))
+        tl.store(row + 15, tl.reduce(own_weight, 0, greatest))
+        tl.store(row + 16, tl.reduce(own_distance, 0, greatest))
+        for place in tl.static_range(NUM_BUCKETS):
+            is_here = (bucket == place) & is_token
+            tl.store(row + 17 + 3 * place, total(is_here))
+            tl.store(row + 18 + 3 * place, tl.sum(tl.where(is_here, behavior_weight, 0.0), 0))
+            tl.store(row + 19 + 3 * place, total(is_here & is_masked))
 
 
 class _ClippedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, target: Tensor, tokens: LossTokens, settings: ClippedLoss) -> tuple[Tensor, Tensor]:
-        num_tokens = target.numel()
+    def forward(ctx: Any, target: Tensor, tokens: ClippedTokens, settings: ClippedLoss) -> tuple[Tensor, Tensor]:
+        num_tokens, num_buckets = target.numel(), len(tokens.last_lags) + 1
         num_blocks = triton.cdiv(num_tokens, BLOCK)
         gradient = torch.empty_like(target)
-        partials = target.new_zeros((max(num_blocks, 1), NUM_COLUMNS))
+        width = len(SUMS) + len(MAXIMA) + num_buckets * len(BY_LAG)
+        partials = torch.zeros((max(num_blocks, 1), width), dtype=torch.float64, device=target.device)
+        columns = tokens._asdict() | {"start": target if tokens.start is None else tokens.start}
         if num_blocks:
             clipped_loss_kernel[(num_blocks,)](
-                *(each.contiguous() for each in tokens),
+                *(column.contiguous() for column in columns.values()),
                 gradient,
                 partials,
                 num_tokens,
@@ -134,15 +173,16 @@ class _ClippedLoss(torch.autograd.Function):
                 1.0 + settings.clip_high,
                 settings.cap,
                 settings.kl_coefficient,
-                MAX_LOG_RATIO,
+                settings.max_log_ratio,
                 CORRECTION=CORRECTIONS[settings.correction],
                 DIVERGENCE=DIVERGENCES[settings.kl],
+                IS_MEASURED=tokens.start is not None,
+                NUM_BUCKETS=num_buckets,
                 BLOCK=BLOCK,
-                NUM_COLUMNS=NUM_COLUMNS,
             )
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(partials)
-        return partials[:, 1].sum(dtype=torch.float64).float(), partials
+        return partials[:, SUMS.index("loss")].sum().float(), partials
 
     @staticmethod
     @once_differentiable
@@ -151,8 +191,10 @@ class _ClippedLoss(torch.autograd.Function):
         return gradient * upstream, None, None
 
 
-def fused_clipped_loss(tokens: LossTokens, settings: ClippedLoss) -> LossAndMetrics:
+def fused_clipped_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndMetrics:
     """See `kernels.policy_loss.clipped_policy_loss`."""
-    loss, partials = _ClippedLoss.apply(tokens.target, tokens, settings)
-    sums = partials[:, : len(SUMS)].sum(0, dtype=torch.float64)
-    return LossAndMetrics(loss, sums, partials[:, len(SUMS) :].amax(0).double())
+    fixed = {name: column.detach() for name, column in tokens._asdict().items() if column is not None}
+    loss, partials = _ClippedLoss.apply(tokens.target, tokens._replace(**fixed), settings)
+    added, maxima = partials.sum(0), partials[:, len(SUMS) : len(SUMS) + len(MAXIMA)].amax(0)
+    by_lag = added[len(SUMS) + len(MAXIMA) :].view(-1, len(BY_LAG))
+    return LossAndMetrics(loss, added[: len(SUMS)], maxima, by_lag)

@@ -18,20 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.policy_loss import BY_LAG, MAXIMA, SUMS
 from penstock.trainer.algorithms.kl import k3
 from penstock.trainer.algorithms.tokens import clamped_exp
 
-_SUMS = (
-    "tokens", "measured_tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
-    "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
-)  # fmt: skip
-_MAXIMA = ("weight", "abs_log_ratio")
 OF_ANOTHER_POLICY = -1
 """In place of a staleness: the token was sampled by another policy of the run."""
 LAG_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
 _LAST_LAGS = (OF_ANOTHER_POLICY, 0, 1, 3)
 """Largest staleness, versions, of each bucket but the last."""
-_BY_LAG = ("tokens", "weight", "masked")
 
 
 class TokenFacts(NamedTuple):
@@ -65,13 +60,23 @@ class TokenFacts(NamedTuple):
 
 
 class TokenMetrics:
-    """Accumulates one step's token statistics on the device; one reduction over ranks at the end."""
+    """Accumulates one step's token statistics on the device; one reduction over ranks at the end.
+
+    Attributes:
+        last_lags: `[4] int64`, largest staleness of each bucket but the last; the first is of other policies.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
-        self._by_lag = torch.zeros(len(LAG_BUCKETS), len(_BY_LAG), dtype=torch.float64, device=device)
-        self._last_lags = torch.tensor(_LAST_LAGS, device=device)
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
+        self._by_lag = torch.zeros(len(LAG_BUCKETS), len(BY_LAG), dtype=torch.float64, device=device)
+        self.last_lags = torch.tensor(_LAST_LAGS, device=device)
+
+    def add_sums(self, sums: Tensor, maxima: Tensor, by_lag: Tensor) -> None:
+        """Add one micro-batch that a kernel has measured; the columns are those of `kernels.policy_loss`."""
+        self._sums += sums
+        self._maxima = torch.maximum(self._maxima, maxima)
+        self._by_lag += by_lag
 
     @torch.no_grad()
     def add(self, loss: Tensor, facts: TokenFacts) -> None:
@@ -100,12 +105,12 @@ class TokenMetrics:
         self._sums += torch.stack([value.detach().double() for value in sums])
         if is_measured and len(weights):
             per_token = torch.stack([torch.ones_like(weights), weights, facts.is_masked.double()], dim=1)
-            self._by_lag.index_add_(0, torch.bucketize(facts.lags, self._last_lags), per_token)
+            self._by_lag.index_add_(0, torch.bucketize(facts.lags, self.last_lags), per_token)
             self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
 
     def local(self) -> tuple[float, float]:
         """(Σ weight · term, Σ weight) of this rank."""
-        return float(self._sums[_SUMS.index("loss")]), float(self._sums[_SUMS.index("token_weight")])
+        return float(self._sums[SUMS.index("loss")]), float(self._sums[SUMS.index("token_weight")])
 
     def reduce(
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
@@ -113,8 +118,8 @@ class TokenMetrics:
         """Reduce over ranks (a collective); `all_reduce` is `(values, "sum" | "max")` -> the reduction over ranks."""
         mine = torch.cat([self._sums, self._by_lag.flatten()]).cpu().numpy()
         everyone = all_reduce(mine, "sum")
-        by_lag = everyone[len(_SUMS) :].reshape(len(LAG_BUCKETS), len(_BY_LAG))
-        return TokenSums(everyone[: len(_SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_lag)
+        by_lag = everyone[len(SUMS) :].reshape(len(LAG_BUCKETS), len(BY_LAG))
+        return TokenSums(everyone[: len(SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_lag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +137,18 @@ class TokenSums:
     @property
     def loss(self) -> float:
         """Σ weight · term."""
-        return float(self.sums[_SUMS.index("loss")])
+        return float(self.sums[SUMS.index("loss")])
 
     @property
     def kept_share(self) -> float:
         """Share of the token weights that no correction rejected; 1 if there are none."""
-        total = float(self.sums[_SUMS.index("token_weight")])
-        return float(self.sums[_SUMS.index("kept_token_weight")]) / total if total > 0 else 1.0
+        total = float(self.sums[SUMS.index("token_weight")])
+        return float(self.sums[SUMS.index("kept_token_weight")]) / total if total > 0 else 1.0
 
     def metrics(self) -> dict[str, float]:
         """By name: means over tokens, largest values, and by staleness."""
-        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
-        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         tokens, measured = max(sums["tokens"], 1.0), max(sums["measured_tokens"], 1.0)
         metrics = {
             "loss/policy": sums["loss"],

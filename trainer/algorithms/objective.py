@@ -83,22 +83,24 @@ class Objective:
             factors = factors.masked_fill(dull, 0.0)
         return LossTerms(terms * factors, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
 
+    def proximal(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> Tensor:
+        """`[T]` p, without gradient."""
+        # The dummy token of an empty micro-batch has not been recomputed.
+        recomputed = micro_batch.proximal_logprobs if micro_batch.num_tokens else target.detach()
+        behavior, lags = micro_batch.behavior_logprobs, micro_batch.lags
+        return self._proximal(ProximalInputs(target.detach(), behavior, recomputed, lags, is_first_update))
+
     def _tokens(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> LossTokens:
-        behavior, recomputed = micro_batch.behavior_logprobs, micro_batch.proximal_logprobs
-        teacher = micro_batch.teacher_logprobs
-        if not micro_batch.num_tokens:
-            recomputed = teacher = target.detach()  # of the dummy token
-        inputs = ProximalInputs(target.detach(), behavior, recomputed, micro_batch.lags, is_first_update)
         return LossTokens(
             target=target,
-            proximal=self._proximal(inputs),
-            behavior=behavior,
+            proximal=self.proximal(target, micro_batch, is_first_update=is_first_update),
+            behavior=micro_batch.behavior_logprobs,
             reference=micro_batch.reference_logprobs,
             advantages=micro_batch.advantages,
             segments=micro_batch.segments,
             num_segments=micro_batch.num_segments,
             pairs=micro_batch.pairs,
-            teacher=teacher,
+            teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
         )
 
     def _kl_weights(self, tokens: LossTokens) -> Tensor | float:
@@ -126,8 +128,7 @@ class Objective:
         return loss
 
 
-def supervised_terms(target: Tensor, entropies: Tensor, micro_batch: MicroBatch) -> LossTerms:
+def supervised_terms(target: Tensor) -> LossTerms:
     """−c of given answers: nothing is clipped or masked."""
-    del entropies, micro_batch
     nowhere = torch.zeros_like(target, dtype=torch.bool)
     return LossTerms(-target, nowhere, nowhere, nowhere)

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from penstock.kernels.gpu import changed_elements, logprob_backward, logprob_forward, policy_loss, segment_scan
 from penstock.kernels.gpu.dispatch import is_interpreted
+from penstock.trainer.algorithms.metrics import LAG_BUCKETS
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory a program may have, by compute capability: A100, and H100 or H200."""
@@ -69,17 +70,7 @@ def other_variants() -> Iterator[Variant]:
     for block in segment_scan.BLOCKS:
         scan_types = {**dict.fromkeys(("values", "decay", "result"), "*fp32"), "bounds": "*i64"}
         yield Variant(f"scan {block}", segment_scan.reverse_scan_kernel, scan_types, {"BLOCK": block})
-    columns = ("target", "proximal", "behavior", "reference", "advantages", "weights", "entropies")
-    loss_types = dict.fromkeys((*columns, "gradient", "partials"), "*fp32")
-    loss_types |= dict.fromkeys(("lowest_ratio", "highest_ratio", "cap", "kl_coefficient", "limit"), "fp32")
-    for correction, divergence in (("none", "k3"), ("decoupled", "none"), ("decoupled", "k2"), ("tis_token", "k3")):
-        constants = {
-            "CORRECTION": policy_loss.CORRECTIONS[correction],
-            "DIVERGENCE": policy_loss.DIVERGENCES[divergence],
-            "BLOCK": policy_loss.BLOCK,
-            "NUM_COLUMNS": policy_loss.NUM_COLUMNS,
-        }
-        yield Variant(f"loss {correction} {divergence}", policy_loss.clipped_loss_kernel, loss_types, constants)
+    yield from loss_variants()
     for words, size in (("i16", "i32"), ("i32", "i64")):
         types = dict.fromkeys(("current", "previous", "values", "target"), f"*{words}")
         types |= {"bitmap": "*u8", "counts": "*i32", "offsets": "*i64", "positions": "*i64"}
@@ -92,6 +83,27 @@ def other_variants() -> Iterator[Variant]:
         ):
             name = f"{kernel.fn.__name__} {words} {size}"
             yield Variant(name, kernel, types, {"BLOCK": changed_elements.BLOCK})
+
+
+def loss_variants() -> Iterator[Variant]:
+    columns = ("target", "proximal", "behavior", "reference", "advantages", "weights", "start", "teacher", "entropies")
+    types = {**dict.fromkeys((*columns, "gradient"), "*fp32"), "partials": "*fp64", "lags": "*i64", "last_lags": "*i64"}
+    types |= dict.fromkeys(("lowest_ratio", "highest_ratio", "cap", "kl_coefficient", "limit"), "fp32")
+    for correction, divergence, is_measured in (
+        ("none", "k3", True),
+        ("decoupled", "none", False),
+        ("decoupled", "k2", True),
+        ("tis_token", "k3", True),
+    ):
+        constants = {
+            "CORRECTION": policy_loss.CORRECTIONS[correction],
+            "DIVERGENCE": policy_loss.DIVERGENCES[divergence],
+            "IS_MEASURED": is_measured,
+            "NUM_BUCKETS": len(LAG_BUCKETS),
+            "BLOCK": policy_loss.BLOCK,
+        }
+        name = f"loss {correction} {divergence} measured={is_measured}"
+        yield Variant(name, policy_loss.clipped_loss_kernel, types, constants)
 
 
 VARIANTS = [*forward_variants(), *backward_variants(), *other_variants()]

@@ -11,7 +11,13 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-INTERPRETED = ("interpreted_logprob.py", "test_policy_loss.py", "test_segment_scan.py", "test_changed_elements.py")
+INTERPRETED = (
+    "interpreted_logprob.py",
+    "interpreted_policy_loss.py",
+    "test_segment_scan.py",
+    "test_changed_elements.py",
+    "../trainer/interpreted_steps.py",
+)
 
 
 def run_tests(names: tuple[str, ...], **environment: str) -> str:

@@ -1,0 +1,53 @@
+"""Which algorithms have a kernel; that it gives what is composed: tests/unit/kernels/interpreted_policy_loss.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.kernels.gpu.dispatch import is_interpreted
+from penstock.kernels.policy_loss import ClippedLoss
+from penstock.trainer.algorithms.fused import can_fuse, fused_settings
+from penstock.trainer.config import AlgorithmConfig
+
+FUSED = (
+    {},
+    {"correction": "none", "proximal": "behavior"},
+    {"correction": "tis_token", "proximal": "recompute", "mini_batches": 4},
+    {"kl_coefficient": 0.1, "kl_estimator": "k3"},
+    {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+    {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "off", "aggregation": "constant_length"},
+)
+COMPOSED = (
+    {"loss": "dual_clip"},
+    {"loss": "distill"},
+    {"loss": "tests.unit.trainer.algorithms.own:squared"},
+    {"correction": ("decoupled", "opsm")},
+    {"correction": "mis_token"},
+    {"correction": "none", "proximal": "behavior", "kl_coefficient": 0.1},
+    {"kl_coefficient": 0.1, "kl_estimator": "k1"},
+    {"lag_decay": 0.9},
+    {"entropy_top_share": 0.2},
+)
+
+
+@pytest.mark.parametrize("keys", FUSED, ids=str)
+def test_these_have_a_kernel(keys) -> None:
+    assert fused_settings(AlgorithmConfig(**keys)) is not None
+
+
+@pytest.mark.parametrize("keys", COMPOSED, ids=str)
+def test_these_are_composed(keys) -> None:
+    assert fused_settings(AlgorithmConfig(**keys)) is None
+
+
+def test_the_kernel_is_told_what_the_algorithm_says() -> None:
+    config = AlgorithmConfig(clip_low=0.1, clip_high=0.3, correction_cap=4.0, tis_cap=3.0, kl_coefficient=0.05)
+    assert fused_settings(config) == ClippedLoss(0.1, 0.3, 20.0, "decoupled", 4.0, "k2", 0.05)
+    truncated = config.model_copy(update={"correction": ("tis_token",), "kl_in": "off"})
+    assert fused_settings(truncated) == ClippedLoss(0.1, 0.3, 20.0, "tis_token", 3.0, "none", 0.0)
+
+
+def test_a_cpu_composes_all_of_them() -> None:
+    assert can_fuse(torch.zeros(3)) == is_interpreted()
+    assert not can_fuse(torch.zeros(3, dtype=torch.float64))
