@@ -85,7 +85,7 @@ HOSTILE_CASES: tuple[HostileCase, ...] = (
         import time
         hoard = []
         while True:
-            hoard.append(b"x" * (4 << 20))
+            hoard.append(b"x" * (16 << 20))
             time.sleep(0.01)
         """,
         "memory",

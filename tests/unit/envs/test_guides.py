@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for name, code in PYTHON.findall(guide.read_text()):
             (tmp_path / name).write_text(code)
             written += 1
-    assert written == 11
+    assert written == 12
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
