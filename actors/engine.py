@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,8 @@ from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
+from penstock.weights.model_config import DType
+from penstock.weights.transport.device_memory import SlotHandle
 from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
@@ -80,6 +83,11 @@ class EngineActor:
             return await self._running().update_weights(replace(manifest, location=str(path)))
         finally:
             path.unlink(missing_ok=True)
+
+    async def make_slots(
+        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
+    ) -> list[list[SlotHandle]]:
+        return await self._running().make_slots(buffers, dtype, num_writers)
 
     async def sleep(self) -> None:
         await self._running().sleep()

@@ -7,7 +7,7 @@ Unblocked by: a delta, or the engine's death, which fails every pending request 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,8 @@ from penstock.actors.locations import at_node
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.weights.model_config import DType
+from penstock.weights.transport.device_memory import SlotHandle
 
 POLL_S = 20.0
 SILENCE_S = 60.0  # a poll that takes longer than this beyond its own wait means that the actor hangs
@@ -96,6 +98,23 @@ class RemoteEngine:
             )
         self._version = ack.version
         return ack
+
+    async def make_slots(
+        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
+    ) -> list[list[SlotHandle]]:
+        """Where training ranks can write versions for this engine, by its rank and theirs.
+
+        Raises:
+            WeightSyncError: The engine refused.
+            EngineLostError: The engine died.
+        """
+        try:
+            handles: list[list[SlotHandle]] = await self._actor.make_slots.remote(buffers, dtype, num_writers)
+        except ray.exceptions.RayActorError as error:
+            raise self._lose("died when it was asked for device memory") from error
+        except ray.exceptions.RayTaskError as error:
+            raise WeightSyncError(f"weights.memory=device: {self.engine_id}: {error.cause}") from error
+        return handles
 
     async def sleep(self) -> None:
         await self._actor.sleep.remote()

@@ -7,14 +7,16 @@ between the ranks themselves (gloo or NCCL), never through Ray.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import ray
+import torch
 from torch import Tensor
 
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import TrainingError, WeightSyncError
+from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.trainer.batches.preferences import Preference
 from penstock.trainer.batches.sequences import Example
@@ -27,7 +29,8 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.crossing import Crossing, Sender
-from penstock.weights.transport.shards import ShardTransfer, ShardWriter, shard_sums
+from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
@@ -40,6 +43,7 @@ class TrainerRank:
         self._trainer: PolicyTrainer | None = None
         self._outbound: Path | None = None
         self._writer: ShardWriter | None = None
+        self._writers_of: dict[EngineId, ShardWriter] = {}
         self._sender = Sender(rank)
 
     def rendezvous(self) -> tuple[str, int]:
@@ -127,8 +131,7 @@ class TrainerRank:
 
     def base_sums(self, transfer: ShardTransfer) -> list[PartialSum]:
         """What this rank adds to the checksums of engines that were loaded with the weights below the adapters."""
-        copies = [copy for copy in transfer.plan.copies if copy.src_rank == self._rank]
-        return shard_sums(copies, TORCH_DTYPES[transfer.dtype], self._running().base_weights())
+        return shard_sums(copies_of(transfer, self._rank), TORCH_DTYPES[transfer.dtype], self._running().base_weights())
 
     def training_side(self) -> tuple[TrainingSide, str]:
         """How the ranks hold the model, and a folder in shared memory for what they publish (rank 0 only)."""
@@ -136,7 +139,7 @@ class TrainerRank:
 
     def share_weights(self, transfer: ShardTransfer) -> None:
         """Publish by this plan from now on."""
-        self._writer = ShardWriter(transfer, self._rank)
+        self._writer = ShardWriter(transfer, self._rank, ShardFiles(transfer))
 
     def write_shards(self, version: int) -> list[PartialSum]:
         """Write this rank's part of a version into shared memory, where the engines need it."""
@@ -144,6 +147,29 @@ class TrainerRank:
         tensors = self._running().local_weights()
         self._writer.write(version, tensors)
         return self._writer.sums(tensors)
+
+    def device(self) -> str:
+        """Identity of the device that this rank computes on."""
+        return device_identity(torch.device(self._spec.device))
+
+    def open_slots(self, engine_id: EngineId, transfer: ShardTransfer, handles: Sequence[Sequence[SlotHandle]]) -> str:
+        """Open an engine's slots, to publish into them by this plan from now on; says why it cannot."""
+        mine = [of_ranks[self._rank] for of_ranks in handles]
+        needed = {copy.dst_rank for copy in copies_of(transfer, self._rank)}
+        try:
+            slots = OpenedSlots(mine, transfer.buffers, needed)
+        except WeightSyncError as error:
+            return f"trainer rank {self._rank}: {error}"
+        self._writers_of[engine_id] = ShardWriter(transfer, self._rank, slots)
+        return ""
+
+    def write_slots(self, version: int, engine_ids: Sequence[EngineId]) -> list[PartialSum]:
+        """Write this rank's part of a version into the slots of these engines, and let go of those of all others."""
+        self._writers_of = {engine_id: self._writers_of[engine_id] for engine_id in engine_ids}
+        tensors = self._running().local_weights()
+        for writer in self._writers_of.values():
+            writer.write(version, tensors)
+        return self._writers_of[engine_ids[0]].sums(tensors)
 
     def hold_weights(self, copies: bool) -> None:  # noqa: FBT001 - Ray passes arguments by position
         """Take the weights as they are now for `send_weights`; with `copies` they may change meanwhile."""

@@ -125,7 +125,8 @@ class TrainerClient:
             WeightSyncError: If a layout is not known.
         """
         training, folder = await self.training_side()
-        return await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder, self.nodes, first_node)
+        first = [first_node] * engine.tp_size if first_node else []
+        return await asyncio.to_thread(ShardTransfer.between, training, engine, dtype, folder, self.nodes, first)
 
     async def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of every rank that has to do with the weights' way to the engines.

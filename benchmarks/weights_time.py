@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 
 from penstock.trainer.spec import free_port
+from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import Box, TensorSpec, extents, volume
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelShape
 from penstock.weights.staging import Staging
-from penstock.weights.transport.shards import ShardTransfer, ShardWriter
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
 
 MODEL = ModelShape(
@@ -65,7 +66,7 @@ class TrainingProcess:
         self._writer: ShardWriter | None = None
 
     def share(self, transfer: ShardTransfer) -> None:
-        self._writer = ShardWriter(transfer, self._rank)
+        self._writer = ShardWriter(transfer, self._rank, ShardFiles(transfer))
 
     def write(self, version: int) -> None:
         assert self._writer is not None
@@ -111,7 +112,7 @@ class EngineProcess:
 
     def stage(self, manifest: Any) -> float:
         """Seconds that mapping and checking the shard takes."""
-        self._staging = Staging(manifest, self._rank, torch.device("cpu"))
+        self._staging = Staging(manifest, self._rank, torch.device("cpu"), BaseWeights(self._rank), self._live, None)
         self._staging.take()
         return self._staging.seconds
 

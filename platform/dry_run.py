@@ -13,8 +13,9 @@ from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.findings import Command
 from penstock.platform.config.load import LoadedConfig
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.memory import Part
+from penstock.platform.memory import Part, published_gib, shared_gib
 from penstock.platform.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
+from penstock.platform.slots import slots_on
 
 _LEAST_GIB = 0.005
 
@@ -27,6 +28,8 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
     console.print(placement_table(placements))
     for line in load_lines(loaded.config, placements):
         console.print(line)
+    if command == "train":
+        console.print(weights_line(loaded.config))
     print_warnings(loaded.warnings, console)
     console.print("dry run: nothing was started.", style="bold")
 
@@ -69,6 +72,14 @@ def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[s
         for pool, load in device_load_gib(config, list(placements)).items()
     ]
     return [*lines, f"main memory: {host_load_gib(list(placements)):.1f} GiB in all (estimate)"]
+
+
+def weights_line(config: RunConfig) -> str:
+    """How versions travel within a node, and what that takes."""
+    if slots_on(config) == "device":
+        gib = published_gib(config) / config.rollout.engine.tensor_parallel_size
+        return f"weights within a node: into device memory, 1 slot of {gib:.2f} GiB for each rank of an engine"
+    return f"weights within a node: through shared memory, {shared_gib(config):.2f} GiB of it"
 
 
 def _rows(placements: Sequence[RolePlacement]) -> Iterable[list[RolePlacement]]:

@@ -13,7 +13,8 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     logits               3·4·V·min(T, 1024): chunked, forward and backward
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more with weights.stage_on=device
     critic               as a second policy; activations are of one of them at a time
-    published            P·b in shared memory, twice with weights.mode=direct
+    published            P·b in shared memory, twice with weights.mode=direct; or P·b / tp on each device of an engine,
+                         also while it sleeps (weights.memory=device)
     with adapters        of A parameters: gradients, masters and moments are of A; plus P·b while a version is merged.
                          With weights.codec=lora not that, 4·A in shared memory, P·b of main memory beside each engine
     reference, teacher   4·P (of its own) + activations of one layer
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.platform.slots import slots_on
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.config import NUM_SLOTS
 from penstock.weights.layout.decoder import decoder_tensors
@@ -102,7 +104,9 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     kept = weights if config.weights.codec == "lora" else 0.0
     if pool.device == "cpu":
         base = BASE_HOST_GIB[engine.type] * num_devices
-        return Memory({}, {"base": base, "weights": weights + kept, "kv_cache": kv_cache * num_devices})
+        slots = weights * (slots_on(config) == "device")
+        parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": slots}
+        return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
     on_device: dict[Part, float] = {"weights": weights / num_devices, "published": staged_gib(config)}
     return Memory(
@@ -150,6 +154,8 @@ def shared_gib(config: RunConfig) -> float:
     of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
     if config.weights.codec == "lora":
         return 4 * adapter_parameters(config) / GIB + of_partner
+    if slots_on(config) == "device":
+        return of_partner
     return published_gib(config) * (NUM_SLOTS if config.weights.mode == "direct" else 1) + of_partner
 
 

@@ -21,6 +21,7 @@ from penstock.platform.memory import (
     shared_gib,
     trainer_memory,
 )
+from penstock.platform.slots import slots_on
 
 Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
 
@@ -128,7 +129,7 @@ def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[
     """Peak memory of the fullest GPU of every pool, GiB.
 
     Colocated roles take turns, but the trainer's weights and optimizer stay while the engine generates:
-    max(whole trainer, trainer without gradients and activations + engine).
+    max(whole trainer, trainer without gradients and activations + engine). Slots for versions stay too.
     """
     by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
     for placement in placements:
@@ -137,7 +138,7 @@ def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[
                 by_slot[placement.pool, slot].append(placement)
     loads: dict[str, float] = {}
     for (pool, _), here in by_slot.items():
-        loads[pool] = max(loads.get(pool, 0.0), _slot_load(here, is_colocated=config.cluster.colocated))
+        loads[pool] = max(loads.get(pool, 0.0), _slot_load(here, config))
     return loads
 
 
@@ -146,8 +147,8 @@ def host_load_gib(placements: list[RolePlacement]) -> float:
     return sum(placement.memory.host_gib for placement in placements)
 
 
-def _slot_load(here: list[RolePlacement], *, is_colocated: bool) -> float:
-    if not is_colocated:
+def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
+    if not config.cluster.colocated:
         return sum(placement.memory.device_gib for placement in here)
     training = sum(placement.memory.device_gib for placement in here if placement.role == "trainer")
     passing = sum(
@@ -155,8 +156,9 @@ def _slot_load(here: list[RolePlacement], *, is_colocated: bool) -> float:
         for placement in here
         if placement.role == "trainer"
     )
-    generating = sum(placement.memory.device_gib for placement in here if placement.role == "engine")
-    return max(training, training - passing + generating)
+    engines = [placement.memory for placement in here if placement.role == "engine"]
+    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (slots_on(config) == "device")
+    return max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
 
 
 def _share(pool: PoolConfig, num_processes: int, *, is_colocated: bool) -> tuple[float, float]:

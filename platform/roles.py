@@ -18,6 +18,7 @@ from penstock.actors.cluster import (
     start_trainer,
 )
 from penstock.actors.crossing import GroupExport
+from penstock.actors.device_export import DeviceExport
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import AdapterExport, Export, GatherExport, SharedMemoryExport, is_one_node
 from penstock.actors.publisher import ActorWeightPublisher
@@ -30,6 +31,7 @@ from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.placement import Role, plan_placement
+from penstock.platform.slots import slots_on
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
 from penstock.trainer.batches.preferences import ModelKind
@@ -72,6 +74,8 @@ class RunActors:
         is_shared = weights.transport == "auto" and is_one_node(self.trainer, self.engines)
         if is_shared and weights.codec != "full":
             logger.warning("weights.codec=%s has no effect: trainer and engines are on one node", weights.codec)
+        if slots_on(config) == "device":
+            return DeviceExport(self.trainer, pool, layout, dtype, weights)
         if is_shared or weights.transport == "shared_memory":
             return SharedMemoryExport(self.trainer, self.engines, layout, dtype)
         return GroupExport(self.trainer, pool, layout, dtype, weights)

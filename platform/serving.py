@@ -21,7 +21,7 @@ from penstock.rollout.tokenizers import load_codec
 from penstock.weights.checkpoint import checkpoint_tensors
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.shards import ShardTransfer, ShardWriter
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
 
@@ -59,7 +59,8 @@ def _publish(config: RunConfig, folder: str) -> WeightManifest:
     whole = {name: tensor for name, tensor in tensors if not _is_tied(name, config)}
     training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
     transfer = ShardTransfer.between(training, engine_side(config), config.model.dtype, folder)
-    writer, flat = ShardWriter(transfer, 0), {name: tensor.flatten() for name, tensor in whole.items()}
+    writer = ShardWriter(transfer, 0, ShardFiles(transfer))
+    flat = {name: tensor.flatten() for name, tensor in whole.items()}
     writer.write(0, flat)
     return transfer.manifest(0, writer.sums(flat))
 

@@ -6,13 +6,15 @@ an abort, a finished weight update. Both engines pass one contract suite, tests/
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
 from penstock.rollout.config import EngineConfig
-from penstock.weights.model_config import ModelConfig
+from penstock.weights.model_config import DType, ModelConfig
+from penstock.weights.transport.device_memory import SlotHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,24 @@ class LocalEngine(Engine, Sleeper, Protocol):
 
         Raises:
             WeightSyncError: A live parameter's checksum differs from the manifest's (both are named).
+        """
+        ...
+
+    async def make_slots(
+        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
+    ) -> list[list[SlotHandle]]:
+        """Take memory of the engine's devices for versions to be written into; asked again, the same memory.
+
+        Args:
+            buffers: By rank of the engine: name -> size in elements.
+            dtype: Of all of them.
+            num_writers: Processes that will write.
+
+        Returns:
+            By rank of the engine, a handle for each writer.
+
+        Raises:
+            WeightSyncError: If memory of the device cannot be shared.
         """
         ...
 

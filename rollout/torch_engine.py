@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -32,6 +32,8 @@ from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, Ru
 from penstock.rollout.torch_weights import StagedTensors, stage, swap
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.model_config import DType
+from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
 
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -48,6 +50,7 @@ class TorchEngine:
         self._config = spec.engine
         self._version = UNPUBLISHED
         self._base = BaseWeights(rank=0)
+        self._slot: DeviceSlot | None = None
         self._busy = BusyClock()
         self._streams: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
         self._updating = asyncio.Lock()
@@ -127,12 +130,21 @@ class TorchEngine:
         async with self._updating:
             started = time.monotonic()
             model = self._open().batch.model
-            staged, sums = await asyncio.to_thread(stage, model, manifest, self.engine_id, self._base)
+            staged, sums = await asyncio.to_thread(stage, model, manifest, self.engine_id, self._base, self._slot)
             stage_s = time.monotonic() - started
             checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, sums))
             if manifest.adapters is not None:
                 checksum = manifest.checksum  # base, adapters and their sums: each was compared
             return WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
+
+    async def make_slots(
+        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
+    ) -> list[list[SlotHandle]]:
+        """Take device memory for versions to be written into. See `LocalEngine`."""
+        (sizes,) = buffers
+        device = torch.device(self._spec.device)
+        self._slot = await asyncio.to_thread(slot_for, self._slot, sizes, TORCH_DTYPES[dtype], device)
+        return [self._slot.handles(num_writers)]
 
     async def sleep(self) -> None:
         """Give the KV cache back and, on an accelerator, move the weights to host memory.

@@ -18,6 +18,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
 
@@ -25,12 +26,13 @@ StagedTensors = dict[str, torch.Tensor]
 
 
 def stage(
-    model: nn.Module, manifest: WeightManifest, engine_id: EngineId, base: BaseWeights
+    model: nn.Module, manifest: WeightManifest, engine_id: EngineId, base: BaseWeights, slot: DeviceSlot | None
 ) -> tuple[StagedTensors, WeightManifest]:
     """Read a version and check names, shapes and bytes. The model is not touched.
 
     Returns:
-        HF name -> tensor on the CPU, in the wire dtype; and what the live parameters must be once those are in them.
+        HF name -> tensor in the wire dtype, in its slot or on the CPU; and what the live parameters must be once those
+        are in them.
 
     Raises:
         WeightSyncError: If a tensor is unknown, absent, of another shape, or not the bytes of the manifest.
@@ -43,7 +45,7 @@ def stage(
         checksum = combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries)
         sums = replace(manifest, entries=entries, checksum=checksum)
         return {name: values.view(live[name].shape) for name, values in merged.items()}, sums
-    staged = dict(read_shard(manifest, 0) if manifest.num_shards else read_version(manifest))
+    staged = dict(read_shard(manifest, 0, slot) if manifest.num_shards else read_version(manifest))
     unknown = sorted(staged.keys() - live.keys())
     if unknown:
         raise WeightSyncError(f"{where}: the policy has no parameter {unknown[0]} ({len(unknown)} such). Other model?")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,8 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_worker import BACKEND, decode_entries, encode
 from penstock.weights.checksum import combine_checksums, entry_key
-from penstock.weights.model_config import DTYPE_BYTES
+from penstock.weights.model_config import DTYPE_BYTES, DType
+from penstock.weights.transport.device_memory import SlotHandle
 
 UNPUBLISHED = -1
 STAGE_POLL_S = 0.002
@@ -220,6 +221,15 @@ class VllmEngine:
                     f"publish v{manifest.version}: {self.engine_id} has no shard after {STAGE_TIMEOUT_S:.0f} s."
                 )
             await asyncio.sleep(STAGE_POLL_S)
+
+    async def make_slots(
+        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
+    ) -> list[list[SlotHandle]]:
+        """Take memory of the workers' devices for versions to be written into. See `LocalEngine`."""
+        answers = await self._open().collective_rpc("penstock_make_slot", args=(list(buffers), dtype, num_writers))
+        if refusals := [refusal for _, refusal, _ in answers if refusal]:
+            raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
+        return [[SlotHandle(*row) for row in rows] for _, _, rows in sorted(answers)]
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""

@@ -19,11 +19,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
+from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
+from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
 from penstock.weights.transport.shared_memory import read_version
 
 BACKEND = "penstock_shared_memory"
@@ -33,6 +36,8 @@ _staging: dict[int, Staging] = {}
 """The version that this worker is about to take."""
 _base: WeakKeyDictionary[torch.nn.Module, BaseWeights] = WeakKeyDictionary()
 """What a model was loaded with, where versions come as adapters."""
+_slot: WeakKeyDictionary[torch.nn.Module, DeviceSlot] = WeakKeyDictionary()
+"""Where training ranks write a model's versions, if they do so in device memory."""
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -61,8 +66,8 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Maps the published file. In the engine's layout it is copied parameter by parameter; whole tensors go through the
-    model's own loaders, which fuse, slice and pad.
+    """Takes what was published. In the engine's layout it is copied parameter by parameter; whole tensors go through
+    the model's own loaders, which fuse, slice and pad.
     """
 
     init_info_cls = SharedMemoryInit
@@ -163,6 +168,20 @@ class WorkerExtension:
     model_runner: Any
     device: torch.device
 
+    def penstock_make_slot(
+        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
+    ) -> tuple[int, str, list[SlotHandle]]:
+        """Take memory of this worker's device for versions; its rank, why it cannot, or a handle for each writer.
+
+        It is none of the memory that vLLM gives back when it sleeps: that is what is loaded and cached, in a pool.
+        """
+        model, rank = self.model_runner.get_model(), get_tensor_model_parallel_rank()
+        try:
+            _slot[model] = slot_for(_slot.get(model), buffers[rank], TORCH_DTYPES[dtype], self.device)
+        except WeightSyncError as refusal:
+            return rank, str(refusal), []
+        return rank, "", _slot[model].handles(num_writers)
+
     def penstock_stage(self, update: Mapping[str, Any], stage_on: str) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
         manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
@@ -172,7 +191,8 @@ class WorkerExtension:
         if not wrong:
             device = self.device if stage_on == "device" else torch.device("cpu")
             base = _base.setdefault(model, BaseWeights(rank))
-            _staging[manifest.version] = Staging(manifest, rank, device, base, dict(model.named_parameters()))
+            live = dict(model.named_parameters())
+            _staging[manifest.version] = Staging(manifest, rank, device, base, live, _slot.get(model))
         return wrong
 
     def penstock_staged(self, version: int) -> tuple[bool, str, list[EntryRow]]:

@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -22,8 +22,10 @@ from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
-from penstock.weights.transport.shards import ShardTransfer, ShardWriter
+from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import write_version
+from penstock.weights.transport.slots import Slots
 from tests.command_line import run_cli
 from tests.tiny_policy import tiny_shape
 
@@ -95,33 +97,56 @@ def tiny_tensors(tiny_policy_dir: Path) -> Callable[[int], Tensors]:
     return tensors
 
 
+class TinyPublisher:
+    """`publish(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`, for engines of one kind.
+
+    A seed below 0 writes the adapters only.
+
+    Attributes:
+        slots: Where the versions are.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSide,
+        tensors: Callable[[int], Tensors],
+        directory: Path,
+        handles: Sequence[Sequence[SlotHandle]] | None,
+    ) -> None:
+        specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors(0).items())
+        folder = str(directory) if handles is None else None
+        self._layout, self._tp_size = engine.layout(specs), engine.tp_size
+        self._tensors = tensors
+        self._directory = directory
+        self._transfer = ShardTransfer.between(TrainingSide(specs), engine, "float32", folder)
+        self.slots: Slots = (
+            ShardFiles(self._transfer)
+            if handles is None
+            else OpenedSlots([mine for (mine,) in handles], self._transfer.buffers, range(engine.tp_size))
+        )
+        self._writer = ShardWriter(self._transfer, 0, self.slots)
+        base = self._writer.sums({name: tensor.flatten() for name, tensor in tensors(0).items()})
+        self._base = self._transfer.manifest(0, base).entries
+
+    def __call__(self, version: int, seed: int | None = None) -> WeightManifest:
+        if seed is not None and seed < 0:
+            parts = [adapter_tensors(name, *adapter) for name, adapter in tiny_adapters(seed).items()]
+            sent = write_version([one for part in parts for one in part], version, "float32", self._directory)
+            return adapter_manifest(sent, self._base, self._layout, self._tp_size)
+        whole = self._tensors(version if seed is None else seed)
+        flat = {name: tensor.flatten() for name, tensor in whole.items()}
+        self._writer.write(version, flat)
+        return self._transfer.manifest(version, self._writer.sums(flat))
+
+
 @pytest.fixture(scope="session")
 def publisher_of_tiny(
     tmp_path_factory: pytest.TempPathFactory, tiny_tensors: Callable[[int], Tensors]
-) -> Callable[[EngineSide], Callable[..., WeightManifest]]:
-    """`publisher_of_tiny(engine_side)(version, seed=None)`: write `tiny_tensors(seed or version)` as `version`.
+) -> Callable[..., TinyPublisher]:
+    """`publisher_of_tiny(engine_side, handles=None)`: into files, or into the slots of these handles."""
 
-    A seed below 0 writes the adapters only.
-    """
-
-    def publisher(engine: EngineSide) -> Callable[..., WeightManifest]:
-        tensors = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items())
-        directory = tmp_path_factory.mktemp("versions")
-        transfer = ShardTransfer.between(TrainingSide(tensors), engine, "float32", str(directory))
-        writer = ShardWriter(transfer, 0)
-        base = transfer.manifest(0, writer.sums({name: tensor.flatten() for name, tensor in tiny_tensors(0).items()}))
-
-        def publish(version: int, seed: int | None = None) -> WeightManifest:
-            if seed is not None and seed < 0:
-                parts = [adapter_tensors(name, *adapter) for name, adapter in tiny_adapters(seed).items()]
-                sent = write_version([one for part in parts for one in part], version, "float32", directory)
-                return adapter_manifest(sent, base.entries, engine.layout(tensors), engine.tp_size)
-            whole = tiny_tensors(version if seed is None else seed)
-            flat = {name: tensor.flatten() for name, tensor in whole.items()}
-            writer.write(version, flat)
-            return transfer.manifest(version, writer.sums(flat))
-
-        return publish
+    def publisher(engine: EngineSide, handles: Sequence[Sequence[SlotHandle]] | None = None) -> TinyPublisher:
+        return TinyPublisher(engine, tiny_tensors, tmp_path_factory.mktemp("versions"), handles)
 
     return publisher
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 NUM_SLOTS = 2
-"""Versions kept in shared memory by `direct`: one is written while another may still be read."""
+"""Versions kept in shared memory by `direct`: one is written while another may still be read. Of memory=device: 1."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
 CodecName = Literal["full", "delta", "int8_delta"]
 """Those of messages between nodes; `lora` is none, since it is not the weights that travel."""
@@ -26,10 +26,14 @@ class WeightsConfig(BaseModel):
             `lora`, also within a node: only adapters, which engines add to the weights that they were loaded with.
         overlap: Training goes on once a version has left the training ranks, while engines take it. Until the first of
             them has, no request starts.
+        memory: Where a version is written within one node: `host` is files in shared memory, which all engines map;
+            `device` is memory of each engine's own devices (CUDA IPC), its shard's size once, kept for the run.
+            `auto` is `device` where all ranks and engines have GPUs of one machine (platform/slots.py), else `host`.
         directory: Parent of the folders that versions are published in; None: shared memory where there is some, else
             the temporary folder.
         stage_on: Where a GPU engine keeps an arrived version until the swap: `device` needs its shard's size of GPU
-            memory once more, and freezes for a copy within the device; `host` needs none, and freezes for longer.
+            memory once more, and freezes for a copy within the device; `host` needs none, and freezes for longer, and
+            is for versions in shared memory.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
@@ -45,6 +49,7 @@ class WeightsConfig(BaseModel):
     transport: Literal["auto", "shared_memory", "group", "object_store"] = "auto"
     codec: CodecName | Literal["lora"] = "full"
     overlap: bool = False
+    memory: Literal["auto", "host", "device"] = "auto"
     directory: str | None = None
     stage_on: Literal["device", "host"] = "device"
     update_mode: UpdateMode = "keep_kv"

@@ -1,9 +1,10 @@
 """A version on its way into one rank of an engine, while that rank goes on decoding.
 
-Consumes: the shard in shared memory, or the adapters that make it (weights/adapters.py). Waits for: nothing; a thread
-compares them with the manifest and, if the device is a GPU, copies them there on a stream of its own. Unblocked by: the
-thread's end, which the engine polls. Only then are running requests frozen, so a damaged version harms nothing and the
-freeze lasts for one copy within the device.
+Consumes: the shard in its slot, or the adapters that make it (weights/adapters.py). Waits for: nothing; a thread
+compares them with the manifest and, if the device is a GPU, first copies what is in shared memory there, on a stream
+of its own. What training ranks have written into device memory stays where it is. Unblocked by: the thread's end, which
+the engine polls. Only then are running requests frozen, so a damaged version harms nothing and the freeze lasts for one
+copy within the device.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import check_arrived
+from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 
 
@@ -36,6 +38,7 @@ class Staging:
         device: torch.device,
         base: BaseWeights,
         live: Mapping[str, torch.Tensor],
+        slot: DeviceSlot | None,
     ) -> None:
         """Begin.
 
@@ -45,11 +48,13 @@ class Staging:
             device: Where it waits for its swap.
             base: What adapters are added to.
             live: Parameters by name; only read.
+            slot: Of this rank in device memory, if it has one.
         """
         self.seconds = 0.0
         self.entries = tuple(entry for entry in manifest.entries if entry.rank == rank)
         self._base = base
         self._live = live
+        self._slot = slot
         self._manifest = manifest
         self._rank = rank
         self._device = device
@@ -104,7 +109,7 @@ class Staging:
             merged = self._base.merge(self._manifest, self._live, self._device)
             self.entries = entries_of(self._manifest, self._rank, merged)
             return merged
-        arrived = dict(read_shard(self._manifest, self._rank))
+        arrived = dict(read_shard(self._manifest, self._rank, self._slot))
         if self._device.type == "cuda":
             arrived = {name: values.to(self._device) for name, values in arrived.items()}
         check_arrived(arrived, self.entries, self._manifest.version, f" for rank {self._rank}")

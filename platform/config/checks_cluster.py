@@ -12,6 +12,7 @@ from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding,
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
+from penstock.platform.slots import against_device
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.vllm import vllm_layout
@@ -31,6 +32,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_colocated(config)
         yield from check_update_mode(config)
         yield from check_transport(config)
+        yield from check_weights_memory(config)
         yield from check_overlap(config)
 
 
@@ -226,6 +228,16 @@ def check_transport(config: RunConfig) -> Iterator[Finding]:
             "weights.codec",
             "weights.mode",
             "weights.transport",
+        )
+
+
+def check_weights_memory(config: RunConfig) -> Iterator[Finding]:
+    """Versions can be written into the engines' own devices, where that is asked for."""
+    if config.weights.memory != "device":
+        return
+    for key, value, reason in against_device(config):
+        yield error(
+            f"weights.memory=device with {key}={value}: {reason}. Use weights.memory=auto.", "weights.memory", key
         )
 
 

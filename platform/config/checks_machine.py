@@ -20,7 +20,9 @@ from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
 from penstock.platform.run_dir import is_finished, occupied
+from penstock.platform.slots import slots_on
 from penstock.weights.model_config import ModelShape
+from penstock.weights.transport.allocator import expandable_segments
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _SHAPE_KEYS = {
@@ -170,7 +172,12 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
-    """Two published versions, the new and the one still being read, fit where they are published."""
+    """Two published versions, the new and the one still being read, fit where they are published; or can be shared."""
+    if slots_on(config) == "device":
+        has_gpus = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+        if has_gpus and (refusal := expandable_segments(os.environ)):
+            yield error(refusal, "weights.memory")
+        return
     folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
     if not folder.is_dir():
         if config.weights.directory:

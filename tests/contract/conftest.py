@@ -10,11 +10,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import EngineConfig
 from penstock.rollout.local_engine import LocalEngine
+from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
+from tests.conftest import TinyPublisher
 
 from .engine_harness import Harness, OpenHarness, Reference, make_spec, within
 
@@ -29,17 +30,30 @@ def reference(tiny_policy_dir: Path, tiny_tensors: Callable[[int], dict[str, tor
 def open_harness(
     tiny_model_config: ModelConfig,
     reference: Reference,
-    publisher_of_tiny: Callable[[EngineSide], Callable[..., WeightManifest]],
+    publisher_of_tiny: Callable[..., TinyPublisher],
+    tiny_tensors: Callable[[int], dict[str, torch.Tensor]],
 ) -> OpenHarness:
-    """`async with open_harness(engine_type, config, update_mode) as harness`: starts at version 0."""
+    """`async with open_harness(engine_type, config, update_mode, memory) as harness`: starts at version 0.
+
+    `memory` is where versions are written: `host` or `device`.
+    """
 
     @asynccontextmanager
-    async def opened(engine_type: type[LocalEngine], config: EngineConfig, update_mode: str) -> AsyncIterator[Harness]:
+    async def opened(
+        engine_type: type[LocalEngine], config: EngineConfig, update_mode: str, memory: str = "host"
+    ) -> AsyncIterator[Harness]:
         spec = make_spec(tiny_model_config, config, update_mode)
         engine = engine_type(spec)
         side = EngineSide(config.type, tiny_model_config.shape, config.tensor_parallel_size)
+        tensors = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items()]
+
+        async def connect() -> TinyPublisher:
+            if memory == "host":
+                return publisher_of_tiny(side)
+            return publisher_of_tiny(side, await engine.make_slots(side.layout(tensors).buffers, "float32", 1))
+
         try:
-            yield await Harness.begin(engine, spec, reference, publisher_of_tiny(side))
+            yield await Harness.begin(engine, spec, reference, connect)
         finally:
             await within(engine.shutdown())
 

@@ -203,12 +203,7 @@ class EngineContract:
         crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(8)], max_new_tokens=300)
         await crowd.all_moved()
         manifest = harness.manifest()
-        damaged = Path(manifest.location) / "rank0"
-        with damaged.open("r+b") as file:
-            file.seek(damaged.stat().st_size // 2)
-            byte = file.read(1)
-            file.seek(-1, 1)
-            file.write(bytes([byte[0] ^ 1]))
+        harness.damage(manifest.version)
         with pytest.raises(WeightSyncError, match=r"what arrived of .* checksum"):
             await within(harness.engine.update_weights(manifest))
         assert harness.engine.version == serving

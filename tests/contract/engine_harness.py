@@ -20,15 +20,14 @@ from penstock.dataflow.versions import Spans, join_spans, num_tokens
 from penstock.rollout.config import EngineConfig
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
 from penstock.weights.model_config import ModelConfig
+from tests.conftest import TinyPublisher
 
 WAIT_S = 60.0
 """Longest wait for anything here; far above what any of it takes."""
 JOURNAL_INTERVAL = 16
 MAX_NUM_SEQS = 32
-UPDATE_MODES = ("keep_kv", "recompute_kv")
 
 Result = TypeVar("Result")
-Publish = Callable[..., WeightManifest]
 TensorsOfSeed = Callable[[int], dict[str, torch.Tensor]]
 
 
@@ -134,21 +133,28 @@ class Harness:
     engine: LocalEngine
     spec: EngineSpec
     reference: Reference
-    publish_tiny: Publish
+    publish_tiny: TinyPublisher = field(init=False)
     refusal_before_publish: object = None
     seed_of_version: dict[int, int] = field(default_factory=dict)
     _open_requests: set[RequestId] = field(default_factory=set)
     _request_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @classmethod
-    async def begin(cls, engine: LocalEngine, spec: EngineSpec, reference: Reference, publish: Publish) -> Harness:
-        """Start the engine, ask it to generate too early, then publish version 0."""
-        harness = cls(engine, spec, reference, publish)
+    async def begin(
+        cls,
+        engine: LocalEngine,
+        spec: EngineSpec,
+        reference: Reference,
+        connect: Callable[[], Awaitable[TinyPublisher]],
+    ) -> Harness:
+        """Start the engine, ask it to generate too early, connect a publisher, then publish version 0."""
+        harness = cls(engine, spec, reference)
         await asyncio.wait_for(engine.start(), 240)
         assert engine.version == -1
         (harness.refusal_before_publish,) = await asyncio.gather(
             harness.sample([2, 3], max_new_tokens=1), return_exceptions=True
         )
+        harness.publish_tiny = await within(connect())
         await harness.publish(seed=0)
         return harness
 
@@ -164,6 +170,11 @@ class Harness:
 
     async def publish(self, seed: int | None = None) -> WeightAck:
         return await within(self.engine.update_weights(self.manifest(seed)))
+
+    def damage(self, version: int) -> None:
+        """Change one bit in the middle of what rank 0 gets of a version, where it lies."""
+        buffers = list(self.publish_tiny.slots.buffers(version, 0).values())
+        buffers[len(buffers) // 2].view(torch.int32)[3] ^= 1
 
     def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
         request_id = RequestId(f"request-{next(self._request_numbers)}")

@@ -17,7 +17,6 @@ from .engine_contract import EngineContract
 from .engine_harness import (
     JOURNAL_INTERVAL,
     MAX_NUM_SEQS,
-    UPDATE_MODES,
     Harness,
     OpenHarness,
     StreamingRequests,
@@ -31,14 +30,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=UPDATE_MODES)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[("keep_kv", "host"), ("recompute_kv", "device")])
 async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> AsyncIterator[Harness]:
-    async with open_harness(TorchEngine, CONFIG, request.param) as harness:
+    async with open_harness(TorchEngine, CONFIG, *request.param) as harness:
         yield harness
 
 
 class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
-    """The contract, in both update modes."""
+    """The contract, in both update modes and with slots of both kinds."""
 
 
 @pytest_asyncio.fixture(loop_scope="module")

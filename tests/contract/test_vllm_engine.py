@@ -31,8 +31,8 @@ CONFIG = VllmEngineConfig(
     enforce_eager=True,
     journal_interval_tokens=JOURNAL_INTERVAL,
 )
-ENGINES = [("keep_kv", 1), ("recompute_kv", 2)]
-"""Update mode and tensor-parallel workers; an engine takes 15 s to start."""
+ENGINES = [("keep_kv", 1, "host"), ("recompute_kv", 2, "device")]
+"""Update mode, tensor-parallel workers, and where versions are written; an engine takes 15 s to start."""
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ async def harness(
 ) -> AsyncIterator[Harness]:
     from penstock.rollout.vllm_engine import VllmEngine
 
-    update_mode, tp_size = request.param
+    update_mode, tp_size, memory = request.param
     config = CONFIG.model_copy(update={"tensor_parallel_size": tp_size})
-    async with open_harness(VllmEngine, config, update_mode) as harness:
+    async with open_harness(VllmEngine, config, update_mode, memory) as harness:
         yield harness
 
 
 class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
-    """The contract on vLLM's CPU build, in both update modes, over one worker and over two."""
+    """The contract on vLLM's CPU build, in both update modes, over one worker and two, with slots of both kinds."""

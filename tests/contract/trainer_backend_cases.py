@@ -27,7 +27,7 @@ from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig, ModelShape
-from penstock.weights.transport.shards import ShardTransfer, ShardWriter, read_shard
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
 from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
 VOCAB = 24
@@ -262,10 +262,10 @@ def published(trainer: PolicyTrainer, engine: EngineSide, rank: int, folder: Pat
     """What the ranks of an engine find in the files of a version; every training rank writes its part."""
     where = str(folder / "shards" / f"{engine.type}-{engine.tp_size}-{engine.model.vocab_size}")
     transfer = ShardTransfer.between(trainer.training_side(), engine, "float32", where)
-    ShardWriter(transfer, rank).write(1, trainer.local_weights())
+    ShardWriter(transfer, rank, ShardFiles(transfer)).write(1, trainer.local_weights())
     wait_for_all_ranks()  # have written
     manifest = transfer.manifest(1, [])
-    shards = [dict(read_shard(manifest, tp_rank)) for tp_rank in range(engine.tp_size)]
+    shards = [dict(read_shard(manifest, tp_rank, None)) for tp_rank in range(engine.tp_size)]
     found = [{name: tensor.numpy().copy() for name, tensor in shard.items()} for shard in shards]
     wait_for_all_ranks()  # have read
     return found

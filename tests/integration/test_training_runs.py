@@ -55,7 +55,14 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
             "zero3_adapters_into_two_workers",
             ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3", *ADAPTERS],
         ),
-        ("autotp_into_two_workers", ["rollout.engine.tensor_parallel_size=2", "trainer.tensor_parallel_size=2"]),
+        (
+            "autotp_into_the_slots_of_two_workers",
+            [
+                "rollout.engine.tensor_parallel_size=2",
+                "trainer.tensor_parallel_size=2",
+                "weights.memory=device",  # on CPU the same calls give named shared memory
+            ],
+        ),
     ],
 )
 def test_max_staleness_zero_is_on_policy_whatever_the_layouts(

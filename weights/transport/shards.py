@@ -1,9 +1,10 @@
-"""Weights within one node, without gathering: training ranks write into shared memory in the engines' own layout.
+"""Weights within one node, without gathering: training ranks write into slots in the engines' own layout.
 
-There is one file per tensor-parallel rank of an engine and slot. Each training rank copies what the plan gives it from
-its own memory to its final address there, so a version is copied twice in all: into the file while generation goes on,
-and from the file into live parameters under the freeze. Two slots alternate, so a version stays readable while the
-next one is written. Engines of the node share the files. Padding is zero, as in the engines.
+A slot is a file in shared memory, one per tensor-parallel rank of an engine, or memory of its device
+(device_memory.py). Each training rank copies what the plan gives it from its own memory to its final address there, so
+a version is copied twice in all: into the slot while generation goes on, and from the slot into live parameters under
+the freeze. Of files two alternate, so a version stays readable while the next one is written, and engines of the node
+share them. Padding is zero, as in the engines.
 
 Checksums are sums over addresses (weights/checksum.py): each training rank sums what it reads at the addresses where
 the engine must hold it, and the engine sums its live parameters. So they prove content and place, end to end.
@@ -28,8 +29,11 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.strided import strided_box
+from penstock.weights.transport.device_memory import DeviceSlot
+from penstock.weights.transport.slots import Slots, cut_slot, slot_size
 
-ALIGNMENT_BYTES = 64
+IN_DEVICE_MEMORY = "device"
+"""`WeightManifest.location` of a version that is in the slots of the engine's own devices."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,13 @@ class ShardTransfer:
         plan: Who copies what.
         buffers: By engine rank: name -> size in elements.
         dtype: Of the wire, and of the engine's parameters.
-        directory: Where the files are, in shared memory.
+        directory: Where the files are, in shared memory; None: the slots are in device memory.
     """
 
     plan: Plan
     buffers: tuple[Mapping[str, int], ...]
     dtype: DType
-    directory: str
+    directory: str | None
 
     @classmethod
     def between(
@@ -54,9 +58,9 @@ class ShardTransfer:
         training: TrainingSide,
         engine: EngineSide,
         dtype: DType,
-        directory: str,
-        training_nodes: Sequence[str] = (),
-        engine_node: str | None = None,
+        directory: str | None,
+        training_at: Sequence[str] = (),
+        engine_at: Sequence[str] = (),
     ) -> ShardTransfer:
         """Plan the transfer.
 
@@ -64,9 +68,9 @@ class ShardTransfer:
             training: How the trainer holds the model.
             engine: How an engine does.
             dtype: Of the wire.
-            directory: Where the files are to be.
-            training_nodes: Node of each training rank: those on `engine_node` send what others have too.
-            engine_node: Where it goes first.
+            directory: Where the files are to be, if there are any.
+            training_at: Node, or device, of each training rank.
+            engine_at: Of each rank of the engine: what several training ranks have is sent from where it is nearest.
 
         Raises:
             WeightSyncError: If the layout of a tensor is not known on one of the sides.
@@ -76,13 +80,14 @@ class ShardTransfer:
             training.layout(),
             destination,
             DTYPE_BYTES[dtype],
-            source_nodes=dict(enumerate(training_nodes)),
-            destination_nodes=dict.fromkeys(range(destination.num_ranks), engine_node) if engine_node else {},
+            source_nodes=dict(enumerate(training_at)),
+            destination_nodes=dict(enumerate(engine_at)),
         )
         return cls(plan, destination.buffers, dtype, directory)
 
     def folder(self, version: int) -> Path:
         """Where a version's files are."""
+        assert self.directory is not None, "slots in device memory have no files"
         return Path(self.directory) / f"slot{version % NUM_SLOTS}"
 
     def manifest(self, version: int, parts: list[PartialSum]) -> WeightManifest:
@@ -97,7 +102,7 @@ class ShardTransfer:
         )
         return WeightManifest(
             version=version,
-            location=str(self.folder(version)),
+            location=IN_DEVICE_MEMORY if self.directory is None else str(self.folder(version)),
             entries=entries,
             num_bytes=sum(sum(sizes.values()) for sizes in self.buffers) * DTYPE_BYTES[self.dtype],
             checksum=combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries),
@@ -106,7 +111,7 @@ class ShardTransfer:
 
 
 class ShardFiles:
-    """The files of a transfer on one node, mapped as they are needed."""
+    """`Slots` as files, mapped as they are needed; the engines of a node share them."""
 
     def __init__(self, transfer: ShardTransfer) -> None:
         """Make the files, if no other process has.
@@ -119,7 +124,7 @@ class ShardFiles:
         self._mapped: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
         for slot in range(NUM_SLOTS):
             for engine_rank, sizes in enumerate(transfer.buffers):
-                _reserve(_file(transfer.folder(slot), engine_rank), _num_elements(sizes, self._dtype), self._dtype)
+                _reserve(_file(transfer.folder(slot), engine_rank), slot_size(sizes, self._dtype), self._dtype)
 
     def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
         """Name -> flat tensor: what an engine rank needs of a version; it replaces the version before the last one."""
@@ -130,37 +135,41 @@ class ShardFiles:
             buffers = self._mapped[folder, engine_rank] = _map(folder, engine_rank, sizes, self._dtype)
         return buffers
 
+    def complete(self) -> None:
+        """A copy into main memory is there when the call that makes it returns."""
+
 
 class ShardWriter:
     """One training rank's part of every publish."""
 
-    def __init__(self, transfer: ShardTransfer, rank: int) -> None:
-        """Make the files, if no other rank has.
-
-        Raises:
-            WeightSyncError: If shared memory is too small for them.
-        """
+    def __init__(self, transfer: ShardTransfer, rank: int, slots: Slots) -> None:
         self._dtype = TORCH_DTYPES[transfer.dtype]
-        self._copies = [copy for copy in transfer.plan.copies if copy.src_rank == rank]
-        self._files = ShardFiles(transfer)
+        self._copies = copies_of(transfer, rank)
+        self._slots = slots
 
     @torch.no_grad()
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's elements into the files of `version`.
+        """Copy this rank's elements into the slots of `version`; they are there when it returns.
 
         Args:
-            version: Replaces the version before the last one.
+            version: Replaces the version before the last one; in device memory the last one.
             tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
         """
         for copy in self._copies:
-            buffer = self._files.buffers(version, copy.dst_rank)[copy.destination.buffer]
+            buffer = self._slots.buffers(version, copy.dst_rank)[copy.destination.buffer]
             target = strided_box(buffer, copy.shape, copy.destination)
             target.copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
+        self._slots.complete()
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:
         """What this rank's elements add to the checksums, read where they come from."""
         return shard_sums(self._copies, self._dtype, tensors)
+
+
+def copies_of(transfer: ShardTransfer, rank: int) -> list[Copy]:
+    """What one training rank sends."""
+    return [copy for copy in transfer.plan.copies if copy.src_rank == rank]
 
 
 @torch.no_grad()
@@ -174,18 +183,34 @@ def shard_sums(copies: Iterable[Copy], dtype: torch.dtype, tensors: Mapping[str,
     return parts
 
 
-def read_shard(manifest: WeightManifest, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Map what one engine rank needs of a version: buffer name and flat tensor. Nothing is copied.
+def read_shard(manifest: WeightManifest, rank: int, slot: DeviceSlot | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """What one engine rank needs of a version, where it is: buffer name and flat tensor. Nothing is copied.
+
+    Args:
+        manifest: Of the version.
+        rank: Of the engine.
+        slot: Of this rank in device memory, if it has one.
 
     Raises:
-        WeightSyncError: If the file is gone.
+        WeightSyncError: If the slot is gone, or is for other buffers.
     """
     entries = [entry for entry in manifest.entries if entry.rank == rank]
+    where = f"publish v{manifest.version}"
+    if manifest.location == IN_DEVICE_MEMORY:
+        if slot is None:
+            raise WeightSyncError(
+                f"{where}: it was written into device memory for rank {rank}, which has none: its process began later."
+            )
+        for entry in entries:
+            if entry.name not in slot.buffers:
+                raise WeightSyncError(f"{where}: the slot of rank {rank} has no buffer {entry.name}. Other model?")
+            yield entry.name, slot.buffers[entry.name]
+        return
     folder = Path(manifest.location)
     if not _file(folder, rank).exists():
         raise WeightSyncError(
-            f"publish v{manifest.version}: {_file(folder, rank)} is not there. The engine is on another node than the "
-            "trainer. Set weights.transport=auto."
+            f"{where}: {_file(folder, rank)} is not there. The engine is on another node than the trainer. Set "
+            "weights.transport=auto."
         )
     sizes = {entry.name: entry.shape[0] for entry in entries}
     yield from _map(folder, rank, sizes, TORCH_DTYPES[entries[0].dtype]).items()
@@ -196,22 +221,9 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _map(folder: Path, rank: int, sizes: Mapping[str, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Map a file and cut it into its buffers, each on a cache line of its own."""
-    flat = torch.from_file(str(_file(folder, rank)), shared=True, size=_num_elements(sizes, dtype), dtype=dtype)
-    buffers, start = {}, 0
-    for name, size in sizes.items():
-        buffers[name] = flat[start : start + size]
-        start += _aligned(size, dtype)
-    return buffers
-
-
-def _num_elements(sizes: Mapping[str, int], dtype: torch.dtype) -> int:
-    return sum(_aligned(size, dtype) for size in sizes.values())
-
-
-def _aligned(size: int, dtype: torch.dtype) -> int:
-    step = ALIGNMENT_BYTES // dtype.itemsize
-    return -(-size // step) * step
+    """Map a file and cut it into its buffers."""
+    size = slot_size(sizes, dtype)
+    return cut_slot(torch.from_file(str(_file(folder, rank)), shared=True, size=size, dtype=dtype), sizes)
 
 
 def _reserve(file: Path, num_elements: int, dtype: torch.dtype) -> None:

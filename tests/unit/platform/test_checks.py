@@ -129,6 +129,13 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["weights.codec=int8_delta", "tensor_parallel_size=2", "Use delta"],
         ),
         (["weights.overlap=true", "weights.update_mode=drain"], ["weights.overlap=true", "update_mode=drain"]),
+        (["weights.memory=device", "weights.mode=gather"], ["weights.mode=gather", "through a file", "memory=auto"]),
+        (["weights.memory=device", "weights.transport=group"], ["weights.transport=group", "another way"]),
+        (["weights.memory=device", "weights.stage_on=host"], ["weights.stage_on=host", "where it lies"]),
+        (
+            ["weights.memory=device", "trainer=lora", "weights.codec=lora"],
+            ["weights.codec=lora", "adapters go through a file"],
+        ),
         (
             ["weights.mode=gather", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
             ["weights.mode=gather", "tensor_parallel_size=2"],

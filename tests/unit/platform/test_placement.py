@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from penstock.platform.config.compose import compose_config
-from penstock.platform.memory import GIB, engine_memory, kv_cache_gib, trainer_memory
+from penstock.platform.memory import GIB, engine_memory, kv_cache_gib, published_gib, shared_gib, trainer_memory
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
+from penstock.platform.slots import slots_on
+
+TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3", "trainer.max_tokens_per_micro_batch=8192"]
+"""Than what stays of it and an engine."""
 
 
 def slots(config, role, command="train"):
@@ -119,6 +123,33 @@ def test_colocated_roles_take_turns_but_the_optimizer_stays():
     (load,) = device_load_gib(config, placements).values()
     trainer, engine = (next(p.memory for p in placements if p.role == role) for role in ("trainer", "engine"))
     assert max(trainer.device_gib, engine.device_gib) < load < trainer.device_gib + engine.device_gib
+
+
+def test_versions_go_from_gpu_to_gpu_where_all_have_gpus_of_one_machine():
+    for overrides, expected in (
+        ([], "device"),
+        (["cluster.address=auto"], "host"),
+        (["weights.stage_on=host"], "host"),
+        (["weights.memory=host"], "host"),
+        (["weights=gather"], "host"),
+        (["weights.transport=group"], "host"),
+        (["cluster.pools.generate.device=cpu", "cluster.pools.generate.memory_gib=900"], "host"),
+    ):
+        assert slots_on(compose_config(["experiment=math_qwen_8gpu", *overrides])) == expected, overrides
+    assert slots_on(compose_config(["experiment=arithmetic"])) == "host"
+    assert slots_on(compose_config(["experiment=arithmetic", "weights.memory=device"])) == "device"
+
+
+def test_a_slot_stays_on_the_gpu_while_the_engine_sleeps():
+    loads = {
+        memory: device_load_gib(config, plan_placement(config))["gpu"]
+        for memory in ("host", "device")
+        for config in [compose_config(["experiment=gsm8k_qwen_1gpu", *TRAINING_IS_LARGER, f"weights.memory={memory}"])]
+    }
+    config = compose_config(["experiment=gsm8k_qwen_1gpu"])
+    assert loads["device"] - loads["host"] == pytest.approx(published_gib(config))
+    host = compose_config(["experiment=gsm8k_qwen_1gpu", "weights.memory=host"])
+    assert (shared_gib(config), shared_gib(host)) == (0, pytest.approx(2 * published_gib(config)))
 
 
 def test_main_memory_counts_every_process():

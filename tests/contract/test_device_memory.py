@@ -1,0 +1,131 @@
+"""Slots of an engine, written by training ranks in other processes; on CPU, where a handle is a name in shared memory.
+
+The same between GPUs: tests/gpu/test_device_memory.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import WeightManifest
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.torch_engine import TorchEngine
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
+from penstock.weights.transport.shards import ShardTransfer
+from tests.conftest import TINY_SHAPE
+
+from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, prompt_of, within
+from .slot_stories import OWN_SIZES, Story
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_RANKS = 2
+START_S = 240.0
+CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)
+
+
+def start(part: str, rank: int, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.contract.slot_stories", part, str(rank), str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def written(story: Story, folder: Path) -> WeightManifest:
+    """What the training ranks say of the version that they have written."""
+    (folder / "story").write_bytes(pickle.dumps(story))
+    ranks = [start("write", rank, folder) for rank in range(story.num_ranks)]
+    try:
+        outputs = [rank.communicate(timeout=START_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(outputs)
+    parts = [pickle.loads((folder / f"sums{rank}").read_bytes()) for rank in range(story.num_ranks)]
+    return story.transfer.manifest(story.version, [one for some in parts for one in some])
+
+
+@pytest_asyncio.fixture
+async def harness(open_harness: OpenHarness) -> AsyncIterator[Harness]:
+    async with open_harness(TorchEngine, CONFIG, "keep_kv") as harness:
+        yield harness
+
+
+@pytest.mark.asyncio
+async def test_ranks_of_zero_3_write_an_engines_version_from_their_own_processes(
+    harness: Harness, tiny_tensors: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    tensors, engine = tiny_tensors(5), harness.engine
+    specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
+    sides = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True), EngineSide("torch", TINY_SHAPE)
+    transfer = ShardTransfer.between(*sides, "float32", None)
+    handles = await engine.make_slots(transfer.buffers, "float32", NUM_RANKS)
+    story = Story(transfer, handles, tensors, NUM_RANKS, version=1)
+    manifest = await asyncio.to_thread(written, story, tmp_path)
+    harness.seed_of_version[1] = 5
+    ack = await within(engine.update_weights(manifest))
+    assert (ack.version, ack.checksum) == (1, manifest.checksum)
+    output = await harness.sample(prompt_of(7), max_new_tokens=20)
+    assert output.spans == ((1, 20),)
+    np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
+
+    # One slot: what comes next is written over it, by whoever opens it with new handles.
+    again = await engine.make_slots(transfer.buffers, "float32", 1)
+    slots = OpenedSlots([mine for (mine,) in again], transfer.buffers, [0])
+    slots.buffers(2, 0)["model.norm.weight"][0] += 1
+    with pytest.raises(WeightSyncError, match=r"what arrived of model\.norm\.weight checksum"):
+        await within(engine.update_weights(manifest))
+    assert engine.version == 1
+    output = await harness.sample(prompt_of(7), max_new_tokens=20)
+    np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
+
+
+def test_memory_outlives_its_owner_for_those_who_have_it_but_nobody_else_gets_it(tmp_path: Path) -> None:
+    owner = start("own", 0, tmp_path)
+    try:
+        handles = wait_for(tmp_path / "handles", owner)
+        slots = OpenedSlots(handles[:1], [OWN_SIZES], [0])
+    finally:
+        owner.kill()
+        owner.wait(timeout=START_S)
+    values = slots.buffers(1, 0)["values"]
+    values += 1
+    assert (values == 2).all()
+    del values, slots
+    gc.collect()
+    assert "its engine has ended" in refusal(handles[1:]).lower()
+
+
+def wait_for(file: Path, owner: subprocess.Popen[str]) -> Sequence[SlotHandle]:
+    deadline = time.monotonic() + START_S
+    while not file.exists():
+        assert owner.poll() is None, owner.communicate()[0]
+        assert time.monotonic() < deadline, f"no handles after {START_S:.0f} s"
+        time.sleep(0.05)
+    handles: Sequence[SlotHandle] = pickle.loads(file.read_bytes())
+    return handles
+
+
+def refusal(handles: Sequence[SlotHandle]) -> str:
+    """Of an opening; torch's manager of shared memory frees it a moment after its owner has died."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            OpenedSlots(handles, [OWN_SIZES], [0])
+        except WeightSyncError as error:
+            return str(error)
+        gc.collect()
+        time.sleep(0.05)
+    return ""

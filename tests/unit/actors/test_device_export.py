@@ -1,0 +1,102 @@
+"""Publishing into device memory over fakes: who gets slots, when, and what happens to an engine without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from penstock.actors.device_export import DeviceExport
+from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
+from penstock.dataflow.ids import EngineId
+from penstock.rollout.pool import EnginePool
+from penstock.weights.checksum import PartialSum
+from penstock.weights.config import WeightsConfig
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.transport.shards import IN_DEVICE_MEMORY
+from tests.conftest import TINY_SHAPE
+
+NORM = TensorSpec("model.norm.weight", (640,))
+
+
+@dataclass
+class FakeTrainer:
+    """Two ranks that hold everything, on devices of their own."""
+
+    cannot_open: str | None = None
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    nodes: tuple[str, ...] = ("node-a", "node-a")
+
+    async def training_side(self) -> tuple[TrainingSide, str]:
+        return TrainingSide((NORM,), num_replicas=2), "unused"
+
+    async def ask(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "device":
+            return ["GPU-a", "GPU-b"]
+        if method == "open_slots":
+            engine_id, transfer, handles = arguments
+            self.calls.append(("open", engine_id, {copy.src_rank for copy in transfer.plan.copies}, handles))
+            return ["", "trainer rank 1: no peer access" if engine_id == self.cannot_open else ""]
+        version, names = arguments
+        self.calls.append(("write", version, names))
+        return [[PartialSum(0, NORM.name, 3)], [PartialSum(0, NORM.name, 4)]]
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    engine_id: EngineId
+    device: str
+    failure: Exception | None = None
+    node_id: str = "node-a"
+    version: int = -1
+
+    async def make_slots(self, buffers: Any, dtype: str, num_writers: int) -> list[list[SlotHandle]]:
+        assert (buffers, dtype, num_writers) == (({NORM.name: 640},), "float32", 2)
+        if self.failure is not None:
+            raise self.failure
+        return [[SlotHandle(self.device, bytes([rank]), 0) for rank in range(num_writers)]]
+
+
+def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceExport, EnginePool]:
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    side = EngineSide("torch", TINY_SHAPE)
+    return DeviceExport(trainer, pool, side, "float32", WeightsConfig()), pool  # type: ignore[arg-type]
+
+
+async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_device():
+    trainer = FakeTrainer()
+    export, pool = export_to(trainer, FakeEngine(EngineId("e0"), "GPU-a"), FakeEngine(EngineId("e1"), "GPU-b"))
+    for version in (0, 1):
+        manifest = (await (await export.begin(version))).manifest
+        assert (manifest.version, manifest.location, manifest.num_shards) == (version, IN_DEVICE_MEMORY, 1)
+        assert [entry.checksum for entry in manifest.entries] == [7], "of one engine's plan: they have equal sums"
+    opened = {call[1]: call[2] for call in trainer.calls if call[0] == "open"}
+    assert opened == {"e0": {0}, "e1": {1}}
+    assert [call[0] for call in trainer.calls] == ["open", "open", "write", "write"]
+    pool.add(FakeEngine(EngineId("e2"), "GPU-b"))  # type: ignore[arg-type]
+    await pool.fence(EngineId("e0"), "lost")
+    await export.begin(2)
+    assert trainer.calls[-2][:2] == ("open", "e2")
+    assert trainer.calls[-1] == ("write", 2, ["e1", "e2"])
+
+
+@pytest.mark.parametrize("failure", [EngineLostError("it died"), WeightSyncError("expandable segments")])
+async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failure: Exception):
+    trainer = FakeTrainer(cannot_open="e1")
+    engines = [FakeEngine(EngineId(f"e{index}"), "GPU-a") for index in range(3)]
+    engines[0].failure = failure
+    export, pool = export_to(trainer, *engines)
+    await export.begin(0)
+    assert pool.fenced == {"e0": str(failure), "e1": "trainer rank 1: no peer access"}
+    assert trainer.calls[-1] == ("write", 0, ["e2"])
+    await pool.fence(EngineId("e2"), "lost too")
+    with pytest.raises(WeightSyncError, match=r"publish v1: no engine is left .*no peer access"):
+        await export.begin(1)
+
+
+def test_several_nodes_are_refused():
+    with pytest.raises(PlacementError, match=r"weights\.memory=host"):
+        export_to(FakeTrainer(nodes=("node-a", "node-b")), FakeEngine(EngineId("e0"), "GPU-a"))

@@ -1,0 +1,20 @@
+"""Whether torch takes GPU memory in a way that other processes can open. No torch here: asked before the start too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """Why device memory cannot be shared under these variables; empty if it can."""
+    for name in _VARIABLES:
+        fields = (field.partition(":") for field in environment.get(name, "").split(","))
+        if {key.strip(): value.strip().lower() for key, _, value in fields}.get("expandable_segments") == "true":
+            return (
+                f"weights.memory=device with {name}={environment[name]}: torch shares expandable segments by file "
+                "descriptors that it takes out of the other process (pidfd_getfd), which containers forbid. Take "
+                "expandable_segments:True out of it, or set weights.memory=host."
+            )
+    return ""
