@@ -71,6 +71,7 @@ class TrainerConfig(BaseModel):
         sequence_parallel_size: Ranks that split every sequence (DeepSpeed Ulysses).
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         share_prompts: Compute a prompt once for the sequences of a row that begin with it.
+        compile: Run the layers through torch.compile.
         lora: Train adapters and freeze the weights; None trains all of them.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
         step_timeout_s: Longest wait for one training step, seconds.
@@ -87,6 +88,7 @@ class TrainerConfig(BaseModel):
     offload_optimizer: bool = False
     max_tokens_per_micro_batch: int = Field(gt=0)
     share_prompts: bool = False
+    compile: bool = False
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)

@@ -34,6 +34,7 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
         )
     violations += [message for message, _ in lora_violations(trainer)]
     violations += [message for message, _ in shared_prompt_violations(model, trainer)]
+    violations += [message for message, _ in compile_violations(trainer)]
     if trainer.backend == "torch":
         violations += _torch_violations(model, trainer)
     return violations + [message for message, _ in parallel_violations(model, trainer)]
@@ -68,6 +69,24 @@ def shared_prompt_violations(model: ModelConfig, trainer: TrainerConfig) -> Iter
             "share_prompts=false.",
             ("trainer.share_prompts", "trainer.sequence_parallel_size"),
         )
+
+
+def compile_violations(trainer: TrainerConfig) -> Iterator[Violation]:
+    """Compiled layers are shown to be right under plain torch only."""
+    if not trainer.compile:
+        return
+    untested = {
+        f"trainer.backend={trainer.backend}": trainer.backend != "torch",
+        "trainer.lora": trainer.lora is not None,
+        "trainer.gradient_checkpointing=true": trainer.gradient_checkpointing,
+    }
+    for setting, is_set in untested.items():
+        if is_set:
+            yield Violation(
+                f"trainer.compile=true with {setting}: compiled layers have been compared with uncompiled ones on "
+                "trainer.backend=torch alone, without adapters or recomputed activations. Use compile=false.",
+                ("trainer.compile", setting.partition("=")[0]),
+            )
 
 
 def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str]:

@@ -72,6 +72,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
             ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.share_prompts=true"],
             ["trainer.share_prompts=true", "sequence_parallel_size=2", "would see each other"],
         ),
+        (["trainer.compile=true"], ["trainer.compile=true", "trainer.backend=deepspeed", "Use compile=false"]),
         (
             ["trainer.tensor_parallel_size=2", "trainer.sequence_parallel_size=2", "trainer.num_ranks=4"],
             ["tensor_parallel_size=2", "sequence_parallel_size=2", "not both", "Set one of them to 1"],
