@@ -104,6 +104,7 @@ def build_trainer(
         max_new_tokens=max_new_tokens,
         kind=kind,
         policy_id=policy_id,
+        share_prompts=trainer.share_prompts,
     )
     device_name = torch.cuda.get_device_name(backend.device) if device == "cuda" else None
     work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))

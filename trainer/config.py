@@ -70,6 +70,8 @@ class TrainerConfig(BaseModel):
         tensor_parallel_size: Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences.
         sequence_parallel_size: Ranks that split every sequence (DeepSpeed Ulysses).
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
+        share_prompts: Compute a prompt once for the sequences of a row that begin with it.
+        compile: Run the layers through torch.compile.
         lora: Train adapters and freeze the weights; None trains all of them.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
         step_timeout_s: Longest wait for one training step, seconds.
@@ -85,6 +87,8 @@ class TrainerConfig(BaseModel):
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     max_tokens_per_micro_batch: int = Field(gt=0)
+    share_prompts: bool = False
+    compile: bool = False
     lora: LoraConfig | None = None
     optimizer: OptimizerConfig
     max_bad_steps: int = Field(default=3, ge=1)

@@ -55,13 +55,14 @@ class Critic:
 
     def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
-        self._work.computed(sampled_tokens(payloads), num_forwards=1)
+        sequences = sampled_tokens(payloads)
+        self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
         return self._passes.per_sampled_token(payloads)
 
     def update(self, sequences: Sequence[TrainingSequence]) -> None:
         """One optimizer step towards the returns of these sequences; skipped if anything is not finite."""
-        self._work.computed(sequences, num_forwards=FORWARD_AND_BACKWARD)
         plan = self._passes.plan(sequences)
+        self._work.computed(sequences, plan.shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):

@@ -17,7 +17,8 @@ from penstock.trainer.batches.members import all_sequences
 from penstock.trainer.batches.packing import BatchPlan, RowLayout
 from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.batches.sequence_share import sequence_share
-from penstock.trainer.batches.sequences import loss_tokens
+from penstock.trainer.batches.sequences import loss_tokens, prompt_length
+from penstock.trainer.batches.shared_prompts import plan_with_shared_prompts
 from penstock.trainer.batches.units import plan_units
 
 
@@ -33,6 +34,7 @@ class StepSettings:
         max_new_tokens: Sampling limit, the constant of `constant_length`.
         kind: A policy, or a reward model, which is trained with preferences only.
         policy_id: Which of the policies of a run is trained.
+        share_prompts: Compute a prompt once for all sequences of a row that begin with it.
     """
 
     max_tokens_per_micro_batch: int
@@ -42,6 +44,7 @@ class StepSettings:
     max_new_tokens: int
     kind: ModelKind = "policy"
     policy_id: PolicyId = POLICY
+    share_prompts: bool = False
 
 
 class TeacherForced(NamedTuple):
@@ -59,7 +62,12 @@ class TeacherForced(NamedTuple):
 def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
     """Every thread of every trajectory, with all its sampled tokens as targets."""
     return [
-        TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
+        TrainingSequence(
+            token_ids=one.token_ids,
+            targets=(targets := loss_tokens(one)),
+            behavior_logprobs=np.zeros(len(targets), np.float32),
+            prompt_length=prompt_length(one),
+        )
         for one in all_sequences(payloads)
     ]
 
@@ -73,14 +81,18 @@ class Passes:
 
     def plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
         """Which sequences go where."""
+        num_ranks, settings = self.backend.data_parallel_size, self.settings
+        max_tokens, attention_share = settings.max_tokens_per_micro_batch, settings.attention_share
+        if settings.share_prompts:
+            return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=attention_share)
         masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
         return plan_units(
             [sequence.num_inputs for sequence in sequences],
             [sequence.unit for sequence in sequences],
-            self.backend.data_parallel_size,
-            self.settings.max_tokens_per_micro_batch,
-            attention_share=self.settings.attention_share,
-            layout=masked_layout if self.settings.attention == "sdpa" else "single_row",
+            num_ranks,
+            max_tokens,
+            attention_share=attention_share,
+            layout=masked_layout if settings.attention == "sdpa" else "single_row",
         )
 
     def micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:

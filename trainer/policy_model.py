@@ -8,7 +8,7 @@ Shape legend: R rows, L row length, K loss tokens, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,14 @@ def hidden_at(
     """`[K, H]`: last hidden states of a Hugging Face body where the target tokens are predicted."""
     output = body(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, use_cache=False)
     return output.last_hidden_state.flatten(0, 1).index_select(0, target_index)
+
+
+def compile_body(model: Any, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the layers of a `PolicyModel` or `ValueModel` at their first call; names of parameters stay.
+
+    For any row length at once. A graph each for: one row or several, with a mask or without, training or evaluation.
+    """
+    model.hf_model.base_model.compile(backend=backend, dynamic=True)
 
 
 def hf_name(parameter_name: str) -> str:

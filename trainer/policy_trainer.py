@@ -257,7 +257,7 @@ class PolicyTrainer:
                 "one (teacher.path), or use a loss that learns from rewards."
             )
         if algorithm.needs_reference and not references:
-            self._work.computed(sampled_tokens(payloads), num_forwards=1)
+            self._count_forward(sampled_tokens(payloads))
             with self.backend.adapters.off():
                 references = self._passes.per_sampled_token(payloads)
         values = () if self.critic is None else self.critic.values(payloads)
@@ -267,12 +267,15 @@ class PolicyTrainer:
         )
         if algorithm.proximal != "recompute":
             return sequences
-        self._work.computed(sequences, num_forwards=1)
+        self._count_forward(sequences)
         found = self._passes.per_target(sequences)
         return [
             replace(one, proximal_logprobs=logprobs.astype(np.float32))
             for one, logprobs in zip(sequences, found, strict=True)
         ]
+
+    def _count_forward(self, sequences: Sequence[TrainingSequence]) -> None:
+        self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
 
     def _open(
         self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True
@@ -303,8 +306,8 @@ class PolicyTrainer:
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch."""
-        self._work.trained(sequences)
         plan = self._passes.plan(sequences)
+        self._work.trained(sequences, plan.shared_lengths)
         count = len(plan.ranks[self.backend.data_parallel_rank])
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
             target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)

@@ -17,7 +17,7 @@ from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.lora import Adapter, Adapters, merged, save_adapter
-from penstock.trainer.policy_model import PolicyModel, hf_parameters
+from penstock.trainer.policy_model import PolicyModel, compile_body, hf_parameters
 from penstock.trainer.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
@@ -117,6 +117,8 @@ def build_torch_backend(
 ) -> TorchBackend:
     """Load a model, and its optimizer."""
     policy = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing).to(device)
+    if trainer.compile:
+        compile_body(policy)
     return TorchBackend(policy, build_adamw(policy, trainer.optimizer), trainer.optimizer.gradient_clip_norm)
 
 

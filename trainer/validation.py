@@ -33,6 +33,8 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             "trainer.offload_optimizer=true has no effect with trainer.zero_stage=0. Use trainer.zero_stage=1, 2 or 3."
         )
     violations += [message for message, _ in lora_violations(trainer)]
+    violations += [message for message, _ in shared_prompt_violations(model, trainer)]
+    violations += [message for message, _ in compile_violations(trainer)]
     if trainer.backend == "torch":
         violations += _torch_violations(model, trainer)
     return violations + [message for message, _ in parallel_violations(model, trainer)]
@@ -47,6 +49,44 @@ def lora_violations(trainer: TrainerConfig) -> Iterator[Violation]:
             "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state.",
             ("trainer.lora", "trainer.tensor_parallel_size"),
         )
+
+
+def shared_prompt_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:
+    """Answers behind one prompt need a mask: by position ids alone each would see those before it."""
+    if not trainer.share_prompts:
+        return
+    if model.attention != "sdpa":
+        yield Violation(
+            f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask, and finds sequences "
+            "by positions that restart at 0, so answers behind one prompt would see each other. Use "
+            "model.attention=sdpa or share_prompts=false.",
+            ("trainer.share_prompts", "model.attention"),
+        )
+    if trainer.sequence_parallel_size > 1:
+        yield Violation(
+            f"trainer.share_prompts=true with trainer.sequence_parallel_size={trainer.sequence_parallel_size}: Ulysses "
+            "drops attention masks, so answers behind one prompt would see each other. Use sequence_parallel_size=1 or "
+            "share_prompts=false.",
+            ("trainer.share_prompts", "trainer.sequence_parallel_size"),
+        )
+
+
+def compile_violations(trainer: TrainerConfig) -> Iterator[Violation]:
+    """Compiled layers are shown to be right under plain torch only."""
+    if not trainer.compile:
+        return
+    untested = {
+        f"trainer.backend={trainer.backend}": trainer.backend != "torch",
+        "trainer.lora": trainer.lora is not None,
+        "trainer.gradient_checkpointing=true": trainer.gradient_checkpointing,
+    }
+    for setting, is_set in untested.items():
+        if is_set:
+            yield Violation(
+                f"trainer.compile=true with {setting}: compiled layers have been compared with uncompiled ones on "
+                "trainer.backend=torch alone, without adapters or recomputed activations. Use compile=false.",
+                ("trainer.compile", setting.partition("=")[0]),
+            )
 
 
 def unmatched_targets(layers: Sequence[str], targets: Sequence[str]) -> list[str]:

@@ -63,16 +63,18 @@ class Work:
     num_tokens: int = 0
     flops: float = 0.0
 
-    def trained(self, sequences: Sequence[TrainingSequence]) -> None:
+    def trained(self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int]) -> None:
         """The policy went forward and backward over these."""
-        self.computed(sequences, num_forwards=FORWARD_AND_BACKWARD)
+        self.computed(sequences, shared_lengths, num_forwards=FORWARD_AND_BACKWARD)
         self.num_tokens += sum(one.num_inputs for one in sequences)
 
-    def computed(self, sequences: Sequence[TrainingSequence], *, num_forwards: int) -> None:
-        """Passes over these beside that: of a critic, or without gradient."""
-        self.flops += num_forwards * sum(
-            forward_flops(self.shape, one.num_inputs, len(one.targets)) for one in sequences
-        )
+    def computed(
+        self, sequences: Sequence[TrainingSequence], shared_lengths: Sequence[int], *, num_forwards: int
+    ) -> None:
+        """Passes over these beside that: of a critic, or without gradient. `BatchPlan.shared_lengths` do not count."""
+        flops = sum(forward_flops(self.shape, one.num_inputs, len(one.targets)) for one in sequences)
+        saved = sum(forward_flops(self.shape, length, 0) for length in shared_lengths)
+        self.flops += num_forwards * (flops - saved)
 
     def take(self, busy_s: float) -> dict[str, float]:
         """Rates over `busy_s` seconds of computing; begins anew."""

@@ -32,6 +32,7 @@ class TrainingSequence:
         lags: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
         reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
         teacher_logprobs: Likewise, of a teacher.
+        prompt_length: Tokens before the first sampled one, which may be computed once for several sequences; 0: none.
         preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
         unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
         group: Position of its group in the batch; a mini-batch is of whole groups.
@@ -54,6 +55,7 @@ class TrainingSequence:
     old_values: NDArray[np.floating] | None = None
     returns: NDArray[np.floating] | None = None
     teacher_logprobs: NDArray[np.float32] | None = None
+    prompt_length: int = 0
 
     def __post_init__(self) -> None:
         if len(self.targets) and self.targets[0] < 1:
@@ -74,7 +76,7 @@ class ModelInputs:
 
     Attributes:
         input_ids: `[R, L] int64`.
-        position_ids: `[R, L] int64`, restarting at 0 with every sequence.
+        position_ids: `[R, L] int64`, restarting with every sequence, behind a shared prompt at its end.
         attention_mask: `[R, 1, L, L] bool`, True where attended; None if plain causal attention (or position ids) do.
         target_index: `[K] int64` into the flattened `[R·L]` hidden states.
         target_ids: `[K] int64`, the token to predict there.
@@ -154,20 +156,30 @@ def collate(
     # Padding continues the count: causal attention never looks at it, and a row of one sequence needs no mask.
     position_ids = np.tile(np.arange(plan.row_length, dtype=np.int64), (shape[0], 1))
     segment_ids = np.full(shape, _PADDING_SEGMENT, dtype=np.int32)
+    block_ids, shown_to = segment_ids.copy(), segment_ids.copy()
     target_index = []
     order = [index for row in plan.rows for index in row]
     for row, indices in enumerate(plan.rows):
-        start = 0
-        for index in indices:
+        start = block_start = block = 0
+        for index, shared in zip(indices, plan.shared[row] if plan.shared else [0] * len(indices), strict=True):
             sequence = sequences[index]
-            stop = start + sequence.num_inputs
-            input_ids[row, start:stop] = sequence.token_ids[: sequence.num_inputs]
-            position_ids[row, start:] -= position_ids[row, start]
+            if not shared:
+                block_start, block = start, index
+            stop = start + sequence.num_inputs - shared
+            input_ids[row, start:stop] = sequence.token_ids[shared : sequence.num_inputs]
+            position_ids[row, start:] = np.arange(shared, shared + plan.row_length - start)
             segment_ids[row, start:stop] = index
-            target_index.append(sequence.targets + (row * plan.row_length + start - 1))
+            block_ids[row, start:stop] = block
+            shown_to[row, block_start : block_start + shared] = block
+            before = sequence.targets - 1
+            places = np.where(before < shared, block_start + before, start - shared + before)
+            target_index.append(row * plan.row_length + places)
             start = stop
     counts = [len(sequences[index].targets) for index in order]
-    has_packed_row = any(len(row) > 1 for row in plan.rows)
+    mask = None
+    if needs_mask and any(len(row) > 1 for row in plan.rows):
+        ids = [torch.from_numpy(one).to(device) for one in (segment_ids, block_ids, shown_to)]
+        mask = block_diagonal_mask(ids[0]) if not plan.shared else shared_prompt_mask(*ids)
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -186,7 +198,7 @@ def collate(
         inputs=ModelInputs(
             input_ids=tensor(input_ids),
             position_ids=tensor(position_ids),
-            attention_mask=block_diagonal_mask(tensor(segment_ids)) if needs_mask and has_packed_row else None,
+            attention_mask=mask,
             target_index=tensor(np.concatenate(target_index).astype(np.int64)),
             target_ids=per_token([one.token_ids[one.targets] for one in chosen], np.int64),
         ),
@@ -227,9 +239,24 @@ def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
 
     Padding is a segment of its own, so every query attends to something and softmax stays finite.
     """
-    length = segment_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=segment_ids.device).tril()
-    return ((segment_ids[:, :, None] == segment_ids[:, None, :]) & causal)[:, None]
+    return ((segment_ids[:, :, None] == segment_ids[:, None, :]) & _causal(segment_ids))[:, None]
+
+
+def shared_prompt_mask(segment_ids: Tensor, block_ids: Tensor, shown_to: Tensor) -> Tensor:
+    """`block_diagonal_mask`, and a query also attends to what is shown to its block: the prompt in front of it.
+
+    Args:
+        segment_ids: `[R, L] int`, which sequence.
+        block_ids: `[R, L] int`, which block of sequences of one prompt.
+        shown_to: `[R, L] int`, the block of a shared prompt's tokens; of others the padding's.
+    """
+    is_prompt = block_ids[:, :, None] == shown_to[:, None, :]
+    return block_diagonal_mask(segment_ids) | (is_prompt & _causal(segment_ids))[:, None]
+
+
+def _causal(row_ids: Tensor) -> Tensor:
+    """`[L, L] bool` for `[R, L]`."""
+    return torch.ones(2 * row_ids.shape[1:], dtype=torch.bool, device=row_ids.device).tril()
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:

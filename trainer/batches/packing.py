@@ -34,10 +34,13 @@ class MicroBatchPlan:
     Attributes:
         rows: Sequence indices of each row, in order. No rows: an empty micro-batch that only keeps ranks in step.
         row_length: L, tokens; every row is padded to it.
+        shared: Like `rows`: how many first tokens of each sequence are those of the last one before it with a 0 here,
+            and are not laid out again; empty: none are.
     """
 
     rows: tuple[tuple[int, ...], ...]
     row_length: int
+    shared: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_padded_tokens(self) -> int:
@@ -59,6 +62,12 @@ class BatchPlan:
 
     ranks: tuple[tuple[MicroBatchPlan, ...], ...]
     efficiency: float
+
+    @property
+    def shared_lengths(self) -> list[int]:
+        """Of every prompt that is not computed because another sequence has brought it, tokens."""
+        rows = [row for rank in self.ranks for micro_batch in rank for row in micro_batch.shared]
+        return [length for row in rows for length in row if length]
 
 
 def plan_batch(

@@ -60,6 +60,7 @@ def preference_sequences(
                     reference_logprobs=np.append(reference, np.zeros(len(targets) - 1)).astype(np.float32),
                     preferred_to=(2 * index + 1,) if answer is pair.chosen else (),
                     unit=index,
+                    prompt_length=len(pair.prompt),
                     group=index,
                 )
             )

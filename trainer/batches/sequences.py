@@ -77,6 +77,7 @@ def policy_sequences(
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
                 group=member.group,
+                prompt_length=prompt_length(member.trajectory),
                 old_values=None if member.values is None else member.values[keep],
                 returns=None if member.values is None else (advantage + member.values)[keep],
                 teacher_logprobs=None if member.teacher is None else member.teacher[keep],
@@ -147,6 +148,11 @@ def weigh(
 
 def _counts(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     return np.array([len(sequence.targets) for sequence in sequences], dtype=np.int64)
+
+
+def prompt_length(trajectory: Trajectory) -> int:
+    """Tokens before the first sampled one; of a thread these are all that it began with."""
+    return int(trajectory.loss_mask.argmax())
 
 
 def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:

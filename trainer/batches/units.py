@@ -40,8 +40,8 @@ def plan_units(
     for bundle, total in zip(bundles, totals, strict=True):
         if total > max_tokens and len(bundle) > 1:
             raise ShapeError(
-                f"trainer.max_tokens_per_micro_batch={max_tokens} is below {total} tokens: {len(bundle)} answers of a "
-                f"group, of {', '.join(str(lengths[one]) for one in bundle)} tokens, are compared with each other, and "
+                f"trainer.max_tokens_per_micro_batch={max_tokens} is below {total} tokens: answers of a group, "
+                f"in parts of {', '.join(str(lengths[one]) for one in bundle)} tokens, are compared with each other: "
                 f"their loss needs all of them in one micro-batch. Use at least {total} or algorithm.pairs=best_worst."
             )
     plan = plan_batch(totals, num_ranks, max_tokens, attention_share=attention_share, layout=layout)

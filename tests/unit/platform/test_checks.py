@@ -69,6 +69,11 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["trainer.tensor_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "never split", "a divisor"]),
         (["trainer.sequence_parallel_size=4", "trainer.num_ranks=4"], ["num_kv_heads=2", "whole heads"]),
         (
+            ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2", "trainer.share_prompts=true"],
+            ["trainer.share_prompts=true", "sequence_parallel_size=2", "would see each other"],
+        ),
+        (["trainer.compile=true"], ["trainer.compile=true", "trainer.backend=deepspeed", "Use compile=false"]),
+        (
             ["trainer.tensor_parallel_size=2", "trainer.sequence_parallel_size=2", "trainer.num_ranks=4"],
             ["tensor_parallel_size=2", "sequence_parallel_size=2", "not both", "Set one of them to 1"],
         ),
@@ -145,6 +150,10 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["cluster.pools.train.memory_gib=80", "zero_stage"],
         ),
         (["model.attention=flash_attention_2", "model.dtype=float32", "trainer.offload_optimizer=true"], ["bfloat16"]),
+        (
+            ["model.attention=flash_attention_2", "trainer.share_prompts=true"],
+            ["trainer.share_prompts=true", "takes no mask", "Use model.attention=sdpa"],
+        ),
     ],
 )
 def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):

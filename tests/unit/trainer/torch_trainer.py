@@ -28,6 +28,7 @@ def trainer_of(
     critic: CriticConfig | None = None,
     kind: str = "policy",
     lora: LoraConfig | None = None,
+    share_prompts: bool = False,
     **algorithm,
 ) -> PolicyTrainer:
     return build_trainer(
@@ -37,6 +38,7 @@ def trainer_of(
             backend="torch",
             max_tokens_per_micro_batch=max_tokens,
             lora=lora,
+            share_prompts=share_prompts,
             optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
         AlgorithmConfig(**algorithm),
