@@ -126,6 +126,9 @@ class Run:
         self._instruments.hub.log(self.version, metrics)
         if not report.skipped:  # the version stays: the file would be that of the last batch that was trained
             self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
+        silent = report.metrics.get("trainer/silent_updates", 0.0)
+        if silent and silent == report.metrics["trainer/updates"]:
+            self._instruments.note(f"v{self.version} is as the one before: its batch has nothing to learn from")
         if self._progress.bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
             raise TrainingError(
                 f"trainer: {self._progress.bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
