@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo sweep test lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,6 +46,12 @@ setup:  ## Install everything into .venv; does nothing when it is up to date (FL
 demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on this machine (SEED=0)
 	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true
 	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
+
+SWEEP := grpo,dr_grpo,rloo,reinforce_pp,dapo,cispo,gspo,sapo,dppo,topr,online_dpo
+sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; days on two cores, goes on where it stopped (SEED=0)
+	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true
+	@$(BIN)/penstock sweep staleness experiment=arithmetic --algorithms $(SWEEP) --staleness 0,1,4,8,16 \
+		--seeds $(SEED):$$(($(SEED) + 1))
 
 QUICK_TESTS := tests/arch tests/unit tests/property tests/simulation
 # They start no Ray, vLLM or DeepSpeed, so two run at a time; the others measure what they start, and run alone.

@@ -21,7 +21,7 @@ from penstock.actors.reward import RewardActor
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer import TrainerRank
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import EngineLostError, PlacementError
+from penstock.dataflow.errors import EngineLostError, PlacementError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
@@ -31,6 +31,7 @@ from penstock.trainer.spec import TrainerSpec
 from penstock.weights.transport.shared_memory import remove_directories_of
 
 ENGINE_CONCURRENCY = 64
+FETCH_TIMEOUT_S = 120.0
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves the engines beside any other program
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -89,6 +90,17 @@ class ObjectStore:
 
     async def put(self, payload: GroupPayload) -> ray.ObjectRef:
         return ray.put(payload)
+
+    async def get(self, handle: ray.ObjectRef) -> GroupPayload:
+        try:
+            with ray_boundary(TrainingError, "a stored group"):
+                async with asyncio.timeout(FETCH_TIMEOUT_S):
+                    payload: GroupPayload = await handle
+        except TimeoutError:
+            raise TrainingError(
+                f"a stored group did not come within {FETCH_TIMEOUT_S:.0f} s. The node that holds it does not answer."
+            ) from None
+        return payload
 
 
 async def start_engines(

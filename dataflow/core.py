@@ -186,6 +186,11 @@ class Dataflow:
     def is_batch_complete(self) -> bool:
         return len(self._in_training) == self.limits.batch_groups
 
+    @property
+    def in_training(self) -> tuple[GroupRef, ...]:
+        """The batch that the trainer has, until `advance` or `skip`."""
+        return tuple(self._in_training)
+
     def advance(self, version: int) -> None:
         """The batch in training was trained and published as `version`: its credits are free."""
         if version != self.version + 1:

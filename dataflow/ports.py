@@ -269,3 +269,11 @@ class PayloadStore(Protocol):
     async def put(self, payload: GroupPayload) -> Any:
         """Store a payload; the returned handle keeps it alive."""
         ...
+
+    async def get(self, handle: Any) -> GroupPayload:
+        """What `put` gave this handle for.
+
+        Raises:
+            TrainingError: If it is lost, or does not come in time.
+        """
+        ...

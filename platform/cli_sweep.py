@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform.cli_simulate import parse_seeds
-from penstock.platform.sweep.grid import grid
-from penstock.platform.sweep.results import table, write
+from penstock.platform.sweep.grid import Cell, grid
+from penstock.platform.sweep.results import Found, table, write
 from penstock.platform.sweep.runner import check_cells, run_cells
 
 
@@ -26,19 +26,27 @@ def run_staleness_sweep(
     with_uncorrected: bool,
     console: Console,
 ) -> int:
-    """Run all cells that are not there yet, then write and print table and plot; returns the exit code.
+    """Run all cells that are not there yet, write table and plot after each, print the table; returns the exit code.
 
     Raises:
         ConfigError: If a cell cannot run, before any does.
-        PenstockError: If a run fails.
+        PenstockError: If cells failed, once all others are done.
     """
     names = [name.strip() for name in algorithms.split(",") if name.strip()]
     stalenesses = _numbers(staleness)
     cells = list(grid(names, stalenesses, parse_seeds(seeds), with_uncorrected=with_uncorrected))
     folder.mkdir(parents=True, exist_ok=True)
     configs = check_cells(cells, overrides, folder)
-    results = run_cells(configs, overrides, folder, cell_timeout_s, lambda line: console.print(line, highlight=False))
-    write(results, stalenesses, folder)
+    results: dict[Cell, Found] = {}
+
+    def keep(found: dict[Cell, Found]) -> None:
+        results.update(found)
+        write(results, stalenesses, folder)
+
+    def note(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    failed = run_cells(configs, overrides, folder, cell_timeout_s, note, keep)
     header, *rows = table(results, stalenesses)
     shown = Table(title="greedy held-out accuracy after training", title_justify="left")
     for column in header:
@@ -47,6 +55,11 @@ def run_staleness_sweep(
         shown.add_row(*row)
     console.print(shown)
     console.print(f"{folder / 'sweep.md'}, sweep.json, sweep.html", highlight=False)
+    if failed:
+        raise PenstockError(
+            f"sweep: {len(failed)} of {len(cells)} cells failed: {', '.join(failed)}. Their output is in "
+            f"{folder}/<cell>.log; the same command runs them again."
+        )
     return 0
 
 

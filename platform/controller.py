@@ -18,6 +18,7 @@ async def train(run: Run) -> None:
             batch = flow.next_batch()  # a stream of groups, deadline order, bounded
             report = await run.trainer.step(batch)  # logprobs → advantages → loss → optimizer
             if report.skipped:  # bad numbers: nothing was learned, nothing is published
+                await run.keep_bad_batch(report)
                 flow.skip()
             else:
                 await run.publish(report.version)  # in flight: swap, acknowledge

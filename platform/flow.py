@@ -118,6 +118,10 @@ class Flow:
             for group in closed:
                 yield group
 
+    async def fetch_batch(self) -> list[GroupPayload]:
+        """The payloads of the batch that the trainer has, until `advance` or `skip`."""
+        return [await self.ports.store.get(group.handle) for group in self.core.in_training]
+
     def advance(self, version: int) -> None:
         """The batch was trained and published: frees its credits."""
         self.core.advance(version)

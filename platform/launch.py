@@ -17,6 +17,7 @@ from penstock.platform.episodes import episode_player
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
+from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.console import RunConsole
 from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
@@ -55,7 +56,9 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
     memory = MemorySampler()
     memory.start()
     hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")), console)
-    instruments = Instruments(hub, memory, TrajectoryTable(run_dir), run_dir, console.note, EventTail())
+    instruments = Instruments(
+        hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note, EventTail()
+    )
     status: RunStatus = "failed"
     run: Run | None = None
     try:

@@ -14,6 +14,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.flow import Flow
+from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
@@ -49,6 +50,7 @@ class Instruments:
     hub: MetricsHub
     memory: MemorySampler
     trajectories: TrajectoryTable
+    bad_batches: BadBatches
     run_dir: Path
     note: Callable[[str], None]
     events: EventTail
@@ -81,6 +83,7 @@ class Run:
         self._instruments = instruments
         self._progress = Progress()
         self._last_publish: PublishReport | None = None
+        self._bad_batch: Path | None = None
         self._beside: asyncio.Task[None] | None = None
 
     def flow(self) -> Flow:
@@ -93,6 +96,13 @@ class Run:
         """Make `version` what the engines sample from, while they generate."""
         self._last_publish = await self.publisher.publish(version)
         self.version = version
+
+    async def keep_bad_batch(self, report: StepReport) -> None:
+        """Write the whole batch of a skipped step, before the flow gives it up."""
+        assert self.current_flow is not None
+        batch = await self.current_flow.fetch_batch()
+        self._bad_batch = self._instruments.bad_batches.write(self.version, batch, report.metrics)
+        self._instruments.note(f"step at v{self.version} skipped, numbers not finite; its batch: {self._bad_batch}")
 
     def observe(self, report: StepReport) -> None:
         """Send everything that is known of a step to the sinks.
@@ -114,12 +124,16 @@ class Run:
             "memory/pss_gib": self._instruments.memory.latest_gib,
         }
         self._instruments.hub.log(self.version, metrics)
-        self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
+        if not report.skipped:  # the version stays: the file would be that of the last batch that was trained
+            self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
+        silent = report.metrics.get("trainer/silent_updates", 0.0)
+        if silent and silent == report.metrics["trainer/updates"]:
+            self._instruments.note(f"v{self.version} is as the one before: its batch has nothing to learn from")
         if self._progress.bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
             raise TrainingError(
                 f"trainer: {self._progress.bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
-                f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch is "
-                f"in {self._instruments.run_dir / 'trajectories'}. Lower trainer.optimizer.lr, or look at the rewards."
+                f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch "
+                f"is in {self._bad_batch}. Lower trainer.optimizer.lr, or look at its rewards and logprobs."
             )
 
     async def evaluate_first(self) -> None:

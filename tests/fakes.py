@@ -109,3 +109,6 @@ class FakeStore:
 
     async def put(self, payload: GroupPayload) -> Any:
         return payload
+
+    async def get(self, handle: GroupPayload) -> GroupPayload:
+        return handle

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from penstock.trainer.algorithms.fused import can_fuse, fused_loss, fused_settings
@@ -31,8 +32,25 @@ class PolicyObjective:
         if self._fused is not None and can_fuse(target):
             proximal = self._composed.proximal(target, micro_batch, is_first_update=update.is_first)
             start = _start(target, micro_batch, update)
-            return fused_loss(target, proximal, start, entropies, micro_batch, self._fused, update.metrics)
-        return composed_loss(self._composed, target, entropies, micro_batch, update)
+            loss = fused_loss(target, proximal, start, entropies, micro_batch, self._fused, update.metrics)
+        else:
+            loss = composed_loss(self._composed, target, entropies, micro_batch, update)
+        return loss + _nan_unless_finite(target, micro_batch)
+
+
+def _nan_unless_finite(target: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """0, or NaN if a recorded logprob is not finite: not every algorithm reads all of them, but none may train on it.
+
+    The gradient is 0 too; of a loss that is not finite it becomes NaN at every token (`poison_if_not_finite`), also
+    where a clip or a mask has cut the gradient of the loss off.
+    """
+    recorded = (
+        micro_batch.behavior_logprobs,
+        micro_batch.reference_logprobs,
+        micro_batch.proximal_logprobs,
+        micro_batch.teacher_logprobs,
+    )
+    return 0.0 * torch.cat([target, *(one for one in recorded if one is not None)]).sum()
 
 
 def composed_loss(

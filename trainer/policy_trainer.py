@@ -9,6 +9,7 @@ proximal policy is the target policy before its gradient: proximal = sg(target),
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,13 +23,14 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.metrics import TokenMetrics
-from penstock.trainer.backend import Backend
+from penstock.trainer.backend import Backend, OptimizerResult
 from penstock.trainer.batches.collate import TrainingSequence
 from penstock.trainer.batches.preferences import Preference, margins_of, preference_sequences
 from penstock.trainer.batches.sequences import (
     Example,
     batch_metrics,
     batch_normaliser,
+    has_signal,
     mini_batches,
     policy_sequences,
     supervised_sequences,
@@ -94,7 +96,7 @@ class PolicyTrainer:
             teachers: Likewise, of the teacher (`AlgorithmConfig.needs_teacher`).
 
         Returns:
-            version + 1 and metrics, or the same version if every update was skipped.
+            version + 1 and metrics, or the same version if every update with something to learn from was skipped.
         """
         start = time.perf_counter()
         streamed, self._streamed = self._streamed, None
@@ -114,7 +116,7 @@ class PolicyTrainer:
             del metrics["loss/reference_kl"]
         if not self._algorithm.needs_teacher:
             del metrics["loss/teacher_kl"]
-        is_skipped = all(one.result.is_skipped for one in updates)
+        is_skipped = any(one.result.is_skipped for one in updates) and all(one.changed_nothing for one in updates)
         metrics |= agreement(share, self.backend)
         metrics["trainer/step_s"] = busy_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         metrics |= self._work.take(busy_s)
@@ -132,10 +134,7 @@ class PolicyTrainer:
 
         Args:
             payloads: Groups with rewards.
-            version: As in `step`.
-            min_versions: As in `step`.
-            references: As in `step`.
-            teachers: As in `step`.
+            version, min_versions, references, teachers: As in `step`.
 
         Raises:
             TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
@@ -288,7 +287,7 @@ class PolicyTrainer:
         """Every optimizer step of a whole batch."""
         updates: list[Update] = []
         for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
-            is_first = all(one.result.is_skipped for one in updates)
+            is_first = all(one.changed_nothing for one in updates)
             is_first_epoch = len(updates) < self._algorithm.mini_batches
             opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
             self._backward(opened, part, self._objective, is_last=True)
@@ -305,7 +304,12 @@ class PolicyTrainer:
     def _backward(
         self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], loss_function: LossFunction, *, is_last: bool
     ) -> None:
-        """Forward and backward over these sequences, micro-batch by micro-batch."""
+        """Forward and backward over these sequences, micro-batch by micro-batch; no backward without a signal."""
+        is_silent = loss_function is self._objective and not has_signal(sequences, self._algorithm)
+        if is_silent and not (is_last and opened.has_gradient):  # a gradient of parts is closed by its last backward
+            self._measure(opened, sequences)
+            return
+        opened.has_gradient = True
         plan = self._passes.plan(sequences)
         self._work.trained(sequences, plan.shared_lengths)
         count = len(plan.ranks[self.backend.data_parallel_rank])
@@ -317,16 +321,30 @@ class PolicyTrainer:
         opened.micro_batches.append(count)
         opened.packing_efficiencies.append(plan.efficiency)
 
+    def _measure(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence]) -> None:
+        """The metrics of sequences that there is nothing to learn from."""
+        plan = self._passes.plan(sequences)
+        self._work.computed(sequences, plan.shared_lengths, num_forwards=1)
+        with torch.no_grad():  # in training mode, where the policy tells its entropies
+            for micro_batch in self._passes.micro_batches(sequences, plan):
+                target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
+                self._objective(target, entropies, micro_batch, opened)
+        opened.micro_batches.append(len(plan.ranks[self.backend.data_parallel_rank]))
+        opened.packing_efficiencies.append(plan.efficiency)
+
     def _update(self, opened: OpenUpdate) -> Update:
-        """The optimizer step."""
+        """The optimizer step, if there is a gradient."""
         opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.renormalise and sums.kept_share > 0:
             normaliser *= sums.kept_share
         lr = warmed_up_lr(self._optimizer, self._num_steps)
+        counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser
+        if not opened.has_gradient:
+            nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))
+            return Update(sums, loss, lr, nothing, counts, efficiencies, is_silent=not nothing.is_skipped)
         self.backend.set_lr(lr)
         result = self.backend.optimizer_step(normaliser)
         self._num_steps += not result.is_skipped
-        loss = sums.loss / normaliser
-        return Update(sums, loss, lr, result, opened.micro_batches, opened.packing_efficiencies)
+        return Update(sums, loss, lr, result, counts, efficiencies)

@@ -33,12 +33,14 @@ class OpenUpdate:
         busy_s: Wall seconds spent on those.
         is_first: The policy is still that of the start of the batch.
         is_first_epoch: Every token of it is trained for the first time.
+        has_gradient: There was something to learn from, so there is a gradient to step along.
     """
 
     metrics: TokenMetrics
     share: RankShare
     is_first: bool = True
     is_first_epoch: bool = True
+    has_gradient: bool = False
     normaliser: float = 0.0
     payloads: list[GroupPayload] = field(default_factory=list)
     micro_batches: list[int] = field(default_factory=list)
@@ -54,6 +56,7 @@ class Update:
         loss: Σ weight · term over its normaliser.
         lr: Learning rate.
         micro_batches: Of this rank, per part.
+        is_silent: There was nothing to learn from, so no step was taken.
     """
 
     sums: TokenSums
@@ -62,6 +65,12 @@ class Update:
     result: OptimizerResult
     micro_batches: Sequence[int]
     packing_efficiencies: Sequence[float]
+    is_silent: bool = False
+
+    @property
+    def changed_nothing(self) -> bool:
+        """The policy is as it was."""
+        return self.is_silent or self.result.is_skipped
 
 
 def summary(updates: Sequence[Update]) -> dict[str, float]:
@@ -84,5 +93,6 @@ def summary(updates: Sequence[Update]) -> dict[str, float]:
         "trainer/batch_parts": float(len(updates[0].micro_batches)),
         "trainer/updates": float(len(updates)),
         "trainer/skipped_updates": float(sum(one.result.is_skipped for one in updates)),
+        "trainer/silent_updates": float(sum(one.is_silent for one in updates)),
         "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
     }

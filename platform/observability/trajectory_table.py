@@ -17,7 +17,7 @@ from penstock.platform.observability.atomic_file import write_atomically
 
 TRAJECTORIES_DIR = "trajectories"
 
-_SCHEMA = pa.schema(
+TRAJECTORY_SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
         ("group_id", pa.int64()),
@@ -72,9 +72,9 @@ class TrajectoryTable:
             rng = random.Random(f"{self._seed}/{step}")
             indices = sorted(rng.sample(range(len(chosen)), self._max_per_step))
             chosen = [chosen[index] for index in indices]
-        rows = [_row(step, trajectory, version, advantages or {}) for trajectory in chosen]
+        rows = [trajectory_row(step, trajectory, version, advantages or {}) for trajectory in chosen]
         path = self._directory / f"step_{step:06d}.parquet"
-        table = pa.Table.from_pylist(rows, schema=_SCHEMA)
+        table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA)
         write_atomically(path, lambda temporary: pq.write_table(table, temporary))
         return path
 
@@ -89,7 +89,10 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(step: int, trajectory: Trajectory, version: int, advantages: Mapping[TrajectoryId, float]) -> dict[str, Any]:
+def trajectory_row(
+    step: int, trajectory: Trajectory, version: int, advantages: Mapping[TrajectoryId, float]
+) -> dict[str, Any]:
+    """One trajectory by the columns of `TRAJECTORY_SCHEMA`; `version` is that of the trainer."""
     spans = trajectory.spans
     return {
         "step": step,

@@ -15,6 +15,7 @@ from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
+from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.simulator.checks import check_step
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
@@ -64,6 +65,9 @@ class SimulatedStore:
     async def put(self, payload: GroupPayload) -> GroupPayload:
         return payload
 
+    async def get(self, handle: GroupPayload) -> GroupPayload:
+        return handle
+
 
 class NoTable(TrajectoryTable):
     """Writes nothing."""
@@ -78,6 +82,21 @@ class NoTable(TrajectoryTable):
         *,
         version: int,  # noqa: ARG002
         advantages: Mapping[TrajectoryId, float] | None = None,  # noqa: ARG002
+    ) -> Path:
+        return Path()
+
+
+class NoBadBatches(BadBatches):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def write(
+        self,
+        version: int,  # noqa: ARG002
+        batch: Sequence[GroupPayload],  # noqa: ARG002
+        metrics: Mapping[str, float],  # noqa: ARG002
     ) -> Path:
         return Path()
 

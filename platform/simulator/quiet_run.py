@@ -10,7 +10,7 @@ from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.run import Instruments
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.parts import NoTable
+from penstock.platform.simulator.parts import NoBadBatches, NoTable
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 
 HELD_OUT_TASKS = 2
@@ -31,7 +31,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
 
 def instruments() -> Instruments:
     """The real hub without sinks; a memory sampler that is never started; no files."""
-    return Instruments(MetricsHub([]), MemorySampler(), NoTable(), Path(), _say_nothing, EventTail())
+    return Instruments(MetricsHub([]), MemorySampler(), NoTable(), NoBadBatches(), Path(), _say_nothing, EventTail())
 
 
 def _say_nothing(_note: str) -> None:

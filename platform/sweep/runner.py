@@ -51,32 +51,43 @@ def run_cells(
     folder: Path,
     timeout_s: float,
     note: Callable[[str], None],
-) -> dict[Cell, Found]:
-    """Run what is not there yet.
+    keep: Callable[[dict[Cell, Found]], None],
+) -> list[str]:
+    """Run what is not there yet; a cell that fails is said, and the others go on.
 
     Args:
         configs: Of `check_cells`.
         overrides: The user's own.
         folder: Of the sweep; run directories and logs are in it.
         timeout_s: Longest run of one cell, seconds.
-        note: Gets one line per cell.
+        note: Gets one line per cell, and why it failed.
+        keep: Gets all that was found so far, after every cell.
 
-    Raises:
-        PenstockError: If a run fails or takes too long; what is done stays done.
+    Returns:
+        Names of the cells that failed or took too long.
     """
     results: dict[Cell, Found] = {}
+    failed: list[str] = []
     for number, (cell, config) in enumerate(configs.items()):
         where = f"[{number + 1}/{len(configs)}] {cell.name}"
         found = completed(config)
         if found is None:
             note(f"{where}: running")
-            _run([*overrides, *cell.overrides(str(folder))], folder / f"{cell.name}.log", timeout_s, cell.name)
+            try:
+                _run([*overrides, *cell.overrides(str(folder))], folder / f"{cell.name}.log", timeout_s, cell.name)
+            except PenstockError as failure:
+                failed.append(cell.name)
+                note(f"{where}: {failure}")
+                continue
             found = completed(config)
             if found is None:
-                raise PenstockError(f"sweep: {cell.name} ended without a result; see {folder / cell.name}.")
+                failed.append(cell.name)
+                note(f"{where}: ended without a result; see {folder / cell.name}.")
+                continue
         results[cell] = found
+        keep(results)
         note(f"{where}: accuracy {found.accuracy:.3f} ({found.gain:+.3f}), mean lag {found.mean_lag:.2f} versions")
-    return results
+    return failed
 
 
 def completed(config: RunConfig) -> Found | None:

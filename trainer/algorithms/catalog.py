@@ -40,6 +40,7 @@ class Algorithm:
         level: How far one number reaches; of a correction with a weight, how far the weight does.
         takes_weight: Of a loss: False if it looks at the behavior policy itself, or never does.
         has_ratio: Of a loss: ρ is in it, so that at proximal=behavior it carries the step from the behavior policy.
+        needs_advantages: Of a loss: without advantages (or pairs) its gradient is 0.
         is_weight: A correction that weighs (at most one in a chain); the others only mask.
     """
 
@@ -51,6 +52,7 @@ class Algorithm:
     level: Level = "token"
     takes_weight: bool = True
     has_ratio: bool = True
+    needs_advantages: bool = True
     is_weight: bool = False
 
     @property
@@ -106,10 +108,10 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("loss", "ipo", "(Δ − 1/(2β))²", "2310.12036", "pair_losses:ipo", "pair", takes_weight=False,
               has_ratio=False),
     Algorithm("loss", "distill", "−sg(log π_teacher − c) c; or Σ_{top-k, tail} π (log π − log π_teacher)", "2306.13649",
-              "other_losses:distill", has_ratio=False),
-    Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False),
+              "other_losses:distill", has_ratio=False, needs_advantages=False),
+    Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False, needs_advantages=False),
     Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",
-              "other_losses:value", takes_weight=False),
+              "other_losses:value", takes_weight=False, needs_advantages=False),
     Algorithm("correction", "none", "weight 1", "–", "corrections:none"),
     Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
               is_weight=True),

@@ -17,6 +17,7 @@ from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, comp
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
 from penstock.trainer.algorithms.batch_advantages import token_advantages
+from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.collate import TrainingSequence
 from penstock.trainer.batches.members import batch_members, batch_pairs, group_rewards, is_new_enough, reward_batch
@@ -127,6 +128,31 @@ def _of_groups(sequences: Sequence[TrainingSequence], groups: set[int]) -> list[
         replace(one, preferred_to=tuple(place[worse] for worse in one.preferred_to))
         for one in (sequences[index] for index in kept)
     ]
+
+
+def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> bool:
+    """Whether any gradient of the loss can differ from 0: a pair, an advantage that is not 0, or a loss without them.
+
+    Also if a logprob is not finite: such a step is a bad one, and is to be taken for that.
+    """
+    loss = find("loss", algorithm.loss)
+    if algorithm.kl_in_loss or loss.is_own or not loss.needs_advantages:
+        return True
+    if algorithm.compares_pairs:
+        return any(one.preferred_to for one in sequences)
+    return any(
+        (one.advantages is not None and np.any(one.advantages)) or not _has_finite_logprobs(one) for one in sequences
+    )
+
+
+def _has_finite_logprobs(sequence: TrainingSequence) -> bool:
+    recorded = (
+        sequence.behavior_logprobs,
+        sequence.reference_logprobs,
+        sequence.proximal_logprobs,
+        sequence.teacher_logprobs,
+    )
+    return all(bool(np.isfinite(one).all()) for one in recorded if one is not None)
 
 
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:

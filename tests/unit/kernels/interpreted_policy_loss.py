@@ -233,6 +233,18 @@ def test_what_is_not_finite_reaches_the_loss_and_the_metrics_as_composed(column,
     check(config, batch, target, entropies)
 
 
+@pytest.mark.parametrize("column", ["behavior_logprobs", "reference_logprobs", "proximal_logprobs", "teacher_logprobs"])
+def test_a_recorded_logprob_that_is_not_finite_reaches_the_loss_even_if_nothing_reads_it(column) -> None:
+    config, batch = AlgorithmConfig(correction="none"), micro_batch(40, seed=5, has_teacher=True)
+    target, entropies = policy(batch, 5)
+    assert fused_settings(config) is not None
+    assert can_fuse(target)
+    assert math.isfinite(float(run(config, batch, target, entropies)[0]))
+    poisoned = getattr(batch, column).clone()
+    poisoned[37] = -math.inf
+    assert math.isnan(float(run(config, replace(batch, **{column: poisoned}), target, entropies)[0]))
+
+
 def test_an_empty_micro_batch_gives_zero_and_measures_nothing() -> None:
     target, entropies = torch.tensor([-1.5]), torch.tensor([0.7])
     for proximal in PROXIMALS:

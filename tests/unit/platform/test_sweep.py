@@ -3,11 +3,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.platform import cli_sweep
 from penstock.platform.cli_sweep import _numbers
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.load import load_config
@@ -102,11 +105,42 @@ def test_only_what_is_not_there_is_run(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(runner, "_run", run)
     notes: list[str] = []
-    found = run_cells(configs, OVERRIDES, tmp_path, 10.0, notes.append)
+    found: dict[Cell, Found] = {}
+    assert run_cells(configs, OVERRIDES, tmp_path, 10.0, notes.append, found.update) == []
     assert started == ["grpo-eta2-seed0"]
     assert [one.accuracy for one in found.values()] == [0.8, 0.7]
     assert next(iter(found.values())).mean_lag == 0.5
     assert re.search(r"\[2/2\] grpo-eta2-seed0: accuracy 0\.700 \(\+0\.200\)", notes[-1])
+
+
+def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = cells_at(tmp_path, monkeypatch)
+    _, second = configs.values()
+
+    def run(arguments, log, timeout_s, name):
+        if name == "grpo-eta0-seed0":
+            raise PenstockError("planted")
+        finish(second, 0.7)
+
+    monkeypatch.setattr(runner, "_run", run)
+    monkeypatch.setattr(cli_sweep, "check_cells", lambda *_: configs)
+    options = {"algorithms": "grpo", "staleness": "0,2", "seeds": "0:1", "with_uncorrected": False}
+    told = StringIO()
+    with pytest.raises(PenstockError, match="1 of 2 cells failed: grpo-eta0-seed0"):
+        cli_sweep.run_staleness_sweep(
+            OVERRIDES, **options, folder=tmp_path, cell_timeout_s=1.0, console=Console(file=told, width=200)
+        )
+    assert "grpo-eta0-seed0: planted" in told.getvalue()
+    assert "| grpo | – | 0.700 |" in (tmp_path / "sweep.md").read_text()
+
+
+def test_the_table_is_written_after_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = cells_at(tmp_path, monkeypatch)
+    for config in configs.values():
+        finish(config)
+    sizes: list[int] = []
+    run_cells(configs, OVERRIDES, tmp_path, 1.0, lambda _: None, lambda found: sizes.append(len(found)))
+    assert sizes == [1, 2]
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])

@@ -1,0 +1,137 @@
+"""Skipped steps in the loop that trains: what is written of them, what goes on, and when the run stops."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
+from penstock.platform import controller
+from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.evaluation import Evaluation
+from penstock.platform.observability.bad_batches import MAX_KEPT, BadBatches
+from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.run import Parts, Run, Side
+from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.quiet_run import instruments, run_config
+from penstock.rollout.pool import EnginePool
+from tests.fakes import FakeEngine, FakeRewards
+from tests.flows import make_flow
+
+STEPS, GROUPS = 4, 20
+
+
+@dataclass
+class Trainer:
+    """Skips its steps of these numbers."""
+
+    bad: set[int]
+    version: int = 0
+    num_steps: int = 0
+
+    async def step(self, batch):
+        assert len([group async for group in batch]) == GROUPS
+        is_bad = self.num_steps in self.bad
+        self.num_steps += 1
+        self.version += not is_bad
+        return StepReport(self.version, is_bad, {"loss/grad_norm": math.inf if is_bad else 1.0}, busy_s=1.0)
+
+    async def save(self, path: str) -> None:
+        """Nothing to save."""
+
+
+@dataclass
+class Publisher:
+    engine: FakeEngine
+
+    async def publish(self, version: int) -> PublishReport:
+        self.engine.version = version
+        return PublishReport(version, 1, 0.0, 0.0, [WeightAck(self.engine.engine_id, version, 0, 0.0, 0.0)])
+
+    async def delivered(self) -> None:
+        return None
+
+
+class Evaluator:
+    async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        del tasks
+        return Evaluation(step, 1.0, 1.0, step, step, 1)
+
+
+def run_of(bad: set[int], run_dir: Path, notes: list[str], max_bad_steps: int = 3) -> Run:
+    engine = FakeEngine()
+    flows = make_flow([engine], FakeRewards(), batch=GROUPS, eta=1, steps=STEPS)
+    simulated = run_config(SimulationConfig(steps=STEPS, eval_every=STEPS, checkpoint_every=STEPS))
+    trainer = simulated.trainer.model_copy(update={"max_bad_steps": max_bad_steps})
+    kept = replace(
+        instruments(), trajectories=TrajectoryTable(run_dir), bad_batches=BadBatches(run_dir), note=notes.append
+    )
+    side = Side(
+        flows.ports.runner, Trainer(bad), Publisher(engine), Evaluator(), EngineMonitor(EnginePool([engine], 4))
+    )
+
+    def flow(stats):
+        flows.stats = stats
+        return flows
+
+    return Run(simulated.model_copy(update={"trainer": trainer}), Parts(side, [], flow), kept)
+
+
+async def test_a_skipped_batch_is_written_whole_with_its_metrics(tmp_path: Path) -> None:
+    notes: list[str] = []
+    run = run_of({1, 2, 4}, tmp_path, notes)
+    await controller.train(run)
+    assert run.version == STEPS
+    assert sorted(path.name for path in (tmp_path / "bad_batches").iterdir()) == [f"{n}.parquet" for n in (1, 2, 3)]
+    written = [pq.ParquetFile(tmp_path / "bad_batches" / f"{number}.parquet").read() for number in (1, 2, 3)]
+    groups = [set(table["group_id"].to_pylist()) for table in written]
+    assert [len(one) for one in groups] == [GROUPS] * 3
+    assert not groups[0] & groups[1], "each is a batch of its own"
+    assert [table.schema.metadata[b"version"] for table in written] == [b"1", b"1", b"2"]
+    assert json.loads(written[0].schema.metadata[b"metrics"]) == {"loss/grad_norm": "inf"}
+    assert written[0].num_rows == 2 * GROUPS, "all, not a sample"
+    for row in written[0].to_pylist():
+        assert row["reward"] is not None
+        lengths = {len(row[name]) for name in ("token_ids", "loss_mask", "behavior_logprobs")}
+        assert len(lengths) == 1
+        assert sum(row["loss_mask"]) == row["num_tokens"] > 0
+        assert [logprob < 0 for logprob in row["behavior_logprobs"]] == row["loss_mask"]
+    assert sum("skipped" in note and "bad_batches" in note for note in notes) == 3
+
+
+async def test_a_skipped_batch_leaves_the_sample_of_the_last_good_step_alone(tmp_path: Path) -> None:
+    await controller.train(run_of({1}, tmp_path, []))
+    bad = set(pq.ParquetFile(tmp_path / "bad_batches" / "1.parquet").read()["group_id"].to_pylist())
+    samples = sorted((tmp_path / "trajectories").iterdir())
+    assert [path.name for path in samples] == [f"step_{version:06d}.parquet" for version in range(1, STEPS + 1)]
+    for path in samples:
+        assert not bad & set(pq.ParquetFile(path).read()["group_id"].to_pylist())
+
+
+async def test_too_many_skipped_steps_in_a_row_stop_the_run_and_name_the_batch(tmp_path: Path) -> None:
+    run = run_of({1, 2, 3}, tmp_path, [])
+    last = re.escape(str(tmp_path / "bad_batches" / "3.parquet"))
+    with pytest.raises(TrainingError, match=rf"3 steps in a row .* at v1, .*max_bad_steps is 3\..* in {last}\."):
+        await controller.train(run)
+    assert run.trainer.num_steps == 4
+
+
+async def test_a_good_step_between_bad_ones_starts_the_count_anew(tmp_path: Path) -> None:
+    run = run_of({0, 1, 3, 4, 6, 7}, tmp_path, [])
+    await controller.train(run)
+    assert (run.version, run.trainer.num_steps) == (STEPS, 10)
+
+
+def test_only_the_newest_bad_batches_are_kept(tmp_path: Path) -> None:
+    batches = BadBatches(tmp_path)
+    for _ in range(MAX_KEPT + 2):
+        newest = batches.write(0, [], {})
+    numbers = {int(path.stem) for path in newest.parent.iterdir()}
+    assert numbers == set(range(3, MAX_KEPT + 3))

@@ -1,0 +1,102 @@
+"""Batches that there is nothing to learn from: no step, no movement, and they count as trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from .torch_trainer import trainer_of
+
+
+def weights_of(trainer) -> torch.Tensor:
+    return torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()])
+
+
+def equal_rewards(batch):
+    return [replace(one, trajectories=tuple(replace(m, reward=1.0) for m in one.trajectories)) for one in batch]
+
+
+def scores(batch) -> list[np.ndarray]:
+    return [np.full(sum(m.num_sampled_tokens for m in one.trajectories), -1.0, np.float32) for one in batch]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [{}, {"loss": "topr", "aggregation": "seq_mean_token_mean", "correction": "none"}]
+)
+def test_nothing_moves_though_the_optimizer_has_momentum(policy, batch, algorithm) -> None:
+    trainer = trainer_of(policy, warmup_steps=10, **algorithm)
+    rate = trainer.step(batch, 0).metrics["loss/lr"]
+    before = weights_of(trainer)
+    report = trainer.step(equal_rewards(batch), 1)
+    assert (report.version, report.skipped) == (2, False), "it is trained and published, and is no bad step"
+    assert torch.equal(weights_of(trainer), before)
+    assert (report.metrics["trainer/silent_updates"], report.metrics["loss/grad_norm"]) == (1, 0)
+    assert np.isfinite(list(report.metrics.values())).all()
+    report = trainer.step(batch, 2)
+    assert report.metrics["trainer/silent_updates"] == 0
+    assert report.metrics["loss/lr"] == pytest.approx(2 * rate), "it is no step of the warm-up"
+    assert not torch.equal(weights_of(trainer), before)
+
+
+def test_its_tokens_are_measured_as_ever(policy, batch) -> None:
+    """A divergence of coefficient 1e-30 makes it a step that has the same metrics."""
+    silent = trainer_of(policy).step(equal_rewards(batch), 0).metrics
+    step = trainer_of(policy, kl_coefficient=1e-30).step(equal_rewards(batch), 0, references=scores(batch)).metrics
+    for name in silent:
+        if name.startswith(("ratio/", "mismatch/", "loss/entropy", "reward/")):
+            assert silent[name] == pytest.approx(step[name], rel=1e-5), name
+
+
+def test_a_divergence_or_a_teacher_is_something_to_learn_from(policy, batch) -> None:
+    held = trainer_of(policy, kl_coefficient=0.1).step(equal_rewards(batch), 0, references=scores(batch))
+    taught = trainer_of(policy, loss="distill", correction="none").step(equal_rewards(batch), 0, teachers=scores(batch))
+    assert [one.metrics["trainer/silent_updates"] for one in (held, taught)] == [0, 0]
+    assert min(one.metrics["loss/grad_norm"] for one in (held, taught)) > 0
+
+
+def test_no_pair_is_nothing_to_learn_from(policy, batch) -> None:
+    trainer = trainer_of(policy, loss="online_dpo", correction="none", kl_coefficient=0.0)
+    before = weights_of(trainer)
+    report = trainer.step(equal_rewards(batch), 0, references=scores(batch))
+    assert (report.version, report.metrics["trainer/silent_updates"]) == (1, 1)
+    assert torch.equal(weights_of(trainer), before)
+    assert trainer.step(batch, 1, references=scores(batch)).metrics["trainer/silent_updates"] == 0
+
+
+def test_bad_numbers_make_it_a_bad_step(policy, batch) -> None:
+    silent = equal_rewards(batch)
+    silent[0].trajectories[0].behavior_logprobs[-1] = np.nan
+    report = trainer_of(policy, correction="none").step(silent, 4)
+    assert (report.version, report.skipped, report.metrics["trainer/silent_updates"]) == (4, True, 0)
+
+
+@pytest.mark.parametrize("silent_part", [0, 1, 2])
+def test_a_silent_part_of_a_streamed_batch_adds_nothing(policy, batch, silent_part) -> None:
+    batch = [equal_rewards([one])[0] if index == silent_part else one for index, one in enumerate(batch)]
+    batch[1] = replace(
+        batch[1], trajectories=(replace(batch[1].trajectories[0], reward=0.0), *batch[1].trajectories[1:])
+    )
+    whole, streamed = trainer_of(policy, lr=1.0, adam_epsilon=1.0), trainer_of(policy, lr=1.0, adam_epsilon=1.0)
+    whole.step(batch, 0)
+    streamed.accumulate(batch[:1], 0)
+    streamed.accumulate(batch[1:2], 0)
+    assert streamed.step(batch[2:], 0).metrics["trainer/silent_updates"] == 0
+    assert float((weights_of(streamed) - weights_of(whole)).abs().max()) < 1e-5
+
+
+def test_a_silent_batch_in_parts_moves_nothing(policy, batch) -> None:
+    trainer = trainer_of(policy)
+    before = weights_of(trainer)
+    trainer.accumulate(equal_rewards(batch[:2]), 0)
+    report = trainer.step(equal_rewards(batch[2:]), 0)
+    assert (report.version, report.metrics["trainer/silent_updates"]) == (1, 1)
+    assert torch.equal(weights_of(trainer), before)
+
+
+def test_a_silent_mini_batch_takes_no_step_and_the_others_do(policy, batch) -> None:
+    trainer = trainer_of(policy, mini_batches=3, proximal="recompute")
+    metrics = trainer.step(batch, 0).metrics
+    assert (metrics["trainer/updates"], metrics["trainer/silent_updates"]) == (3, 1)
