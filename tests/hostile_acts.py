@@ -62,7 +62,8 @@ def _hangs(name: str) -> HostileAct:
 
 def _too_much(name: str, record: str, held_by: str) -> HostileAct:
     of_episode = f"{record.format(_ENV)} | {_STEP_TIME}"
-    return HostileAct(name, held_by, record.format("reward"), of_episode, f"{of_episode} | {_TOOL_TIME}")
+    of_reward = f"{record.format('reward')} | timed out after 5 s"
+    return HostileAct(name, held_by, of_reward, of_episode, f"{of_episode} | {_TOOL_TIME}")
 
 
 def _forged(name: str) -> HostileAct:
@@ -73,8 +74,8 @@ ACTS = (
     _hangs("infinite loop"),
     _hangs("sleeps and ignores signals"),
     _hangs("leaves a daemon and hangs"),
-    _too_much("many processes", _PROCESSES, "the keeper counts processes every 50 ms"),
-    _too_much("fork bomb", _PROCESSES, "the keeper counts processes every 50 ms"),
+    _too_much("many processes", _PROCESSES, "the keeper counts processes every 50 ms; else the time-out"),
+    _too_much("fork bomb", _PROCESSES, "the keeper counts processes every 50 ms; else the time-out"),
     _too_much("memory bomb", _MEMORY, "the keeper measures memory every 50 ms"),
     _everywhere("1 GB of output", "standard output is /dev/null", ""),
     _everywhere("os._exit", _DIES, "ended with exit code 7"),
@@ -92,7 +93,7 @@ ACTS = (
     _everywhere("exception with a huge message", _SHOWN, "ValueError: xxx", "error: ValueError: xxx"),
     HostileAct(
         "keyboard interrupt",
-        "an exception like any other",
+        "an exception, or a process of its own",
         "2 times in a row",
         "KeyboardInterrupt",
         "KeyboardInterrupt",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,8 @@ REWARDS = RewardConfig(
     fn="tests.hostile_acts:reward", timeout_s=5.0, max_memory_gib=0.25, max_processes=24, max_attempts=2
 )
 EPISODES = EpisodeConfig(timeout_s=3.0, max_memory_gib=0.25, max_processes=24)
-_SETTLE_S = 10.0
+_SETTLE_S = 20.0
+_HUNG = re.compile(r"timed out after|took longer than")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ async def _play(host: EpisodeHost, door: str, act: HostileAct, trap: Trap) -> Pl
         record = _told(await _step(host, text, trap))
     except TrajectoryError as failure:
         record = f"{failure.kind}: {failure.detail}"
+    if _HUNG.search(record):
+        await _retired(host)
     after = (await _step(host, FINE, trap))["reward"]
     return Played(record, after, await _outlives(trap))
 
@@ -86,6 +90,17 @@ async def _step(host: EpisodeHost, text: str, trap: Trap) -> EpisodeReply:
 def _told(reply: EpisodeReply) -> str:
     content = reply.get("content", "")
     return content if isinstance(content, str) else content[0]["content"]
+
+
+async def _retired(host: EpisodeHost) -> None:
+    """Wait until the process of a hang is gone: what it is killed for else costs the next episode, too.
+
+    Raises:
+        TimeoutError: If it stays.
+    """
+    async with asyncio.timeout(_SETTLE_S):
+        while host.pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def _outlives(trap: Trap) -> bool:

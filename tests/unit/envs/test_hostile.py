@@ -102,7 +102,7 @@ async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     else:
         assert isinstance(result, TrajectoryError)
         assert result.kind == "reward"
-        assert act.reward in result.detail
+        assert any(cause in result.detail for cause in act.reward.split(" | "))
         assert len(result.detail) < 5000
         assert len(result.summary) <= 510
     assert not await survives(trap)
