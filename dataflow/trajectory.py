@@ -116,6 +116,7 @@ class Trajectory:
         episode: Its turns; None for a single-turn trajectory.
         policy_id: Who sampled it, and whose versions its spans are.
         threads: Its token sequences, one after another in all arrays; empty: all of it is one, `main`.
+        retried_after: Why the attempt before this one failed, in one line; empty for a first attempt.
     """
 
     trajectory_id: TrajectoryId
@@ -132,6 +133,7 @@ class Trajectory:
     episode: Episode | None = None
     policy_id: PolicyId = POLICY
     threads: tuple[Thread, ...] = ()
+    retried_after: str = ""
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape

@@ -26,6 +26,8 @@ from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
 _LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
+_NOT_FOR_USER_CODE = frozenset({"WANDB_API_KEY"})
+"""Secrets of the run that no reward and no environment needs; judges and datasets need theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class ChildProcess(asyncio.Protocol):
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "penstock.envs.keeper", str(file.fileno())],
                 pass_fds=[connection.fileno(), file.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+                env={**_inherited(), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -242,3 +244,8 @@ class ChildProcess(asyncio.Protocol):
             self._hello.set_result({"error": f"{self._spec.label}: its process {self.end()} while loading it."})
         else:
             self._on_exit(self)
+
+
+def _inherited() -> dict[str, str]:
+    """The environment without `_NOT_FOR_USER_CODE`."""
+    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_USER_CODE}

@@ -35,7 +35,7 @@ class EpisodeConfig(BaseModel):
         timeout_s: Longest time for one reset or step; then the attempt fails (kind env), never reward 0.
         startup_timeout_s: Longest time for loading the environment, seconds.
         num_workers: Environment processes; each plays many episodes at a time.
-        max_memory_gib: Memory of a process with all it started, GiB; None is unbounded.
+        max_memory_gib: Memory of a process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
     """
 
@@ -47,7 +47,7 @@ class EpisodeConfig(BaseModel):
     timeout_s: float = Field(default=30.0, gt=0)
     startup_timeout_s: float = Field(default=120.0, gt=0)
     num_workers: int = Field(default=1, ge=1)
-    max_memory_gib: float | None = Field(default=None, gt=0)
+    max_memory_gib: float | None = Field(default=8.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
 
 
@@ -122,7 +122,7 @@ class RewardConfig(BaseModel):
         timeout_s: Longest time for one call, seconds; then the trajectory fails (kind reward), never reward 0.
         max_concurrency: Calls of an asynchronous function at a time in each worker.
         max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
-        max_memory_gib: Memory of a worker's process with all it started, GiB; None is unbounded.
+        max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
         cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure).
     """
@@ -137,7 +137,7 @@ class RewardConfig(BaseModel):
     timeout_s: float = Field(default=10.0, gt=0)
     max_concurrency: int = Field(default=256, ge=1)
     max_attempts: int = Field(default=2, ge=1)
-    max_memory_gib: float | None = Field(default=None, gt=0)
+    max_memory_gib: float | None = Field(default=4.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
     cache_entries: int = Field(default=4096, ge=0)
 

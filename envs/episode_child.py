@@ -202,7 +202,7 @@ class EpisodeThread:
                         environment = self._make(argument.environment)
                     if environment is not None:  # else its reset failed, and this is its close
                         reply = runner.run(self._call(environment, method, argument))
-                except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001  user code is data
+                except BaseException as error:  # noqa: BLE001  user code is data; this thread gets no real interrupts
                     reply = {"error": to_failure(error)["error"]}
                 if method == "close":
                     break

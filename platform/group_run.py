@@ -86,6 +86,7 @@ class GroupRun:
         """Sample and score one trajectory, with its retries; the last member to end reports the group."""
         flow = self._flow
         failures: Counter[FailureKind] | None = None
+        last_failure: TrajectoryError | None = None
         is_generated = False
         outcome: Trajectory | TrajectoryError | None = None
         try:
@@ -98,8 +99,11 @@ class GroupRun:
                         self._member_generated()
                     score = await flow.ports.rewards.score(self.queued.task, trajectory)
                     trajectory.score(score.reward, score.parts)
+                    if last_failure is not None:
+                        trajectory = replace(trajectory, retried_after=last_failure.summary)
                     outcome = trajectory
                 except TrajectoryError as failure:
+                    last_failure = failure
                     failures = failures or Counter()
                     failures[failure.kind] += 1
                     if not flow.core.may_retry(failure.kind, failures[failure.kind]):

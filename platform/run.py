@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import FailureKind, TrainingError
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
@@ -209,6 +210,7 @@ class Run:
             "flow/ready": flow.core.num_ready,
             "flow/credits_free": flow.core.free_credits,
             "flow/retries": flow.core.retries.total(),
+            **{f"flow/retries/{kind}": flow.core.retries[kind] for kind in get_args(FailureKind)},
             "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
             "flow/resumed_tokens": flow.ports.runner.stats.tokens,
             "flow/preemptions": monitor.num_preemptions,

@@ -33,6 +33,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("num_tokens", pa.int64()),
         ("advantage", pa.float64()),
         ("threads", pa.string()),
+        ("retried_after", pa.string()),
     ]
 )
 
@@ -43,7 +44,8 @@ class TrajectoryTable:
     Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
     finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
     num_tokens (sampled tokens), advantage (null if not given), threads (JSON list of [name, fork_of, tokens]; empty
-    for a trajectory of one thread). The response of several threads is written turn by turn, behind their names.
+    for a trajectory of one thread), retried_after (why the attempt before it failed; empty for a first attempt). The
+    response of several threads is written turn by turn, behind their names.
     """
 
     def __init__(self, run_dir: Path, *, max_per_step: int = 16, seed: int = 0) -> None:
@@ -109,6 +111,7 @@ def trajectory_row(
         "num_tokens": trajectory.num_sampled_tokens,
         "advantage": advantages.get(trajectory.trajectory_id),
         "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
+        "retried_after": _encodable(trajectory.retried_after),
     }
 
 

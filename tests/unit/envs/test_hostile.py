@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.envs.config import RewardConfig
 from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.hostile import Trap, lay_trap, survives, try_case
@@ -25,6 +24,8 @@ from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
+from tests.hostile_acts import ACTS, FINE, HostileAct
+from tests.hostile_play import REWARDS, Played, no_process_left, play_steps_and_tools
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
 NOT_CONTAINED_WITHOUT_ISOLATION = {
@@ -69,160 +70,85 @@ async def test_a_hostile_program_is_contained(sandbox: LocalSandbox, case: Hosti
     assert not await survives(trap)
 
 
-REWARDS = """
-import asyncio, ctypes, os, signal, socket, subprocess, sys, threading, time
-from pathlib import Path
-
-class Unpicklable:
-    def __reduce__(self): raise TypeError("never")
-    def __repr__(self): raise RuntimeError("not even a repr")
-
-FORGED = {"empty reply": b"{}", "reply of no object": b"[]", "reply with nan": b'{"reward": NaN, "parts": {}}',
-          "reply with infinity": b'{"reward": 1.0, "parts": {"a": 1e999}}', "reply without parts": b'{"reward": 1.0}'}
-
-def hostile(trajectory, nap="", **_):
-    what = trajectory.response
-    if what == "infinite loop":
-        while True: pass
-    if what == "ignores signals":
-        for number in range(1, 32):
-            try: signal.signal(number, signal.SIG_IGN)
-            except OSError: pass
-        while True: time.sleep(1)
-    if what == "many processes":
-        for _ in range(60):
-            if os.fork() == 0: time.sleep(1000)
-        time.sleep(1000)
-    if what == "memory bomb":
-        hoard = []
-        while True: hoard.append(b"x" * (8 << 20)); time.sleep(0.002)
-    if what == "1 GB of output":
-        for _ in range(1024): os.write(1, b"x" * (1 << 20))
-        return 1.0
-    if what == "os._exit": os._exit(7)
-    if what == "kills itself": os.kill(os.getpid(), signal.SIGKILL)
-    if what == "kills its group": os.killpg(0, signal.SIGKILL)
-    if what == "crashes the interpreter": ctypes.string_at(0)
-    if what == "leaves a daemon":
-        subprocess.Popen(["setsid", "sh", "-c", f"sleep {nap} & exec sleep {nap}"], start_new_session=True)
-        os._exit(0)
-    if what == "leaves a daemon and hangs":
-        subprocess.Popen(["setsid", "sh", "-c", f"sleep {nap} & exec sleep {nap}"], start_new_session=True)
-        time.sleep(1000)
-    if what == "writes into the socket":
-        for fd in range(3, 64):
-            try:
-                if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX: os.write(fd, b"\\xff" * 5000)
-            except OSError: pass
-        time.sleep(1000)
-    if what in FORGED:
-        import inspect, struct
-        number = inspect.currentframe().f_back.f_back.f_locals["call_id"]
-        for fd in range(3, 64):
-            try:
-                if socket.socket(fileno=os.dup(fd)).family == socket.AF_UNIX:
-                    os.write(fd, struct.pack("!IQ", len(FORGED[what]), number) + FORGED[what])
-            except OSError: pass
-        time.sleep(1000)
-    if what == "leaves temporary files":
-        import tempfile
-        with tempfile.NamedTemporaryFile(delete=False, prefix="left-behind-") as file: file.write(b"x")
-        return 1.0
-    if what == "huge message": raise ValueError("x" * (64 << 20))
-    if what == "keyboard interrupt": raise KeyboardInterrupt
-    if what == "deep recursion":
-        def down(): down()
-        down()
-    returned = {"unpicklable": Unpicklable(), "nan": float("nan"), "inf": -float("inf"), "huge integer": 10**400,
-                "endless dict": {str(n): 1.0 for n in range(10**5)}, "long names": {"n" * 10**7: 1.0},
-                "huge text": "y" * (64 << 20)}
-    return returned.get(what, 0.5)
-"""
-FAILURES = {
-    "infinite loop": "timed out after 5 s",
-    "ignores signals": "timed out after 5 s",
-    "many processes": "more than reward.max_processes=24",
-    "memory bomb": "more than reward.max_memory_gib=0.25",
-    "os._exit": "ended with exit code 7",
-    "kills itself": "was killed by SIGKILL",
-    "kills its group": "was killed by SIGKILL",
-    "crashes the interpreter": "was killed by SIGSEGV",
-    "leaves a daemon": "ended with exit code 0",
-    "leaves a daemon and hangs": "timed out after 5 s",
-    "writes into the socket": "2 times in a row",
-    "empty reply": "sent what is no reply and was killed by SIGKILL, 2 times in a row",
-    "reply of no object": "sent what is no reply",
-    "reply with nan": "sent what is no reply",
-    "reply with infinity": "sent what is no reply",
-    "reply without parts": "sent what is no reply",
-    "huge message": "ValueError: xxx",
-    "keyboard interrupt": "2 times in a row",
-    "deep recursion": "RecursionError: maximum recursion depth exceeded",
-    "unpicklable": "RuntimeError: not even a repr",
-    "nan": "returned nan; expected a finite number",
-    "inf": "returned -inf; expected a finite number",
-    "huge integer": "OverflowError",
-    "endless dict": "a dict with 100000 entries",
-    "huge text": "of type str; expected a number",
-}
-HARMLESS = {"1 GB of output": 1.0, "leaves temporary files": 1.0, "long names": 1.0}
-
-
 @pytest.fixture(scope="module")
-def rewards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardConfig]:
-    """The hostile reward; what its processes leave in the folder for temporary files is seen there."""
-    folder = tmp_path_factory.mktemp("hostile")
-    (folder / "penstock_test_hostile.py").write_text(REWARDS)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where processes leave temporary files; and a secret is in the environment."""
+    made = tmp_path_factory.mktemp("hostile")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        patch.setattr(tempfile, "tempdir", str(folder))
-        yield RewardConfig(
-            fn="penstock_test_hostile:hostile", timeout_s=5.0, max_memory_gib=0.25, max_processes=24, max_attempts=2
-        )
+        patch.setattr(tempfile, "tempdir", str(made))
+        patch.setenv("WANDB_API_KEY", "secret")
+        yield made
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def runner(rewards: RewardConfig) -> AsyncIterator[RewardRunner]:
+async def runner(folder: Path) -> AsyncIterator[RewardRunner]:
     """One worker for all cases: it has to survive them."""
-    made = RewardRunner(rewards)
+    assert folder.is_dir()
+    made = RewardRunner(REWARDS)
     yield made
     await made.shutdown()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("what", [*FAILURES, *HARMLESS])
-async def test_a_hostile_reward_costs_its_own_trajectory_at_most(what: str, runner: RewardRunner, trap: Trap) -> None:
-    fine, result, after = await runner.score_many([pair("fine"), pair(what, nap=trap.nap_s), pair("fine")])
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
+async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
+    act: HostileAct, runner: RewardRunner, trap: Trap
+) -> None:
+    fine, result, after = await runner.score_many([pair(FINE), pair(act.name, nap=trap.nap_s), pair(FINE)])
     assert fine == after == Score(0.5, {})
-    if what in HARMLESS:
+    if not act.reward:
         assert isinstance(result, Score)
-        assert result.reward == HARMLESS[what]
+        assert result.reward == 0.5
     else:
         assert isinstance(result, TrajectoryError)
         assert result.kind == "reward"
-        assert FAILURES[what] in result.detail
+        assert any(cause in result.detail for cause in act.reward.split(" | "))
         assert len(result.detail) < 5000
         assert len(result.summary) <= 510
     assert not await survives(trap)
     assert len(descendants(os.getpid())) < 10
 
 
-async def test_temporary_files_of_a_reward_go_with_its_process(rewards: RewardConfig) -> None:
-    folder = Path(tempfile.gettempdir())
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def played(folder: Path, trap: Trap) -> dict[tuple[str, str], Played]:
+    """Every act in a step and in a tool, several episode hosts at a time; no process and no file is left."""
     before = set(folder.iterdir())
-    runner = RewardRunner(rewards)
+    with no_process_left():
+        records = await play_steps_and_tools(trap)
+    assert set(folder.iterdir()) == before
+    return records
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("door", ["step", "tool"])
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
+async def test_a_hostile_environment_or_tool_costs_its_own_episode_at_most(
+    act: HostileAct, door: str, played: dict[tuple[str, str], Played]
+) -> None:
+    expected = act.step if door == "step" else act.tool
+    if expected is None:
+        pytest.skip("a tool has no way to the running call")
+    found = played[door, act.name]
+    assert any(cause in found.record for cause in expected.split(" | "))
+    assert door == "tool" or found.record[:5] == ("env: " if expected else "")
+    assert len(found.record) < 5000
+    assert found.after == 0.5
+    assert not found.leaves_process
+
+
+async def test_temporary_files_of_a_reward_go_with_its_process(folder: Path) -> None:
+    before = set(folder.iterdir())
+    runner = RewardRunner(REWARDS)
     await runner.score_many([pair("leaves temporary files"), pair("kills itself"), pair("leaves temporary files")])
     assert len(list(folder.rglob("left-behind-*"))) >= 1
     await runner.shutdown()
     assert set(folder.iterdir()) == before
 
 
-def test_a_worker_that_is_killed_takes_its_processes_and_files_with_it(
-    rewards: RewardConfig, trap: Trap, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_killed_takes_its_processes_and_files_with_it(trap: Trap, tmp_path: Path) -> None:
     """The worker gets no chance to clean up: its keeper does."""
-    program = WORKER.format(config=rewards.model_dump_json(), nap=trap.nap_s)
-    paths = os.pathsep.join([str(Path(tempfile.gettempdir())), str(Path(__file__).parent), *filter(None, sys.path)])
+    program = WORKER.format(config=REWARDS.model_dump_json(), nap=trap.nap_s)
+    paths = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
     worker = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
@@ -235,9 +161,9 @@ def test_a_worker_that_is_killed_takes_its_processes_and_files_with_it(
     assert not asyncio.run(survives(trap))
 
 
-async def test_a_reward_that_ends_again_and_again_costs_as_many_processes_as_it_may(rewards: RewardConfig) -> None:
-    once = RewardRunner(rewards.model_copy(update={"max_attempts": 1}))
-    thrice = RewardRunner(rewards.model_copy(update={"max_attempts": 3}))
+async def test_a_reward_that_ends_again_and_again_costs_as_many_processes_as_it_may() -> None:
+    once = RewardRunner(REWARDS.model_copy(update={"max_attempts": 1}))
+    thrice = RewardRunner(REWARDS.model_copy(update={"max_attempts": 3}))
     results = await asyncio.gather(*(runner.score_many([pair("os._exit")]) for runner in (once, thrice)))
     details = [result.detail for (result,) in results if isinstance(result, TrajectoryError)]
     assert details[0].endswith("its process ended with exit code 7")
@@ -246,8 +172,8 @@ async def test_a_reward_that_ends_again_and_again_costs_as_many_processes_as_it_
         await runner.shutdown()
 
 
-async def test_a_worker_that_is_shut_down_leaves_no_process(rewards: RewardConfig, trap: Trap) -> None:
-    runner = RewardRunner(rewards)
+async def test_a_worker_that_is_shut_down_leaves_no_process(trap: Trap) -> None:
+    runner = RewardRunner(REWARDS)
     await runner.start()
     scoring = asyncio.create_task(runner.score_many([pair("leaves a daemon and hangs", nap=trap.nap_s)]))
     await asyncio.to_thread(wait_until, lambda: _naps(trap, os.getpid()))
@@ -274,7 +200,7 @@ def _naps(trap: Trap, ancestor: int) -> bool:
 
 WORKER = """
 import asyncio
-from test_hostile import pair
+from tests.answers import pair
 from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
 

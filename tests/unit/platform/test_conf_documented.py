@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.envs.config import EpisodeConfig, RewardConfig
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema_tree import all_paths
 
@@ -67,3 +68,12 @@ def test_the_comment_check_reads_every_key():
     read = {key for key, _ in keys(path)}
     assert set(yaml.safe_load(path.read_text())) <= read
     assert "pools.cpu.count" in read
+
+
+def test_only_a_reward_model_may_take_all_memory_by_default() -> None:
+    """A memory bomb costs its process, not the machine."""
+    presets = [path for folder in ("env", "reward") for path in (CONF_DIR / folder).glob("*.yaml")]
+    unbounded = {path.name for path in presets if "max_memory_gib: null" in path.read_text()}
+    assert unbounded == {"reward_model.yaml"}
+    assert EpisodeConfig().max_memory_gib == 8.0
+    assert RewardConfig().max_memory_gib == 4.0

@@ -78,6 +78,18 @@ async def test_a_group_beyond_its_retries_fails_with_its_reason_and_is_replaced(
     assert counts.admitted == counts.trained + counts.failed
 
 
+async def test_a_trajectory_says_why_the_attempt_before_it_failed() -> None:
+    engines = [FakeEngine()]
+    failures = iter(["first", "second"])
+    rewards = FakeRewards(lambda _t: TrajectoryError("reward", why) if (why := next(failures, "")) else 1.0)
+    flow = make_flow(engines, rewards, batch=1, eta=0, steps=1, retries=2)
+    await train_all(flow, engines)
+    assert flow.core.retries == {"reward": 2}
+    causes = [member.retried_after for member in flow.stats.samples]
+    assert len(causes) == 2
+    assert {"reward: second"} <= set(causes) <= {"", "reward: first", "reward: second"}
+
+
 async def test_a_batch_that_never_closes_names_what_it_waits_for() -> None:
     flow = make_flow([FakeEngine(silent=True)], FakeRewards(), timeout_s=0.05)
     async with flow:

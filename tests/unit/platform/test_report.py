@@ -134,7 +134,7 @@ def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> No
         "step": 9, "group_id": 3, "trajectory_id": "3/0", "task_id": "arithmetic/train/7", "prompt": "47+85=",
         "response": "bad ? surrogate", "reward": None, "reward_parts": {"exact": 1.0, "<i>form</i>": 0.5},
         "finish_reason": "stop", "spans": [[4, 1], [5, 3]], "staleness": 2, "num_tokens": 4, "advantage": -0.5,
-        "threads": [],
+        "threads": [], "retried_after": "",
     }  # fmt: skip
 
 

@@ -140,3 +140,21 @@ async def test_the_next_turn_waits_for_an_engine_that_is_as_new_as_the_last() ->
     trajectory = await asyncio.wait_for(runner.run(TASK, TrajectoryId("0/0"), SAMPLING), 5)
     assert [span.version for span in trajectory.spans] == [3]
     assert older.requests == []
+
+
+async def test_the_only_slot_is_free_while_an_environment_thinks() -> None:
+    """Each of two episodes waits in its environment until the other is there too: with its slot held, for ever."""
+    both_think = asyncio.Barrier(2)
+
+    class Thoughtful(Scripted):
+        async def step(self, action: Action) -> EpisodeReply:
+            await both_think.wait()
+            return self.script(action)
+
+    player = EpisodePlayer(Thoughtful(hint), CODEC, EpisodeBudget(2, 100))
+    engine = FakeEngine()
+    runner = TrajectoryRunner(EnginePool([engine], 1), CODEC, 5.0, episodes=player)
+    async with asyncio.timeout(5):
+        played = await asyncio.gather(*(runner.run(TASK, TrajectoryId(f"0/{member}"), SAMPLING) for member in range(2)))
+    assert [len(one.episode.turns) for one in played if one.episode is not None] == [2, 2]
+    assert engine.most_running == 1

@@ -1,0 +1,111 @@
+"""Every hostile act behind every door, on this machine: what contains it, and what the record says.
+
+    python benchmarks/hostile.py > benchmarks/results/hostile.md
+
+Programs are those of `penstock sandbox check`; acts of rewards, environments and tools are those of
+tests/hostile_acts.py, committed in the processes that a run has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from penstock.envs.sandbox.config import SandboxConfig  # noqa: E402
+from penstock.envs.sandbox.hostile import lay_trap, survives, try_case  # noqa: E402
+from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES  # noqa: E402
+from penstock.envs.sandbox.local import LocalSandbox  # noqa: E402
+from tests.hostile_acts import ACTS  # noqa: E402
+from tests.hostile_play import no_process_left, play_steps_and_tools, score_rewards  # noqa: E402
+
+_MAX_CHARACTERS = 90
+_WORDS = {True: "yes", False: "NO", None: "not run"}
+_PREFIX = re.compile(r"^(env: )?(step of t/0: )?(tests\.hostile_acts:reward on 0/0 \(t/0\): )?")
+_RIGHTS = """\
+What rewards, environments, tools and agent programs are not kept from: they run with the user's rights.
+
+| | program in the sandbox | reward, environment, tool, agent program |
+| --- | --- | --- |
+| reads the environment | six harmless names | all that the run has, but `WANDB_API_KEY` |
+| reads home | no | yes |
+| opens sockets | no | yes |
+| writes outside its folder | no | yes, where the user may |
+"""
+
+
+def in_short(record: str) -> str:
+    """The last line of a failure, or what the model is told; as a table's cell."""
+    line = (_PREFIX.sub("", record).strip().splitlines() or [""])[-1]
+    line = line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
+    return line.replace("|", "/") or "no harm"
+
+
+async def programs() -> list[tuple[str, str, str]]:
+    """`(program, contained, how it ended)`."""
+    sandbox = LocalSandbox(SandboxConfig(), isolate=True)
+    with lay_trap() as trap:
+        try:
+            await sandbox.start()
+            tried = [(case, await try_case(sandbox, case, trap, is_isolated=True)) for case in HOSTILE_CASES]
+        finally:
+            await sandbox.close()
+    return [(case.name, _WORDS[verdict.is_contained], in_short(verdict.found)) for case, verdict in tried]
+
+
+async def acts() -> tuple[list[tuple[str, ...]], int]:
+    """`(act, what contains it, reward, step, tool)`, and how many left a process or broke the next episode."""
+    os.environ["WANDB_API_KEY"] = "secret"
+    with lay_trap() as trap, no_process_left():
+        rewards = await score_rewards(trap)
+        played = await play_steps_and_tools(trap)
+        num_bad = int(await survives(trap)) + sum(one.leaves_process or one.after != 0.5 for one in played.values())
+    rows = []
+    for act in ACTS:
+        tool = played.get(("tool", act.name))
+        cells = (rewards[act.name], played["step", act.name].record)
+        rows.append(
+            (act.name, act.held_by, *map(in_short, cells), "not tried" if tool is None else in_short(tool.record))
+        )
+    return rows, num_bad
+
+
+def main() -> None:
+    console = Console(highlight=False, soft_wrap=True, width=10_000)
+    ran = asyncio.run(programs())
+    committed, num_bad = asyncio.run(acts())
+    lines = ["# Hostile programs, rewards, environments and tools", ""]
+    num_contained = sum(contained == "yes" for _, contained, _ in ran)
+    lines += [f"Programs in the sandbox: {num_contained} of {len(ran)} contained.", ""]
+    lines += [
+        "| program | contained | the record |",
+        "| --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for row in ran),
+        "",
+    ]
+    lines += [
+        f"The same acts in a reward, in a step of an environment, and in a tool: {len(committed)} acts; {num_bad}",
+        "left a process or kept the next episode from being played. `error: …` is said to the",
+        "model, and the episode goes on.",
+        "",
+        "| act | what contains it | record: reward | record: step | record: tool |",
+        "| --- | --- | --- | --- | --- |",
+        *(f"| {' | '.join(row)} |" for row in committed),
+        "",
+        *_RIGHTS.splitlines(),
+        "",
+        "- limits: 5 s for a reward, 3 s for a step, 1.5 s for a tool, 0.25 GiB, 24 processes",
+        "- by: python benchmarks/hostile.py; as tests: tests/unit/envs/test_hostile.py",
+    ]
+    console.print(escape("\n".join(lines)))
+
+
+if __name__ == "__main__":
+    main()

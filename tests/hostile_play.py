@@ -1,0 +1,141 @@
+"""Commit every hostile act behind every door, and write down what the record says: for tests and benchmarks/hostile.py.
+
+Each door is a real one: the reward worker, and the process that plays episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig
+from penstock.envs.environment import Action
+from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.process_tree import descendants
+from penstock.envs.sandbox.hostile import Trap, survives
+from penstock.envs.scoring import RewardRunner
+from tests.answers import pair
+from tests.hostile_acts import ACTS, FINE, HostileAct
+
+REWARDS = RewardConfig(
+    fn="tests.hostile_acts:reward", timeout_s=5.0, max_memory_gib=0.25, max_processes=24, max_attempts=2
+)
+EPISODES = EpisodeConfig(timeout_s=3.0, max_memory_gib=0.25, max_processes=24)
+_SETTLE_S = 20.0
+_HUNG = re.compile(r"timed out after|took longer than")
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What became of one act in an episode.
+
+    Attributes:
+        record: The failure's kind and detail; or what the model is told; or empty if the step did no harm.
+        after: What the next episode gave.
+        leaves_process: Whether a process outlived it.
+    """
+
+    record: str
+    after: float
+    leaves_process: bool
+
+
+async def play_steps_and_tools(trap: Trap, num_lanes: int = 5) -> dict[tuple[str, str], Played]:
+    """By door (`step`, `tool`) and act. Each lane has one episode host, which has to survive all of its acts."""
+    todo = [(door, act) for act in ACTS for door in ("step", "tool") if door == "step" or act.tool is not None]
+    played: dict[tuple[str, str], Played] = {}
+
+    async def play_lane() -> None:
+        host = EpisodeHost(EnvConfig(factory="tests.hostile_acts:Tasks", episode=EPISODES), 0)
+        try:
+            while todo:
+                door, act = todo.pop(0)
+                # A survivor of its own name: lanes play at the same time.
+                own = replace(trap, nap_s=f"{trap.nap_s}{len(todo):02d}")
+                played[door, act.name] = await _play(host, door, act, own)
+            await _settle(host)
+        finally:
+            await host.close()
+
+    await asyncio.gather(*(play_lane() for _ in range(num_lanes)))
+    return played
+
+
+async def _play(host: EpisodeHost, door: str, act: HostileAct, trap: Trap) -> Played:
+    text = act.name if door == "step" else f'<tool_call>{{"name": "act", "arguments": {{"what": "{act.name}"}}}}'
+    try:
+        record = _told(await _step(host, text, trap))
+    except TrajectoryError as failure:
+        record = f"{failure.kind}: {failure.detail}"
+    if _HUNG.search(record):
+        await _retired(host)
+    after = (await _step(host, FINE, trap))["reward"]
+    return Played(record, after, await _outlives(trap))
+
+
+async def _step(host: EpisodeHost, text: str, trap: Trap) -> EpisodeReply:
+    async with host.open(Task(TaskId("t/0"), "?", {"nap": trap.nap_s}, "")) as episode:
+        await episode.reset()
+        return await episode.step(Action(text))
+
+
+def _told(reply: EpisodeReply) -> str:
+    content = reply.get("content", "")
+    return content if isinstance(content, str) else content[0]["content"]
+
+
+async def _retired(host: EpisodeHost) -> None:
+    """Wait until the process of a hang is gone: what it is killed for else costs the next episode, too.
+
+    Raises:
+        TimeoutError: If it stays.
+    """
+    async with asyncio.timeout(_SETTLE_S):
+        while host.pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def _outlives(trap: Trap) -> bool:
+    """Whether a daemon does; the process of a hang is killed when its episode has not closed in time."""
+    return await survives(trap) and await survives(trap)
+
+
+async def _settle(host: EpisodeHost) -> None:
+    """Wait until the host has one process at most, with nothing below it but what plays.
+
+    Raises:
+        TimeoutError: If it has more for long.
+    """
+    async with asyncio.timeout(_SETTLE_S):
+        while len(host.pids) > 1 or any(len(descendants(pid)) > 1 for pid in host.pids):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def score_rewards(trap: Trap, acts: Sequence[HostileAct] = ACTS) -> dict[str, str]:
+    """What the record says of each act in a reward; empty if it does no harm."""
+    runner = RewardRunner(REWARDS)
+    records: dict[str, str] = {}
+    try:
+        for act in acts:
+            (result,) = await runner.score_many([pair(act.name, nap=trap.nap_s)])
+            records[act.name] = result.detail if isinstance(result, TrajectoryError) else ""
+    finally:
+        await runner.shutdown()
+    return records
+
+
+@contextlib.contextmanager
+def no_process_left() -> Iterator[None]:
+    """Raise `AssertionError` if there are more processes below this one afterwards than before."""
+    before = set(descendants(os.getpid()))
+    yield
+    left = set(descendants(os.getpid())) - before
+    assert not left, f"{len(left)} processes are left"
