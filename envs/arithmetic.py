@@ -20,6 +20,7 @@ from typing import Literal
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.contract import pure
 
 Operator = Literal["+", "-"]
 
@@ -195,6 +196,7 @@ def _task(problem: Problem, side: str, index: int) -> Task:
     return Task(TaskId(f"arithmetic/{side}/{index}"), problem.prompt, {"answer": str(problem.answer)})
 
 
+@pure
 def exact_match(trajectory: Trajectory, answer: str, **_: object) -> float:
     """1 if the answer ended by itself and what follows its last `;` is `answer`, else 0."""
     if trajectory.finish_reason != "stop":

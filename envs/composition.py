@@ -5,13 +5,27 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.dataflow.trajectory import Trajectory, is_thread_part
 from penstock.envs.contract import RewardFunction
 from penstock.envs.reward_result import Reply, to_reply
+
+
+class Call(NamedTuple):
+    """How one function that a user named will be called.
+
+    Attributes:
+        key: Where the configuration names it: `reward`, `reward.parts.<name>`.
+        function: The function itself, without what it is wrapped in.
+        arguments: What it gets besides the trajectory.
+    """
+
+    key: str
+    function: RewardFunction
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,12 @@ class BoundReward:
         self.is_pure = is_pure_function(function)
 
     def __call__(self, trajectory: Trajectory, **fields: Any) -> Any:
-        return self._function(trajectory, **{**self._args, **fields})
+        call = self.call(fields, "reward")
+        return call.function(trajectory, **call.arguments)
+
+    def call(self, fields: Mapping[str, Any], key: str) -> Call:
+        """The call for a task with these fields."""
+        return Call(key, self._function, {**self._args, **fields})
 
 
 class WeightedSum:
@@ -52,6 +71,11 @@ class WeightedSum:
         self._parts = parts
         self._divisor = math.fsum(abs(part.weight) for part in parts.values()) if is_normalized else 1.0
         self.is_pure = all(is_pure_function(part.function) for part in parts.values())
+
+    def calls(self, fields: Mapping[str, Any]) -> Iterator[Call]:
+        """The call of each part for a task with these fields."""
+        for name, part in self._parts.items():
+            yield from calls_of(part.function, fields, f"reward.parts.{name}")
 
     def combine(self, returned: Mapping[str, object]) -> dict[str, float]:
         """The reward and the value of each part, before clipping and weighting.
@@ -129,6 +153,16 @@ def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> Reward
         raise ValueError("all weights are 0, so there is nothing to normalize by. Set a weight, or normalize=false.")
     kind = AsyncWeightedSum if any(is_async_function(part.function) for part in parts.values()) else SyncWeightedSum
     return kind(parts, is_normalized=is_normalized)
+
+
+def calls_of(function: RewardFunction, fields: Mapping[str, Any], key: str = "reward") -> Iterator[Call]:
+    """The calls that score one trajectory of a task with these fields, so that they can be checked before a run."""
+    if isinstance(function, SyncWeightedSum | AsyncWeightedSum):
+        yield from function.calls(fields)
+    elif isinstance(function, BoundReward):
+        yield function.call(fields, key)
+    else:
+        yield Call(key, function, fields)
 
 
 def is_async_function(function: RewardFunction) -> bool:

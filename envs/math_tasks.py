@@ -12,6 +12,7 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.contract import pure
 from penstock.envs.shuffles import endless, first
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
@@ -126,6 +127,7 @@ def _question(task: Task) -> str:
     return task.prompt[0]["content"]
 
 
+@pure
 def math_verify_reward(trajectory: Trajectory, answer: str, **_: object) -> float:
     """1 if math-verify finds the response's final (boxed) answer equal to `answer`, else 0.
 

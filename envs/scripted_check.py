@@ -6,6 +6,7 @@ hangs or dies is a line of the table, not of the terminal.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +14,21 @@ from itertools import cycle, islice
 from statistics import median
 from typing import Any
 
-from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.trajectory import Task
-from penstock.envs.config import EnvConfig
+import numpy as np
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.ids import TrajectoryId
+from penstock.dataflow.ports import Score
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.versions import Span
+from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.loading import load_task_source
+from penstock.envs.scoring import RewardRunner
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
 
@@ -57,18 +64,22 @@ def _bad(name: str, found: str) -> Finding:
     return Finding(name, is_good=False, found=found)
 
 
-async def check_environment(config: EnvConfig) -> list[Finding]:
-    """All checks, in the order in which a user would look at them.
+async def check_environment(config: EnvConfig, reward: RewardConfig | None = None) -> list[Finding]:
+    """All checks, in the order in which a user would look at them; `reward` scores the answers of single-turn tasks.
 
     Raises:
-        ConfigError: If the factory does not resolve or refuses its arguments.
+        ConfigError: If the factory or the reward does not resolve or refuses its arguments.
     """
     source = load_task_source(config, 0)
     findings, tasks = _check_tasks(config, source)
     if not tasks:
         return findings
     if not isinstance(source, EnvironmentSource):
-        return [*findings, Finding("episodes", None, "single-turn tasks: the reward function scores the answer")]
+        if reward is None:
+            return [*findings, Finding("rewards", None, "single-turn tasks: name what scores an answer by --reward")]
+        return [*findings, *await _check_answers(reward, source, tasks)]
+    if reward is not None:
+        raise ConfigError([f"--reward {reward.fn}: {config.factory} has episodes, which are played; leave it out."])
     host = EpisodeHost(config, 0)
     try:
         return [*findings, *await _check_episodes(host, source, tasks, config)]
@@ -105,6 +116,50 @@ def _check_held_out(source: TaskSource) -> Finding:
         "held_out(1)",
         is_good,
         f"gave {len(held_out)} tasks" if is_good else f"gave {held_out!r:.80}; expected a list of a Task",
+    )
+
+
+async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequence[Task]) -> list[Finding]:
+    """What the reward function gives to garbage and to the gold answer of each task, in a reward process."""
+    runner = RewardRunner(reward)
+    try:
+        garbage = await runner.score_many([(task, _answer(task, text)) for task in tasks for text in GARBAGE])
+        findings = [_judged("garbage gets no full reward", garbage, is_gold=False)]
+        gold_response = getattr(source, "gold_response", None)
+        if gold_response is None:
+            return [*findings, Finding("gold gets full reward", None, "it has no gold_response(task)")]
+        try:
+            answers = [(task, _answer(task, gold_response(task))) for task in tasks]
+        except Exception as error:  # noqa: BLE001  user code
+            return [*findings, _bad("gold gets full reward", f"gold_response raised {type(error).__name__}: {error}")]
+        return [*findings, _judged("gold gets full reward", await runner.score_many(answers), is_gold=True)]
+    finally:
+        await runner.shutdown()
+
+
+def _judged(name: str, scores: Sequence[Score | TrajectoryError], *, is_gold: bool) -> Finding:
+    rewards = [score.reward for score in scores if isinstance(score, Score)]
+    failure = next((score for score in scores if isinstance(score, TrajectoryError)), None)
+    if failure is not None:
+        return _bad(name, f"{failure.kind}: {failure.detail.strip().splitlines()[-1]}")
+    if is_gold:
+        return Finding(name, min(rewards) >= FULL_REWARD, f"at least {min(rewards):g} in {len(rewards)} tasks")
+    return Finding(name, max(rewards) < FULL_REWARD, f"at most {max(rewards):g}")
+
+
+def _answer(task: Task, text: str) -> Trajectory:
+    """A finished answer as a reward function gets it; its tokens are only counted."""
+    num_tokens = 1 + len(text)
+    return Trajectory(
+        trajectory_id=TrajectoryId(task.task_id),
+        task_id=task.task_id,
+        token_ids=np.zeros(1 + num_tokens, np.int32),
+        loss_mask=np.arange(1 + num_tokens) > 0,
+        behavior_logprobs=np.zeros(1 + num_tokens, np.float32),
+        spans=(Span(0, num_tokens),),
+        prompt=task.prompt if isinstance(task.prompt, str) else json.dumps(task.prompt),
+        response=text,
+        finish_reason="stop",
     )
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
-from penstock.envs.config import EnvConfig, EpisodeConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource, Observation
@@ -68,12 +68,14 @@ def run_env_show(factory: str, pairs: list[str], console: Console) -> int:
     return 0
 
 
-def run_env_check(factory: str, pairs: list[str], max_turns: int, timeout_s: float, console: Console) -> int:
-    """Play it with a scripted agent; 1 if something is wrong, else 0."""
+def run_env_check(
+    factory: str, pairs: list[str], max_turns: int, timeout_s: float, reward: str | None, console: Console
+) -> int:
+    """Play it with a scripted agent, or score scripted answers; 1 if something is wrong, else 0."""
     limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s)
-    findings: list[Finding] = asyncio.run(
-        check_environment(EnvConfig(factory=factory, args=parse_args(pairs), episode=limits))
-    )
+    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
+    scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s)
+    findings: list[Finding] = asyncio.run(check_environment(config, scored_by))
     table = Table("check", "verdict", "what was found")
     for finding in findings:
         table.add_row(finding.name, _MARK[finding.is_good], finding.found.replace("[", r"\["))

@@ -114,9 +114,10 @@ def env_check(
     *,
     max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
     timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
+    reward: Annotated[str | None, typer.Option(help="Scores answers of single-turn tasks: as reward.fn.")] = None,
 ) -> None:
     """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
-    exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, _console()))
+    exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, reward, _console()))
 
 
 @environments.command("play")

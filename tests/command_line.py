@@ -28,3 +28,13 @@ def read_metric(run_dir: Path, name: str) -> list[float]:
     """All values logged under `name`, in order."""
     records = [json.loads(line)["metrics"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record[name] for record in records if name in record]
+
+
+def fresh_mismatches(run_dir: Path) -> list[float]:
+    """Of each step whose tokens were all sampled by the version that it trained: largest |proximal − behavior|, nat.
+
+    In float32 it is rounding, below 1e-4, unless the trainer sees other tokens than the engine.
+    """
+    staleness = read_metric(run_dir, "staleness/max_versions")
+    mismatches = read_metric(run_dir, "mismatch/abs_logprob_max")
+    return [value for value, versions in zip(mismatches, staleness, strict=True) if versions == 0]

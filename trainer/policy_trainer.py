@@ -134,20 +134,19 @@ class PolicyTrainer:
 
         Args:
             payloads: Groups with rewards.
-            version, min_versions, references, teachers: As in `step`.
+            version: As in `step`.
+            min_versions: As in `step`.
+            references: As in `step`.
+            teachers: As in `step`.
 
         Raises:
             TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
         """
-        if self.critic is not None:
+        if self.critic is not None or self._algorithm.updates_per_batch > 1:
+            has = "a critic" if self.critic is not None else f"{self._algorithm.updates_per_batch} updates per batch"
             raise TrainingError(
-                f"trainer: a part of a batch was sent, but algorithm.advantage={self._algorithm.advantage} has a "
-                "critic, which is trained on whole batches. Use dataflow.stream_micro_batches=false."
-            )
-        if self._algorithm.updates_per_batch > 1:
-            raise TrainingError(
-                f"trainer: a part of a batch was sent, but a batch is {self._algorithm.updates_per_batch} updates "
-                "(algorithm.mini_batches x epochs) over all of it. Use dataflow.stream_micro_batches=false."
+                f"trainer: a part of a batch was sent, but the algorithm has {has} (algorithm.advantage, mini_batches, "
+                "epochs), which take the whole batch. Use dataflow.stream_micro_batches=false."
             )
         start = time.perf_counter()
         if self._streamed is None:

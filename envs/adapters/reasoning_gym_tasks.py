@@ -13,6 +13,7 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.contract import pure
 from penstock.envs.import_path import nearest_hint
 
 ROWS_PER_EPOCH = 4096
@@ -101,6 +102,7 @@ def train_seed(seed: int, epoch: int) -> int:
     return _FIRST_TRAIN_SEED + (seed * _EPOCHS_PER_SEED + epoch) % _NUM_EPOCHS * ROWS_PER_EPOCH
 
 
+@pure
 def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> dict[str, float]:
     """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1."""
     _thoughts, opening, after = trajectory.response.rpartition("<answer>")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
+from penstock.envs.composition import calls_of
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
@@ -55,7 +56,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     yield from _check_ids(config, tasks)
     yield from _check_overlap(tasks)
     if reward is not None:
-        yield from _check_signature(config, reward, tasks)
+        yield from check_reward(reward, tasks)
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
     if command not in WITHOUT_ENGINES:
         yield from check_prompts(config, measured)
@@ -147,24 +148,40 @@ def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
         )
 
 
-def _check_signature(config: RunConfig, reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
-    """The reward can be called with the fields of a task; what it returns is known only at run time."""
-    task = tasks.train[0]
+def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
+    """Each reward can be called with the fields of the tasks; what it returns is known only at run time."""
+    refused: set[str] = set()
+    for task in {frozenset(task.fields): task for task in reversed([*tasks.train, *tasks.held_out])}.values():
+        for key, function, arguments in calls_of(reward, task.fields):
+            if key not in refused and (problem := _misfit(function, arguments)):
+                refused.add(key)
+                yield error(
+                    f"{key}.fn={_name(function)} {problem}, for {task.task_id} with the fields {sorted(task.fields)}, "
+                    "so no trajectory of it could be scored. Give tasks the fields it needs, name those they have, "
+                    "and end with **_ for the others.",
+                    "reward",
+                    "env",
+                )
+
+
+def _misfit(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
+    """What keeps `function` from being called like this; empty if nothing."""
     try:
-        signature = inspect.signature(reward)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
-        return
+        return ""
     try:
-        signature.bind(None, **task.fields)
+        signature.bind(None, **arguments)
     except TypeError as problem:
-        call = ", ".join(["trajectory", *(f"{name}=…" for name in task.fields)])
-        yield error(
-            f"reward.fn={config.reward.label} takes {signature}, but would be called with ({call}), the fields of "
-            f"{task.task_id}: {problem}, so no trajectory could be scored. Name the fields it needs, and end with "
-            "**_ for the others.",
-            "reward",
-            "env",
-        )
+        call = ", ".join(["trajectory", *(f"{name}=…" for name in arguments)])
+        return f"takes {signature}, but would be called with ({call}): {problem}"
+    return ""
+
+
+def _name(function: RewardFunction) -> str:
+    """The import path of a function, or of the class of a reward object."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _prompt_key(task: Task) -> str:

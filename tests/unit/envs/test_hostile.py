@@ -19,6 +19,7 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.contract import Limits, Program
 from penstock.envs.sandbox.hostile import Trap, lay_trap, survives, try_case
 from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
 from penstock.envs.sandbox.local import LocalSandbox
@@ -68,6 +69,17 @@ async def test_a_hostile_program_is_contained(sandbox: LocalSandbox, case: Hosti
     elif not verdict.is_contained:
         assert case.name in NOT_CONTAINED_WITHOUT_ISOLATION, verdict.found
     assert not await survives(trap)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_processor_time_is_limited_over_all_processes_and_waiting_costs_none(sandbox: LocalSandbox) -> None:
+    limits = Limits(wall_s=60.0, cpu_s=0.3)
+    spins = ["while True: pass", "import os\nos.fork()\nos.fork()\nwhile True: pass"]
+    codes = [*spins, "import time; time.sleep(0.5)"]
+    *spun, waited = await asyncio.gather(*(sandbox.run(Program(code), limits) for code in codes))
+    for result in spun:
+        assert (result.outcome, result.detail) == ("cpu_time", "more than 0.3 s of processor time")
+    assert waited.outcome == "exited"
 
 
 @pytest.fixture(scope="module")

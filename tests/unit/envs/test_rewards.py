@@ -13,6 +13,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task
+from penstock.envs.composition import is_pure_function
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
@@ -292,6 +293,21 @@ async def test_a_pure_reward_is_remembered_by_its_input_and_its_failures_are_not
     assert values(await scores(pure, "a", "b", "a", "raise", "raise", "b", "c", "a")) == [1, 2, 1, None, None, 2, 5, 6]
     assert values(await scores(pure.model_copy(update={"cache_entries": 0}), "a", "a")) == [1, 2]
     assert values(await scores(pure.model_copy(update={"fn": f"{module}:counted_impure"}), "a", "a")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_pure"),
+    [
+        ("penstock.envs.arithmetic:exact_match", True),
+        ("penstock.envs.math_tasks:math_verify_reward", True),
+        ("penstock.envs.countdown:countdown_reward", True),
+        ("penstock.envs.sudoku:sudoku_reward", True),
+        ("penstock.envs.adapters.reasoning_gym_tasks:reasoning_gym_reward", True),
+        ("penstock.envs.rewards.episode:episode_reward", False),
+    ],
+)
+def test_verifiers_of_a_text_are_pure(fn: str, is_pure: bool) -> None:
+    assert is_pure_function(load_reward(RewardConfig(fn=fn))) is is_pure
 
 
 async def test_code_is_scored_through_the_whole_path() -> None:

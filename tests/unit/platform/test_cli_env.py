@@ -21,6 +21,15 @@ class Tasks(GeneratedTasks):
     def environment(self): return self.kind()
     def gold_actions(self, task): return ["right"]
 
+class Answered(GeneratedTasks):
+    def draw(self, rng): return {"prompt": str(rng.random()), "answer": "right"}
+    def gold_response(self, task): return "right"
+def exact(trajectory, answer): return float(trajectory.response == answer)
+def generous(trajectory, **_): return 1.0
+def miserly(trajectory, **_): return 0.5
+def raising(trajectory, **_): return 1.0 / len(trajectory.response)
+def needs_column(trajectory, column, **_): return 1.0
+
 class GoodEpisode(Environment):
     def step(self, action): return Done(float(action.text == "right"))
 class Good(Tasks): kind = GoodEpisode
@@ -92,6 +101,29 @@ def test_check_finds_what_is_wrong(name: str, code: int, found: str) -> None:
 def test_what_is_built_in_passes(words: list[str]) -> None:
     exit_code, output = invoke("check", *words)
     assert exit_code == 0, output
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "found"),
+    [
+        ("checked_envs:exact", 0, "at least 1 in 8 tasks"),
+        ("checked_envs:generous", 1, "at most 1"),
+        ("checked_envs:miserly", 1, "at least 0.5 in 8 tasks"),
+        ("checked_envs:raising", 1, "reward: "),
+        ("checked_envs:needs_column", 1, "missing 1 required positional argument: 'column'"),
+        ("checked_envs:exat", 2, "Did you mean 'exact'?"),
+    ],
+)
+def test_a_reward_of_single_turn_tasks_is_checked_with_gold_and_garbage(reward: str, code: int, found: str) -> None:
+    exit_code, output = invoke("check", "checked_envs:Answered", "--reward", reward)
+    assert found in output
+    assert exit_code == code
+
+
+def test_what_scores_episodes_is_not_named_and_what_scores_answers_is_asked_for() -> None:
+    assert "name what scores an answer by --reward" in invoke("check", "checked_envs:Answered")[1]
+    exit_code, output = invoke("check", "checked_envs:Good", "--reward", "checked_envs:exact")
+    assert (exit_code, "has episodes, which are played" in output) == (2, True)
 
 
 def test_list_and_show_say_what_there_is() -> None:

@@ -1,0 +1,41 @@
+"""The smallest training run from the command line: a policy that knows nothing, on the CPU, some seconds a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.model_config import ModelConfig
+from tests.command_line import read_summary, run_cli
+from tests.tiny_policy import tiny_shape
+
+MAX_CONTEXT_TOKENS = 1024
+
+
+def small_run(folder: Path, name: str, tokenizer: Any, *overrides: str) -> Path:
+    """Train a policy that knows nothing, in `folder`, with one group of two attempts a step; the folder of the run."""
+    shape = tiny_shape(vocab_size=len(tokenizer), hidden_size=32, head_dim=16)
+    model = ModelConfig(max_context_tokens=MAX_CONTEXT_TOKENS, shape=shape)
+    create_policy(model, tokenizer, str(folder / "policy"), seed=0)
+    done = run_cli(
+        "train",
+        "experiment=arithmetic",
+        "rollout/engine=torch",
+        "rollout.sampling.max_new_tokens=12",
+        "trainer.backend=torch",
+        "dataflow.batch_groups=1",
+        "dataflow.group_size=2",
+        "evaluation.num_tasks=1",
+        "evaluation.every_steps=0",
+        f"name={name}",
+        "model.path=policy",
+        f"model.max_context_tokens={MAX_CONTEXT_TOKENS}",
+        *(f"model.shape.{key}={str(value).lower()}" for key, value in shape.model_dump().items()),
+        *overrides,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = folder / "runs" / name
+    assert read_summary(run_dir)["ledger"]["failed"] == 0
+    return run_dir
