@@ -26,7 +26,7 @@ from penstock.weights.checksum import tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
-from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
+from penstock.weights.transport.device_memory import DeviceSlot, slot_for
 from penstock.weights.transport.shared_memory import read_version
 
 BACKEND = "penstock_shared_memory"
@@ -170,7 +170,7 @@ class WorkerExtension:
 
     def penstock_make_slot(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
-    ) -> tuple[int, str, list[SlotHandle]]:
+    ) -> tuple[int, str, list[tuple[str, bytes, int]]]:
         """Take memory of this worker's device for versions; its rank, why it cannot, or a handle for each writer.
 
         It is none of the memory that vLLM gives back when it sleeps: that is what is loaded and cached, in a pool.
@@ -180,7 +180,8 @@ class WorkerExtension:
             _slot[model] = slot_for(_slot.get(model), buffers[rank], TORCH_DTYPES[dtype], self.device)
         except WeightSyncError as refusal:
             return rank, str(refusal), []
-        return rank, "", _slot[model].handles(num_writers)
+        handles = _slot[model].handles(num_writers)
+        return rank, "", [(handle.device, handle.rebuild, handle.checksum) for handle in handles]
 
     def penstock_stage(self, update: Mapping[str, Any], stage_on: str) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""

@@ -9,8 +9,13 @@ from penstock.platform.memory import GIB, engine_memory, kv_cache_gib, published
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
 from penstock.platform.slots import slots_on
 
-TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3", "trainer.max_tokens_per_micro_batch=8192"]
+TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
 """Than what stays of it and an engine."""
+ENGINES_ON_CPU = [
+    "cluster.pools.generate.device=cpu",
+    "cluster.pools.generate.memory_gib=900",
+    "rollout.engine.kv_cache_gib=4",
+]
 
 
 def slots(config, role, command="train"):
@@ -133,7 +138,7 @@ def test_versions_go_from_gpu_to_gpu_where_all_have_gpus_of_one_machine():
         (["weights.memory=host"], "host"),
         (["weights=gather"], "host"),
         (["weights.transport=group"], "host"),
-        (["cluster.pools.generate.device=cpu", "cluster.pools.generate.memory_gib=900"], "host"),
+        (ENGINES_ON_CPU, "host"),
     ):
         assert slots_on(compose_config(["experiment=math_qwen_8gpu", *overrides])) == expected, overrides
     assert slots_on(compose_config(["experiment=arithmetic"])) == "host"
