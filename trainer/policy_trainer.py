@@ -143,10 +143,11 @@ class PolicyTrainer:
             TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
         """
         if self.critic is not None or self._algorithm.updates_per_batch > 1:
-            has = "a critic" if self.critic is not None else f"{self._algorithm.updates_per_batch} updates per batch"
+            updates = f"a batch is {self._algorithm.updates_per_batch} updates (algorithm.mini_batches x epochs)"
+            why = updates if self.critic is None else f"algorithm.advantage={self._algorithm.advantage} has a critic"
             raise TrainingError(
-                f"trainer: a part of a batch was sent, but the algorithm has {has} (algorithm.advantage, mini_batches, "
-                "epochs), which take the whole batch. Use dataflow.stream_micro_batches=false."
+                f"trainer: a part of a batch was sent, but {why} and takes whole batches. Use "
+                "dataflow.stream_micro_batches=false."
             )
         start = time.perf_counter()
         if self._streamed is None:
