@@ -168,7 +168,7 @@ def test_pairs_beyond_the_token_budget_are_refused_with_both_numbers(policy, age
     trainer = trainer_of(policy, 32, **(settings_of("online_dpo") | {"pairs": "all"}))
     with pytest.raises(
         ShapeError,
-        match=r"max_tokens_per_micro_batch=32 is below 40 tokens: answers of a group, in parts of 8, 8, 24 tokens, .* at least 40",
+        match=r"max_tokens_per_micro_batch=32 is below 40 tokens: .* in parts of 8, 8, 24 tokens, .* at least 40",
     ):
         trainer.step(aged, 5, references=references)
 
