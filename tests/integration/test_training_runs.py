@@ -60,7 +60,7 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
             [
                 "rollout.engine.tensor_parallel_size=2",
                 "trainer.tensor_parallel_size=2",
-                "weights.memory=device",  # on CPU the same calls give named shared memory
+                "weights.memory=device",  # on CPU a file per engine rank
             ],
         ),
     ],

@@ -1,7 +1,7 @@
 """Slots in the memory of the engines' devices: training ranks write each version there, from device to device.
 
 Each engine rank owns one slot, made once in its own process on its own device; every training rank that has bytes for
-it opens it by a handle (CUDA IPC; on CPU the same calls give named shared memory). The slot is what would be staged:
+it opens it by a handle (CUDA IPC; on CPU the name of a file in shared memory). The slot is what would be staged:
 the engine compares it where it is, and copies from it under the freeze. One is enough, because no version is written
 before all engines in service have acknowledged the one before, or were fenced off.
 
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import weakref
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.transport.allocator import expandable_segments
+from penstock.weights.transport.shared_memory import private_directory, reserve
 from penstock.weights.transport.slots import cut_slot, slot_size
 
 CPU = "cpu"
@@ -62,20 +64,37 @@ class DeviceSlot:
             device: Of the engine rank.
 
         Raises:
-            WeightSyncError: If torch would take it in a way that cannot be shared.
+            WeightSyncError: If torch would take it in a way that cannot be shared, or there is too little.
         """
-        if device.type == "cuda" and (refusal := expandable_segments(os.environ)):
-            raise WeightSyncError(refusal)
-        self._flat = torch.zeros(slot_size(sizes, dtype), dtype=dtype, device=device)
+        size = slot_size(sizes, dtype)
+        self._file: Path | None = None
+        if device.type == "cuda":
+            if refusal := expandable_segments(os.environ):
+                raise WeightSyncError(refusal)
+            self._flat = torch.zeros(size, dtype=dtype, device=device)
+        else:
+            # Not torch's own sharing of CPU tensors: once an owner has died, who had opened its memory can share none.
+            self._file = private_directory() / "slot"
+            weakref.finalize(self, shutil.rmtree, self._file.parent, ignore_errors=True)
+            try:
+                reserve(self._file, size * dtype.itemsize)
+            except OSError as error:
+                raise WeightSyncError(f"weights.memory=device: {self._file}: {error.strerror}.") from error
+            self._flat = _map_file(str(self._file), size, dtype)
         self.buffers = cut_slot(self._flat, sizes)
 
     def handles(self, num_writers: int) -> list[SlotHandle]:
         """One for each writer."""
         _synchronize([self._flat.device])
         identity = device_identity(self._flat.device)
-        with _shared_by_name():
-            pickled = [bytes(ForkingPickler.dumps(reduce_tensor(self._flat))) for _ in range(num_writers)]
+        pickled = [self._rebuild() for _ in range(num_writers)]
         return [SlotHandle(identity, rebuild, zlib.crc32(rebuild)) for rebuild in pickled]
+
+    def _rebuild(self) -> bytes:
+        """On a GPU a new one each time: torch counts the openings."""
+        if self._file is None:
+            return bytes(ForkingPickler.dumps(reduce_tensor(self._flat)))
+        return pickle.dumps((_map_file, (str(self._file), self._flat.numel(), self._flat.dtype)))
 
 
 def slot_for(
@@ -185,12 +204,7 @@ def _synchronize(devices: Collection[torch.device]) -> None:
         torch.cuda.synchronize(index)
 
 
-@contextmanager
-def _shared_by_name() -> Iterator[None]:
-    """CPU tensors get a name that any process of this user can open; by default only descendants can."""
-    before = multiprocessing.get_sharing_strategy()
-    multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        multiprocessing.set_sharing_strategy(before)
+def _map_file(path: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+    if not Path(path).exists():  # torch would make an empty one
+        raise FileNotFoundError(f"{path} is gone")
+    return torch.from_file(path, shared=True, size=size, dtype=dtype)

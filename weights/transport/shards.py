@@ -30,6 +30,7 @@ from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.strided import strided_box
 from penstock.weights.transport.device_memory import DeviceSlot
+from penstock.weights.transport.shared_memory import reserve
 from penstock.weights.transport.slots import Slots, cut_slot, slot_size
 
 IN_DEVICE_MEMORY = "device"
@@ -227,16 +228,13 @@ def _map(folder: Path, rank: int, sizes: Mapping[str, int], dtype: torch.dtype) 
 
 
 def _reserve(file: Path, num_elements: int, dtype: torch.dtype) -> None:
-    """Take the memory now: a page that is missing later would end the process without a word."""
     num_bytes = num_elements * dtype.itemsize
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as opened:
-        try:
-            os.posix_fallocate(opened.fileno(), 0, num_bytes)
-        except OSError as error:
-            free = os.statvfs(file.parent)
-            raise WeightSyncError(
-                f"weights: {file.parent} has {free.f_bavail * free.f_frsize >> 20} MiB free, one shard of the policy "
-                f"needs {num_bytes >> 20} MiB, {NUM_SLOTS} versions of every shard are kept ({error.strerror}). Give "
-                "the machine or container more of it (docker: --shm-size)."
-            ) from error
+    try:
+        reserve(file, num_bytes)
+    except OSError as error:
+        free = os.statvfs(file.parent)
+        raise WeightSyncError(
+            f"weights: {file.parent} has {free.f_bavail * free.f_frsize >> 20} MiB free, one shard of the policy "
+            f"needs {num_bytes >> 20} MiB, {NUM_SLOTS} versions of every shard are kept ({error.strerror}). Give "
+            "the machine or container more of it (docker: --shm-size)."
+        ) from error

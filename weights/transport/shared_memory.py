@@ -46,6 +46,17 @@ def remove_directories_of(pids: Iterable[int], parent: str | None = None) -> Non
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def reserve(file: Path, num_bytes: int) -> None:
+    """Make a file and take its memory now: a page that is missing later would end the process without a word.
+
+    Raises:
+        OSError: If there is too little.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as opened:
+        os.posix_fallocate(opened.fileno(), 0, num_bytes)
+
+
 def write_version(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int, dtype: str, directory: Path
 ) -> WeightManifest:

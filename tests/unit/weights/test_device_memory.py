@@ -59,7 +59,8 @@ def test_torchs_arguments_are_where_they_are_changed():
 
 
 def test_a_slot_that_cannot_be_opened_is_refused_with_the_reason():
-    (handle,) = DeviceSlot(SIZES, torch.float32, CPU).handles(1)
+    slot = DeviceSlot(SIZES, torch.float32, CPU)
+    (handle,) = slot.handles(1)
     damaged = handle._replace(rebuild=handle.rebuild[:-9] + bytes([handle.rebuild[-9] ^ 1]) + handle.rebuild[-8:])
     with pytest.raises(WeightSyncError, match=r"slot of rank 0 on cpu: its handle was damaged"):
         OpenedSlots([damaged], [SIZES], [0])
@@ -68,6 +69,9 @@ def test_a_slot_that_cannot_be_opened_is_refused_with_the_reason():
     if not torch.cuda.is_available():
         with pytest.raises(WeightSyncError, match=r"rank 0 on GPU-a: this process has no GPU"):
             OpenedSlots([SlotHandle("GPU-a", handle.rebuild, handle.checksum)], [SIZES], [0])
+    del slot
+    with pytest.raises(WeightSyncError, match=r"slot of rank 0 on cpu cannot be opened: .*is gone"):
+        OpenedSlots([handle], [SIZES], [0])
 
 
 def test_a_trainer_that_starts_anew_gets_new_handles_of_the_same_memory():
