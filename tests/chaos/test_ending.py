@@ -89,7 +89,7 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
     told = (workspace / "runs" / "broken" / "error.txt").read_text()
     assert "the task server went away" in told
     assert "newest events of the ledger" in told
-    assert " published" in told
+    assert " generating" in told
     left = [p for p in psutil.process_iter(["name"]) if p.pid not in before and "ray" in (p.info["name"] or "")]
     assert not left
 
