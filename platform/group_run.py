@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
+from contextvars import copy_context
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import FailureKind, TrajectoryError
 from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.ports import Score
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.streams import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
@@ -46,7 +48,8 @@ class GroupRun:
         self.group_id = group_id
         self.queued = queued
         self._flow = flow
-        self._ungenerated = self._unfinished = queued.group_size
+        self._ungenerated = (1 << queued.group_size) - 1  # one bit for each member
+        self._unfinished = queued.group_size
         self._outcomes: list[Trajectory | TrajectoryError | None] = [None] * queued.group_size
         self._jobs: list[asyncio.Task[None]] = []
         self._gang: Gang | None = None
@@ -60,8 +63,10 @@ class GroupRun:
             self._start_members()
 
     def _start_members(self) -> None:
-        start = asyncio.get_running_loop().create_task
-        self._jobs += [start(self._run_member(member)) for member in range(self.queued.group_size)]
+        """Their tasks share a name and a context: thousands of each would be kept otherwise."""
+        start, name, context = asyncio.get_running_loop().create_task, f"group {self.group_id}", copy_context()
+        members = range(self.queued.group_size)
+        self._jobs += [start(self._run_member(member), name=name, context=context) for member in members]
 
     def cancel(self) -> list[asyncio.Task[None]]:
         """Stop what still runs, engines are told to abort; returns what is still ending."""
@@ -84,38 +89,27 @@ class GroupRun:
 
     async def _run_member(self, member: int) -> None:
         """Sample and score one trajectory, with its retries; the last member to end reports the group."""
-        flow = self._flow
         failures: Counter[FailureKind] | None = None
-        last_failure: TrajectoryError | None = None
-        is_generated = False
-        outcome: Trajectory | TrajectoryError | None = None
         try:
-            while outcome is None:
+            while not isinstance(self._outcomes[member], Trajectory):
                 try:
                     trajectory = await self._sampled(member)
-                    flow.stats.trajectory_generated(trajectory)
-                    if not is_generated:
-                        is_generated = True
-                        self._member_generated()
-                    score = await flow.ports.rewards.score(self.queued.task, trajectory)
-                    trajectory.score(score.reward, score.parts)
-                    if last_failure is not None:
-                        trajectory = replace(trajectory, retried_after=last_failure.summary)
-                    outcome = trajectory
+                    self._flow.stats.trajectory_generated(trajectory)
+                    self._member_generated(member)
+                    score = await self._flow.ports.rewards.score(self.queued.task, trajectory)
+                    self._member_scored(member, trajectory, score)
                 except TrajectoryError as failure:
-                    last_failure = failure
+                    self._outcomes[member] = failure
                     failures = failures or Counter()
                     failures[failure.kind] += 1
-                    if not flow.core.may_retry(failure.kind, failures[failure.kind]):
-                        outcome = failure
-            if not is_generated:
-                self._member_generated()
-            self._outcomes[member] = outcome
+                    if not self._flow.core.may_retry(failure.kind, failures[failure.kind]):
+                        break
+            self._member_generated(member)
             self._unfinished -= 1
             if self._unfinished == 0:
-                await flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
+                await self._flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
         except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
-            flow.fail(error)
+            self._flow.fail(error)
 
     def _sampled(self, member: int) -> Awaitable[Trajectory]:
         ports, limit = self._flow.ports, self.queued.max_new_tokens
@@ -133,9 +127,19 @@ class GroupRun:
         """Which version samples a member; the runner tells."""
         self._flow.core.member_at(self.group_id, member, version)
 
-    def _member_generated(self) -> None:
-        self._ungenerated -= 1
+    def _member_generated(self, member: int) -> None:
+        """It has its tokens, or never will; once said, it may be said again."""
+        if self._ungenerated == 0:
+            return
+        self._ungenerated &= ~(1 << member)
         if self._ungenerated == 0:
             self._flow.core.generated(self.group_id)
             if self._all_generated is not None:
                 self._all_generated.set()
+
+    def _member_scored(self, member: int, trajectory: Trajectory, score: Score) -> None:
+        trajectory.score(score.reward, score.parts)
+        failure = self._outcomes[member]
+        if isinstance(failure, TrajectoryError):
+            trajectory = replace(trajectory, retried_after=failure.summary)
+        self._outcomes[member] = trajectory

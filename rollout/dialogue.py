@@ -18,9 +18,9 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Task, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, concatenate_spans, join_spans
-from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.partial import PartialTurn
 
-SampleTurn = Callable[[PartialTrajectory], Awaitable[None]]
+SampleTurn = Callable[[PartialTurn], Awaitable[None]]
 """Samples one turn to its end, whatever engines it takes."""
 
 
@@ -90,18 +90,18 @@ class Dialogue:
         """A thread that begins with all of this one, then `token_ids`."""
         return Dialogue((*self.token_ids, *token_ids), opening, name, self.name, self.spans[-1].version)
 
-    def next_turn(self, sampling: SamplingParams, max_tokens: int) -> PartialTrajectory:
+    def next_turn(self, sampling: SamplingParams, max_tokens: int) -> PartialTurn:
         """What is sampled next; `max_tokens` bounds the whole dialogue."""
         room = max_tokens - self.num_tokens
         assert room > 0, "asked for with room for a token"
-        return PartialTrajectory(
+        return PartialTurn(
             self.token_ids,
             replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
             num_interruptions=self.num_interruptions,
             floor=self.spans[-1].version if self.spans else self._floor,
         )
 
-    def sampled(self, partial: PartialTrajectory, response: str) -> None:
+    def sampled(self, partial: PartialTurn, response: str) -> None:
         """Keep a finished turn, as it came."""
         assert partial.prompt_ids == self.token_ids, "a turn goes on from all tokens before it, unchanged"
         assert partial.finish_reason is not None, "it ended"

@@ -100,7 +100,7 @@ class Dispatcher:
         view = ticket.view
         assert view is not None, "released without a grant"
         ticket.view = None
-        view.tickets.discard(ticket)
+        view.tickets.pop(ticket, None)
         view.in_use -= ticket.slots
         view.outstanding_tokens -= ticket.tokens
         granted: Granted = []
@@ -112,6 +112,7 @@ class Dispatcher:
 
     def join(self, ticket: Ticket, view: EngineView) -> None:
         """Grant a ticket that takes no slot of its own."""
+        ticket.serial = next(self._serials)
         self._grant(ticket, view)
 
     def assume(self, speed: float) -> None:
@@ -165,7 +166,7 @@ class Dispatcher:
 
     def _grant(self, ticket: Ticket, view: EngineView) -> None:
         ticket.view = view
-        view.tickets.add(ticket)
+        view.tickets[ticket] = None
         view.in_use += ticket.slots
         view.outstanding_tokens += ticket.tokens
         self.policy.placed(ticket, view)

@@ -22,7 +22,7 @@ from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.episode_host import PlayedEpisode
 from penstock.envs.threads import take_turns
 from penstock.rollout.dialogue import EpisodeBudget, SampleTurn, joined
-from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.partial import PartialTurn
 from penstock.rollout.recording import Recording
 from penstock.rollout.threads import Threads
 from penstock.rollout.tokenizers import TokenCodec
@@ -107,7 +107,7 @@ class EpisodePlayer:
         return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
 
 
-async def _sample_all(turns: Sequence[PartialTrajectory], sample: SampleTurn) -> None:
+async def _sample_all(turns: Sequence[PartialTurn], sample: SampleTurn) -> None:
     """Sample turns at the same time; the first failure ends the others."""
     if len(turns) == 1:
         await sample(turns[0])

@@ -24,6 +24,7 @@ class Interruption:
 
     kind: InterruptionKind
     reason: str
+    engine_id: EngineId
 
 
 class SlotSource(Protocol):
@@ -72,21 +73,21 @@ class Lease(Ticket):
         heard_at: When the engine last delivered tokens, or the lease was granted or began to wait; seconds.
         interruption: Why it was interrupted from outside, if it was.
         granted: Resolved with the grant, if that takes waiting.
+        dispatched_at: Version of the engine when the request went to it.
     """
 
     source: SlotSource | None = None
     heard_at: float = 0.0
     interruption: Interruption | None = None
     granted: asyncio.Future[None] | None = None
-    _loop: asyncio.AbstractEventLoop | None = None
+    dispatched_at: int = -1
     _holder: asyncio.Task[object] | None = None
     _cancelling: int = 0
 
     async def acquire(self) -> None:
         """Wait for the slot. If that fails or is cancelled there is nothing to release."""
         assert self.source is not None, "a lease comes from a pool"
-        self._loop = asyncio.get_running_loop()
-        self.heard_at = self._loop.time()
+        self.heard_at = asyncio.get_running_loop().time()
         if not self.source.take(self):
             assert self.granted is not None, "a lease that waits has a future"
             try:
@@ -94,10 +95,12 @@ class Lease(Ticket):
             except BaseException:
                 self.source.give_up(self)
                 raise
-            self.heard_at = self._loop.time()
+            self.heard_at = asyncio.get_running_loop().time()
 
     def release(self) -> None:
+        """Give the slot back; nothing under it can be interrupted any more."""
         assert self.source is not None, "acquired before"
+        self._holder = None
         self.source.give_back(self)
 
     async def __aenter__(self) -> Self:
@@ -114,9 +117,8 @@ class Lease(Ticket):
 
     def received(self, num_tokens: int) -> None:
         """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
-        assert self._loop is not None, "entered before"
         assert self.source is not None, "entered before"
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         if self.deliver(num_tokens, now - self.heard_at) and self.view is not None:
             self.source.measured(self.view)
         self.heard_at = now
@@ -129,7 +131,7 @@ class Lease(Ticket):
 
     def hold(self) -> None:
         """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
-        self._holder = asyncio.current_task(self._loop)
+        self._holder = asyncio.current_task()
         assert self._holder is not None, "called in a task"
         self._cancelling = self._holder.cancelling()
 
@@ -144,7 +146,7 @@ class Lease(Ticket):
     def interrupt(self, kind: InterruptionKind, reason: str) -> None:
         """End the request under this lease from outside; only the first reason counts."""
         if self._holder is not None and self.interruption is None:
-            self.interruption = Interruption(kind, reason)
+            self.interruption = Interruption(kind, reason, self.engine.engine_id)
             self._holder.cancel()
 
     def was_interrupted(self) -> bool:

@@ -49,10 +49,6 @@ class PartialTrajectory:
         num_tokens: Sampled so far.
         resumed_with: Tokens it had when it was last resumed; 0 if it never was.
         num_interruptions: So far, those of earlier turns included.
-        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
-            the episode so far; -1 is any.
-        on_delta: Called with each delta when it is kept; may `cut`.
-        is_cut: It was ended by `cut`: the engine is to stop.
     """
 
     prompt_ids: tuple[int, ...]
@@ -61,9 +57,6 @@ class PartialTrajectory:
     resumed_with: int = 0
     num_interruptions: int = 0
     finish_reason: FinishReason | None = None
-    floor: int = -1
-    on_delta: Callable[[TokenDelta], None] | None = None
-    is_cut: bool = False
     _deltas: list[TokenDelta] | None = None
 
     @property
@@ -92,7 +85,12 @@ class PartialTrajectory:
     @property
     def min_version(self) -> int:
         """Oldest version that may go on with it (I4); -1 is any."""
-        return next((delta.spans[-1].version for delta in reversed(self._deltas or []) if delta.spans), self.floor)
+        return self._newest_or(-1)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was ended here, and the engine is to stop."""
+        return False
 
     def extend(self, delta: TokenDelta) -> None:
         """Keep what an engine reported."""
@@ -102,14 +100,6 @@ class PartialTrajectory:
             self._deltas.append(delta)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
-        if self.on_delta is not None:
-            self.on_delta(delta)
-
-    def cut(self, num_tokens: int) -> None:
-        """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""
-        logprobs = self.logprobs[:num_tokens]
-        self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
-        self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True
 
     def request(self, request_id: RequestId) -> GenerateRequest:
         """Ask for all of it, or for what is missing."""
@@ -117,6 +107,10 @@ class PartialTrajectory:
             return GenerateRequest(request_id, self.prompt_ids, self.sampling)
         prompt = (*self.prompt_ids, *self.token_ids)
         return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining))
+
+    def _newest_or(self, default: int) -> int:
+        """Version of the newest token."""
+        return next((delta.spans[-1].version for delta in reversed(self._deltas or []) if delta.spans), default)
 
     def settle(self) -> bool:
         """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""
@@ -126,3 +120,40 @@ class PartialTrajectory:
         elif self.remaining <= 0:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class PartialTurn(PartialTrajectory):
+    """One turn of an episode; what only turns need is kept out of the thousands that have none.
+
+    Attributes:
+        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
+            the episode so far; -1 is any.
+        on_delta: Called with each delta when it is kept; may `cut`.
+    """
+
+    floor: int = -1
+    on_delta: Callable[[TokenDelta], None] | None = None
+    _is_cut: bool = False
+
+    @property
+    def min_version(self) -> int:
+        """As of any trajectory; before the first token its floor."""
+        return self._newest_or(self.floor)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether `cut` ended it."""
+        return self._is_cut
+
+    def extend(self, delta: TokenDelta) -> None:
+        """Keep what an engine reported, and look whether that is enough."""
+        PartialTrajectory.extend(self, delta)
+        if self.on_delta is not None:
+            self.on_delta(delta)
+
+    def cut(self, num_tokens: int) -> None:
+        """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""
+        logprobs = self.logprobs[:num_tokens]
+        self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
+        self.num_tokens, self.finish_reason, self._is_cut = num_tokens, "stop", True

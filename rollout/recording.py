@@ -25,7 +25,7 @@ from penstock.envs.endpoint.requests import Asked
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.episode_child import EpisodeReply
 from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn, joined
-from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.partial import PartialTurn
 from penstock.rollout.tokenizers import TokenCodec
 
 
@@ -113,7 +113,7 @@ class Recording:
 class TurnReader:
     """Reads a turn while it is sampled: streams its text, and ends it behind a stop text."""
 
-    def __init__(self, codec: TokenCodec, exchange: Exchange, partial: PartialTrajectory) -> None:
+    def __init__(self, codec: TokenCodec, exchange: Exchange, partial: PartialTurn) -> None:
         self._codec = codec
         self._exchange = exchange
         self._partial = partial

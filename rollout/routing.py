@@ -44,7 +44,7 @@ class EngineView:
         fenced: Why it is out of service, if it is.
         is_paused: It keeps its requests and gets no new ones.
         open_index: Where it stands in the dispatcher's list of engines with room; -1 if it has none.
-        tickets: What holds its slots.
+        tickets: What holds its slots, in the order of their grants.
         line: Those who wait for this engine, because their prefix is here; first come, first served.
         gang: Waits for several slots at once; nobody else gets one before.
     """
@@ -59,7 +59,7 @@ class EngineView:
     fenced: str | None = None
     is_paused: bool = False
     open_index: int = -1
-    tickets: set[Ticket] = field(default_factory=set, repr=False)
+    tickets: dict[Ticket, None] = field(default_factory=dict, repr=False)
     line: OrderedDict[Ticket, None] = field(default_factory=OrderedDict, repr=False)
     gang: Ticket | None = None
     _tokens: float = field(default=0.0, repr=False)

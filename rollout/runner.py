@@ -11,29 +11,31 @@ silence watch, which looks at all running requests every eighth of its limit, so
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
-from penstock.dataflow.ids import EngineId, RequestId, TrajectoryId
-from penstock.dataflow.ports import Engine, SamplingParams
+from penstock.dataflow.ids import RequestId, TrajectoryId
+from penstock.dataflow.ports import Engine, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.lease import Interruption, Lease, LeaseMaker
 from penstock.rollout.oldest_turn import OldestTurn, VersionWatcher
-from penstock.rollout.partial import PartialTrajectory, ResumeStats
+from penstock.rollout.partial import PartialTrajectory, PartialTurn, ResumeStats
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.tokenizers import TokenCodec
 
 LOOKS_PER_LIMIT = 8
 MAX_PROMPTS = 4096
 """Rendered prompts kept: the members of a group share theirs."""
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class Runs(Protocol):
     @property
     def stats(self) -> ResumeStats: ...
 
-    async def run(
+    def run(
         self,
         task: Task,
         trajectory_id: TrajectoryId,
@@ -73,7 +75,7 @@ class Runs(Protocol):
         watcher: VersionWatcher | None = None,
         member: int = 0,
         slots: LeaseMaker | None = None,
-    ) -> Trajectory: ...
+    ) -> Coroutine[Any, Any, Trajectory]: ...
 
 
 class TrajectoryRunner:
@@ -100,13 +102,12 @@ class TrajectoryRunner:
         self.silence_timeout_s = silence_timeout_s
         self.max_resumes = max_resumes
         self.stats = ResumeStats()
-        self._serial = itertools.count()
         self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
         self._newest: _Prompt | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
 
-    async def run(
+    def run(
         self,
         task: Task,
         trajectory_id: TrajectoryId,
@@ -115,7 +116,7 @@ class TrajectoryRunner:
         watcher: VersionWatcher | None = None,
         member: int = 0,
         slots: LeaseMaker | None = None,
-    ) -> Trajectory:
+    ) -> Coroutine[Any, Any, Trajectory]:
         """Sample one answer, or play one episode.
 
         Args:
@@ -133,98 +134,117 @@ class TrajectoryRunner:
         """
         attempt = _Attempt(task, trajectory_id, watcher, member, slots or self.pool)
         if task.environment is not None:
-            assert self.episodes is not None, "tasks with an environment come with what plays them"
-            turns = OldestTurn(watcher, member)
-            one_slot = None if slots is None else asyncio.Lock()  # a gang has a slot for each member, not more
-            return await self.episodes.play(
-                task, trajectory_id, sampling, lambda turn: self._sample_turn(attempt, turns, one_slot, turn)
-            )
+            return self._play(attempt, sampling)
         partial = PartialTrajectory(self._rendered(task).token_ids, sampling)
-        await self._sample(attempt, partial)
-        return self._trajectory(task, trajectory_id, partial)
+        return self._sample(attempt, partial, TrajectoryRunner._trajectory)
+
+    def _play(self, attempt: _Attempt, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]:
+        assert self.episodes is not None, "tasks with an environment come with what plays them"
+        turns = OldestTurn(attempt.watcher, attempt.member)
+        one_slot = None if attempt.slots is self.pool else asyncio.Lock()  # a gang has a slot for each member, not more
+        return self.episodes.play(
+            attempt.task,
+            attempt.trajectory_id,
+            sampling,
+            lambda turn: self._sample_turn(attempt, turns, one_slot, turn),
+        )
 
     async def _sample_turn(
-        self, attempt: _Attempt, turns: OldestTurn, one_slot: asyncio.Lock | None, partial: PartialTrajectory
+        self, attempt: _Attempt, turns: OldestTurn, one_slot: asyncio.Lock | None, partial: PartialTurn
     ) -> None:
         async with one_slot or nullcontext():
             partial.floor = max(partial.floor, turns.floor)
-            await self._sample(replace(attempt, watcher=turns, member=turns.begin()), partial)
+            await self._sample(replace(attempt, watcher=turns, member=turns.begin()), partial, _nothing)
 
-    async def _sample(self, attempt: _Attempt, partial: PartialTrajectory) -> None:
-        """Sample to the end of a turn, over as many engines as it takes."""
-        avoid: EngineId | None = None
+    async def _sample(
+        self,
+        attempt: _Attempt,
+        partial: PartialTrajectory,
+        finished: Callable[[TrajectoryRunner, _Attempt, PartialTrajectory], _Result],
+    ) -> _Result:
+        """Sample to the end of a turn, over as many engines as it takes; returns what `finished` makes of it.
+
+        One coroutine, not one in another: as many of them wait as there are live trajectories.
+        """
+        interruption: Interruption | None = None
         while True:
-            request_id = RequestId(f"{attempt.trajectory_id}#{next(self._serial)}")
-            lease = attempt.slots.lease(partial.remaining, attempt.task.task_id, partial.min_version, avoid)
+            lease = self._lease(attempt, partial, interruption)
             await lease.acquire()
             try:
-                interruption = await self._generate(lease, request_id, partial, attempt)
-                avoid = None if interruption is None or interruption.kind == "aborted" else lease.engine.engine_id
+                async for delta in self._deltas(lease, attempt, partial):
+                    if self._keep(delta, lease, attempt, partial):
+                        break
+                interruption = self._ending(lease, attempt, partial)
+            except BaseException as error:  # noqa: BLE001 - raised again, unless the trajectory survives it
+                interruption = self._interruption(error, lease, attempt)
             finally:
                 lease.release()
-            if interruption is None:
-                return
-            self._interrupted(partial, request_id, interruption)
-            if partial.settle():
-                return
+            if interruption is None or self._is_settled(interruption, attempt, partial):
+                return finished(self, attempt, partial)
 
-    async def _generate(
-        self,
-        lease: Lease,
-        request_id: RequestId,
-        partial: PartialTrajectory,
-        attempt: _Attempt,
-    ) -> Interruption | None:
-        """Follow one request to its end, or to what interrupts it."""
-        engine, watcher, member = lease.engine, attempt.watcher, attempt.member
-        told = engine.version
-        if watcher is not None and not partial.num_tokens:
-            watcher.member_at(member, told)
+    def _lease(self, attempt: _Attempt, partial: PartialTrajectory, last: Interruption | None) -> Lease:
+        """A slot for what is missing, not where it has just been lost."""
+        avoid = None if last is None or last.kind == "aborted" else last.engine_id
+        return attempt.slots.lease(partial.remaining, attempt.task.task_id, partial.min_version, avoid)
+
+    def _deltas(self, lease: Lease, attempt: _Attempt, partial: PartialTrajectory) -> AsyncIterator[TokenDelta]:
+        """Ask for what is missing. From now until it is released, the lease may be interrupted."""
+        engine = lease.engine
+        lease.dispatched_at = engine.version
+        if attempt.watcher is not None and not partial.num_tokens:
+            attempt.watcher.member_at(attempt.member, engine.version)
         if self._watch is None:
             self._look_later()
         lease.hold()
-        try:
-            async for delta in engine.generate(partial.request(request_id)):
-                if delta.spans and delta.spans[0].version != told and watcher is not None and not partial.num_tokens:
-                    watcher.member_at(member, delta.spans[0].version)
-                lease.received(len(delta.token_ids))
-                partial.extend(delta)
-                if partial.is_cut:
-                    if delta.finish_reason is None:
-                        self._abort(engine, request_id)
-                    break
-        except EngineLostError as error:
-            lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
-            lease.lost(error)
-            return Interruption("lost", str(error))
-        except asyncio.CancelledError:
-            self._abort(engine, request_id)
-            if lease.was_interrupted():
-                return lease.interruption
-            raise
-        except BaseException:
-            self._abort(engine, request_id)
-            raise
-        finally:
-            lease.let_go()
-        if partial.finish_reason is None or partial.finish_reason == "abort":
-            return Interruption("aborted", f"{engine.engine_id} ended {request_id}: {partial.finish_reason}")
-        return None
+        return engine.generate(partial.request(_request_id(lease, attempt)))
 
-    def _interrupted(self, partial: PartialTrajectory, request_id: RequestId, interruption: Interruption) -> None:
-        """Count it, and give up on a trajectory that has had too many."""
+    def _keep(self, delta: TokenDelta, lease: Lease, attempt: _Attempt, partial: PartialTrajectory) -> bool:
+        """Keep new tokens; says whether they were cut, so that no more are wanted."""
+        if delta.spans and not partial.num_tokens and attempt.watcher is not None:
+            first = delta.spans[0].version
+            if first != lease.dispatched_at:
+                attempt.watcher.member_at(attempt.member, first)
+        lease.received(len(delta.token_ids))
+        partial.extend(delta)
+        if partial.is_cut and delta.finish_reason is None:
+            self._abort(lease.engine, _request_id(lease, attempt))
+        return partial.is_cut
+
+    def _ending(self, lease: Lease, attempt: _Attempt, partial: PartialTrajectory) -> Interruption | None:
+        """How a stream of tokens ended that did not fail: None if the turn is complete."""
+        if partial.finish_reason not in (None, "abort"):
+            return None
+        engine_id, request_id = lease.engine.engine_id, _request_id(lease, attempt)
+        return Interruption("aborted", f"{engine_id} ended {request_id}: {partial.finish_reason}", engine_id)
+
+    def _interruption(self, error: BaseException, lease: Lease, attempt: _Attempt) -> Interruption:
+        """What ended a request before its time; raises whatever the trajectory does not survive."""
+        lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
+        engine = lease.engine
+        if isinstance(error, EngineLostError):
+            lease.lost(error)
+            return Interruption("lost", str(error), engine.engine_id)
+        self._abort(engine, _request_id(lease, attempt))
+        if isinstance(error, asyncio.CancelledError) and lease.was_interrupted():
+            assert lease.interruption is not None, "was interrupted"
+            return lease.interruption
+        raise error
+
+    def _is_settled(self, interruption: Interruption, attempt: _Attempt, partial: PartialTrajectory) -> bool:
+        """Count it, and give up on a trajectory that has had too many; says whether nothing is missing after all."""
         self.stats.interruptions[interruption.kind] += 1
         partial.num_interruptions += 1
         if partial.num_interruptions > self.max_resumes:
             raise TrajectoryError(
                 "engine",
-                f"{request_id}: interrupted {partial.num_interruptions} times with {partial.num_tokens} tokens "
-                f"sampled, rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
+                f"{attempt.trajectory_id}: interrupted {partial.num_interruptions} times with {partial.num_tokens} "
+                f"tokens sampled, rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
             )
         if partial.num_tokens:
             self.stats.trajectories += not partial.resumed_with
             self.stats.tokens += partial.num_tokens
             partial.resumed_with = partial.num_tokens
+        return partial.settle()
 
     def _abort(self, engine: Engine, request_id: RequestId) -> None:
         """Tell the engine to stop what nobody waits for; it may hang, so nobody waits for that either."""
@@ -268,8 +288,8 @@ class TrajectoryRunner:
             self._prompts.popitem(last=False)
         return prompt
 
-    def _trajectory(self, task: Task, trajectory_id: TrajectoryId, partial: PartialTrajectory) -> Trajectory:
-        prompt = self._rendered(task)
+    def _trajectory(self, attempt: _Attempt, partial: PartialTrajectory) -> Trajectory:
+        prompt = self._rendered(attempt.task)
         num_prompt, sampled = len(prompt.token_ids), partial.token_ids
         num_tokens = num_prompt + len(sampled)
         token_ids = np.empty(num_tokens, np.int32)
@@ -281,8 +301,8 @@ class TrajectoryRunner:
         logprobs[num_prompt:] = partial.logprobs
         assert partial.finish_reason is not None, "it ended"
         return Trajectory(
-            trajectory_id=trajectory_id,
-            task_id=task.task_id,
+            trajectory_id=attempt.trajectory_id,
+            task_id=attempt.task.task_id,
             token_ids=token_ids,
             loss_mask=loss_mask,
             behavior_logprobs=logprobs,
@@ -291,3 +311,12 @@ class TrajectoryRunner:
             response=self.codec.decode(sampled),
             finish_reason=partial.finish_reason,
         )
+
+
+def _request_id(lease: Lease, attempt: _Attempt) -> RequestId:
+    """Of its only request; no two leases of a pool have the same serial."""
+    return RequestId(f"{attempt.trajectory_id}#{lease.serial}")
+
+
+def _nothing(_runner: TrajectoryRunner, _attempt: _Attempt, _partial: PartialTrajectory) -> None:
+    """A turn is kept by its dialogue."""

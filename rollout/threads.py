@@ -20,7 +20,7 @@ from penstock.envs.environment import Action, Observation
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.threads import ThreadNames
 from penstock.rollout.dialogue import Dialogue, EpisodeBudget
-from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.partial import PartialTurn
 from penstock.rollout.tokenizers import TokenCodec
 
 
@@ -40,7 +40,7 @@ class Threads:
     """
 
     def __init__(self, task: Task, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams) -> None:
-        self.speaking: list[PartialTrajectory] = []
+        self.speaking: list[PartialTurn] = []
         self._task = task
         self._codec = codec
         self._budget = budget

@@ -102,7 +102,7 @@ class Dispatching(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         for view in self.dispatcher.views.values():
             mine = [ticket for ticket in self.granted if ticket.view is view]
-            assert view.tickets == set(mine)
+            assert set(view.tickets) == set(mine)
             assert view.in_use == sum(ticket.slots for ticket in mine) <= view.max_slots
             assert view.outstanding_tokens == sum(ticket.tokens for ticket in mine)
         assert set(self.dispatcher.waiting()) == set(self.waiting)
