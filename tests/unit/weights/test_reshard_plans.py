@@ -20,6 +20,11 @@ from tests.unit.weights.models import PADDING, buffers_of, numbered, strided, te
 Sources = Callable[[list[TensorSpec], int, int], Layout | None]
 
 
+def last_axes(tensors: list[TensorSpec]) -> dict[str, int]:
+    """Matrices are split by columns and stacks of experts by their last dimension; norms have rows only."""
+    return {tensor.name: len(tensor.shape) - 1 for tensor in tensors}
+
+
 def _autotp(tensors: list[TensorSpec], ranks: int, kv_heads: int, *, is_partitioned: bool) -> Layout | None:
     if ranks % 2 or any("experts" in tensor.name for tensor in tensors):
         return None
@@ -32,6 +37,7 @@ SOURCES: dict[str, Sources] = {
     "replicated": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks),
     "zero3": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks, is_partitioned=True),
     "fsdp": lambda tensors, ranks, _: fsdp_layout(tensors, ranks),
+    "fsdp_by_columns": lambda tensors, ranks, _: fsdp_layout(tensors, ranks, last_axes(tensors)),
     "autotp": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=False),
     "autotp_zero3": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=True),
     "autotp_wide": lambda tensors, ranks, kv: (
@@ -195,6 +201,8 @@ def test_unknown_tensors_and_uneven_splits_are_named() -> None:
         odd, of_odd = tensors_of(name)
         with pytest.raises(WeightSyncError, match=rf"q_proj.* has {odd.num_heads} heads.* over {tp} "):
             vllm_layout([t for t in of_odd if "q_proj" in t.name], odd, tp)
+    with pytest.raises(WeightSyncError, match=r"q_proj.bias has 1 dimensions, so Shard\(1\)"):
+        fsdp_layout(tensors, 2, dict.fromkeys((tensor.name for tensor in tensors), 1))
     with pytest.raises(WeightSyncError, match="stacked experts"):
         training_layout(tensors_of("moe")[1], tp_size=2, num_kv_heads=2)
 
