@@ -26,7 +26,7 @@ from penstock.rollout.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
-from penstock.weights.transport.crossing import Crossing
+from penstock.weights.transport.crossing import Crossing, changed_share
 from penstock.weights.transport.group import TransferGroup
 from penstock.weights.transport.links import serve_store
 from penstock.weights.transport.shards import ShardTransfer
@@ -109,9 +109,10 @@ class GroupExport:
 
         sending = self._trainer.ask("send_weights", version, timeout_s=limit)
         sent, *folders = await together(f"publish v{version}", limit, sending, *landed.values(), interrupt=interrupt)
-        manifest = crossing.transfer.manifest(version, [part for parts, _ in sent for part in parts])
+        manifest = crossing.transfer.manifest(version, [part for one in sent for part in one.sums])
         locations = Locations(dict(zip(landed, folders, strict=True)))
-        return Parcel(manifest, locations, sum(num_bytes for _, num_bytes in sent))
+        share = None if self._config.codec == "int8_delta" else changed_share(sent)
+        return Parcel(manifest, locations, sum(one.num_bytes for one in sent), share)
 
     async def _meet(self) -> None:
         """Make a crossing of the nodes that have engines now."""

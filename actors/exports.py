@@ -31,11 +31,13 @@ class Parcel(NamedTuple):
     Attributes:
         payload: What else they need: `Locations`, or a handle of the bytes for engines without access to the file.
         sent_bytes: By the training ranks, to other processes.
+        changed_share: Of the elements, since the version before, where a codec has counted them.
     """
 
     manifest: WeightManifest
     payload: Any = None
     sent_bytes: int = 0
+    changed_share: float | None = None
 
 
 Departure = Awaitable[Parcel]

@@ -109,4 +109,5 @@ class ActorWeightPublisher:
             acks=acks,
             drain_timeouts=self._updater.drain_timeouts,
             sent_bytes=parcel.sent_bytes,
+            changed_share=parcel.changed_share,
         )

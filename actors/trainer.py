@@ -28,7 +28,7 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import DType
-from penstock.weights.transport.crossing import Crossing, Sender
+from penstock.weights.transport.crossing import Crossing, Sender, Sent
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
@@ -181,8 +181,8 @@ class TrainerRank:
         self._sender.join(crossing)
 
     @ray.method(concurrency_group="courier")
-    def send_weights(self, version: int) -> tuple[list[PartialSum], int]:
-        """Send what is held to the landings, beside training; returns its checksums, and bytes."""
+    def send_weights(self, version: int) -> Sent:
+        """Send what is held to the landings, beside training."""
         return self._sender.send(version)
 
     def read_back(self, manifest: WeightManifest) -> np.ndarray:

@@ -132,4 +132,5 @@ def _both(reports: Sequence[PublishReport]) -> PublishReport:
         drain_timeouts=mine.drain_timeouts + other.drain_timeouts,
         probe_nat=max((one.probe_nat for one in reports if one.probe_nat is not None), default=None),
         sent_bytes=mine.sent_bytes + other.sent_bytes,
+        changed_share=max((one.changed_share for one in reports if one.changed_share is not None), default=None),
     )

@@ -226,6 +226,10 @@ class Run:
     def _publish_metrics(self) -> dict[str, float]:
         if self._last_publish is None:
             return {}
+        measured = {
+            "weights/probe_nat": self._last_publish.probe_nat,
+            "weights/changed_share": self._last_publish.changed_share,
+        }
         return {
             "weights/bytes": self._last_publish.num_bytes,
             "weights/sent_bytes": self._last_publish.sent_bytes,
@@ -235,5 +239,5 @@ class Run:
             "weights/stage_s": max(ack.stage_s for ack in self._last_publish.acks),
             "weights/stall_s": self._last_publish.max_stall_s,
             "weights/drain_timeouts": self._last_publish.drain_timeouts,
-            **({} if self._last_publish.probe_nat is None else {"weights/probe_nat": self._last_publish.probe_nat}),
+            **{name: value for name, value in measured.items() if value is not None},
         }

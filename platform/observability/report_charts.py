@@ -97,6 +97,7 @@ def health_charts(record: RunRecord) -> list[Chart]:
         ("Logprob mismatch", "Mean |proximal − behavior|, nats.", "mismatch/abs_logprob_mean", AMBER),
         ("Answer length", "Sampled tokens per trajectory, mean.", "length/mean_tokens", BLUE),
         ("Generation stall", "Seconds from freeze to resume per publish.", "weights/stall_s", TEAL),
+        ("Changed weights", "Share of the published elements that differ, by delta.", "weights/changed_share", TEAL),
     )
     charts = []
     for title, caption, metric, color in specifications:

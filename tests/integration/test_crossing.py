@@ -124,11 +124,18 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     config = WeightsConfig(codec="delta", timeout_s=60.0)
     export = GroupExport(trainer, pool, EngineSide("torch", model.shape), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
+    shares = []
     for version in range(3):  # an engine acknowledges what it has read back from its live parameters only
         report = await publisher.publish(version)
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
         assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the trainer sends one policy, however many engines"
-        await trainer.supervised_step(EXAMPLES)
+        shares.append(report.changed_share)
+        if version:
+            await trainer.supervised_step(EXAMPLES)
+    first, unchanged, trained = shares
+    assert first == 1.0, "of the first version nobody knows what receivers hold"
+    assert unchanged == 0.0, "no step was made before it"
+    assert 0.5 < trained <= 1.0, "in float32 nearly every element moves"
     pid = export._pids[engines[1].node_id]
     assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
     ray.kill(export._landings[engines[1].node_id])
@@ -136,6 +143,7 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     report = await publisher.publish(3)
     assert time.monotonic() - started < config.timeout_s, "a death is no time-out"
     assert [ack.engine_id for ack in report.acks] == ["engine-0"]
+    assert report.changed_share == 1.0, "a new meeting begins with everything"
     assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
     assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
     assert (await publisher.publish(4)).acks[0].version == 4

@@ -153,6 +153,8 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     sent_bytes = read_metric(run_dir, "weights/sent_bytes")
     if "weights.transport=group" in overrides:
         assert 0 < sent_bytes[-1] < 1.1 * read_metric(run_dir, "weights/bytes")[-1], "more than one policy was sent"
+    if "weights.codec=delta" in overrides:
+        assert all(0.5 < share <= 1.0 for share in read_metric(run_dir, "weights/changed_share")), "float32"
     if "tracker" in "".join(overrides):
         assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
         assert list((run_dir / "tensorboard").rglob("events.out.tfevents.*"))

@@ -32,6 +32,7 @@ from penstock.weights.transport.group import TransferGroup
 from penstock.weights.transport.links import LostPeerError, connect_store
 from penstock.weights.transport.members import EngineRank, Members
 from penstock.weights.transport.transfer import Transfer, staging_buffers
+from tests.integration.placements import read_placements
 from tests.unit.weights.models import PADDING, buffers_of, numbered, tensors_of, vllm_rank
 
 HOST = "127.0.0.1"
@@ -219,6 +220,7 @@ def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Ca
         ones = torch.ones(1)
         distributed.all_reduce(ones)
         done["default group"] = float(ones)
+        done["placements"] = read_placements(rank)
         distributed.destroy_process_group()
     done["disagreement"] = error_of(lambda: publish(group, 7 if rank else 6, 2))
     done["closed"] = error_of(lambda: publish(group, 8, 2))

@@ -5,7 +5,8 @@ Ranks are `dp · tp_size + tp`. Every rank's tensors are buffers of their own, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.layout.algebra import (
@@ -64,22 +65,47 @@ def training_layout(
     return Layout(shards, tuple(buffers))
 
 
-def fsdp_layout(tensors: Iterable[TensorSpec], num_ranks: int, axis: int = 0) -> Layout:
-    """FSDP2, a DTensor with `Shard(axis)`: chunks of ceil(n / ranks) rows, the last ones shorter or empty."""
+def fsdp_layout(
+    tensors: Iterable[TensorSpec], num_ranks: int, axes: Mapping[str, int] = MappingProxyType({})
+) -> Layout:
+    """FSDP2, DTensors with `Shard(axis)`: chunks of ceil(n / ranks) rows or columns, the last ones shorter or empty.
+
+    Args:
+        tensors: Names and full shapes, tied ones once.
+        num_ranks: All tensors are split over all of them.
+        axes: Tensor name -> axis that it is split along; 0 for the others, which is what FSDP2 does by itself.
+
+    Raises:
+        WeightSyncError: If a tensor has no such axis.
+    """
     shards: dict[str, tuple[Shard, ...]] = {}
     buffers: list[dict[str, int]] = [{} for _ in range(num_ranks)]
     for tensor in tensors:
-        rows = tensor.shape[axis]
-        chunk = -(-rows // num_ranks)
+        axis = axes.get(tensor.name, 0)
         held = []
         for rank in range(num_ranks):
-            start, stop = min(rank * chunk, rows), min((rank + 1) * chunk, rows)
-            box = cut(whole(tensor.shape), axis, start, stop)
+            box = chunk_of(tensor, whole(tensor.shape), axis, rank, num_ranks)
             buffers[rank][tensor.name] = volume(box)
-            if start < stop:
+            if volume(box):
                 held.append(Shard(rank, box, View(tensor.name, 0, row_major(extents(box)))))
         shards[tensor.name] = tuple(held)
     return Layout(shards, tuple(buffers))
+
+
+def chunk_of(tensor: TensorSpec, box: Box, axis: int, rank: int, num_ranks: int) -> Box:
+    """The part of `box` that `Shard(axis)` gives a rank: the rank-th chunk of ceil(n / ranks) along the axis.
+
+    Raises:
+        WeightSyncError: If the tensor has no such axis.
+    """
+    if not 0 <= axis < len(tensor.shape):
+        raise WeightSyncError(
+            f"weights: {tensor.name} has {len(tensor.shape)} dimensions, so Shard({axis}) cannot split it and nobody "
+            "would know where its elements are. Give an axis of its own for it, as its DTensor has."
+        )
+    start, stop = box[axis]
+    chunk = -(-(stop - start) // num_ranks)
+    return cut(box, axis, min(start + rank * chunk, stop), min(start + (rank + 1) * chunk, stop))
 
 
 def _flat_shards(rank: int, name: str, box: Box, start: int, stop: int) -> Iterator[Shard]:

@@ -10,6 +10,7 @@ by bucket → landed, in one of two slots, while the version before may still be
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -71,6 +72,29 @@ class Crossing:
         return Transfer(group, self.transfer.plan, route, TORCH_DTYPES[self.transfer.dtype], codec)
 
 
+class Sent(NamedTuple):
+    """What one training rank has sent of one version.
+
+    Attributes:
+        sums: What it adds to the checksums of the engines' parameters.
+        num_bytes: To other processes, headers included.
+        num_elements: That went through a codec; 0 without one.
+        num_changed: Of them, since the version before; all of those whose version before nobody knows.
+    """
+
+    sums: list[PartialSum]
+    num_bytes: int
+    num_elements: int
+    num_changed: int
+
+
+def changed_share(sent: Iterable[Sent]) -> float | None:
+    """Share of the elements that differ from the version before, over all ranks; None without a codec."""
+    counted = [(one.num_changed, one.num_elements) for one in sent]
+    num_elements = sum(elements for _, elements in counted)
+    return sum(changed for changed, _ in counted) / num_elements if num_elements else None
+
+
 class Sender:
     """One training rank's end. What it holds survives a crossing, for the next one to send it again."""
 
@@ -109,8 +133,8 @@ class Sender:
                 self._held[name] = torch.empty(tensor.shape, dtype=self._dtype)
             self._held[name].copy_(tensor.detach())
 
-    def send(self, version: int) -> tuple[list[PartialSum], int]:
-        """Send what is held; may run beside training. Returns the checksums of it, and bytes.
+    def send(self, version: int) -> Sent:
+        """Send what is held; may run beside training.
 
         Raises:
             WeightSyncError: If a peer is lost or too late. The crossing is over then.
@@ -118,7 +142,7 @@ class Sender:
         assert self._transfer is not None, "join comes first"
         traffic = self._transfer.run(version, self._held, {}, wants_sums=True)
         assert traffic.sums is not None, "they were asked for"
-        return traffic.sums, traffic.sent_bytes.total()
+        return Sent(traffic.sums, traffic.sent_bytes.total(), traffic.num_elements, traffic.num_changed)
 
     def close(self) -> None:
         """Leave."""

@@ -50,10 +50,12 @@ class Trainer:
 @dataclass
 class Publisher:
     engine: FakeEngine
+    changed_share: float | None = None
 
     async def publish(self, version: int) -> PublishReport:
         self.engine.version = version
-        return PublishReport(version, 1, 0.0, 0.0, [WeightAck(self.engine.engine_id, version, 0, 0.0, 0.0)])
+        acks = [WeightAck(self.engine.engine_id, version, 0, 0.0, 0.0)]
+        return PublishReport(version, 1, 0.0, 0.0, acks, changed_share=self.changed_share)
 
     async def delivered(self) -> None:
         return None
@@ -127,6 +129,19 @@ async def test_a_good_step_between_bad_ones_starts_the_count_anew(tmp_path: Path
     run = run_of({0, 1, 3, 4, 6, 7}, tmp_path, [])
     await controller.train(run)
     assert (run.version, run.trainer.num_steps) == (STEPS, 10)
+
+
+async def test_the_density_of_delta_reaches_the_metrics_of_a_step_and_is_left_out_where_nobody_counted(
+    tmp_path: Path,
+) -> None:
+    for share in (0.25, None):
+        run, seen = run_of(set(), tmp_path, []), []
+        run.publisher.changed_share = share
+        run._instruments.hub.log = lambda _, metrics, seen=seen: seen.append(metrics)
+        await controller.train(run)
+        steps = [metrics for metrics in seen if "weights/bytes" in metrics]
+        assert len(steps) == STEPS
+        assert {metrics.get("weights/changed_share") for metrics in steps} == {share}
 
 
 def test_only_the_newest_bad_batches_are_kept(tmp_path: Path) -> None:

@@ -96,7 +96,10 @@ async def test_each_is_saved_in_a_folder_of_its_own(tmp_path: Path) -> None:
 
 class FakePublisher:
     def __init__(self, num_bytes: int, probe_nat: float | None) -> None:
-        self.report = PublishReport(0, num_bytes, 0.1 * num_bytes, 0.2 * num_bytes, (EngineId("e"),), 1, probe_nat, 5)
+        acks = (EngineId("e"),)
+        self.report = PublishReport(
+            0, num_bytes, 0.1 * num_bytes, 0.2 * num_bytes, acks, 1, probe_nat, 5, changed_share=probe_nat
+        )
 
     async def publish(self, version: int) -> PublishReport:
         return replace(self.report, version=version)
@@ -107,6 +110,7 @@ async def test_a_publish_is_over_when_both_are_and_costs_what_both_cost() -> Non
     assert (report.version, report.num_bytes, report.sent_bytes, len(report.acks)) == (4, 5, 10, 2)
     assert (report.export_s, report.total_s) == pytest.approx((0.3, 0.6)), "they go at the same time"
     assert (report.probe_nat, report.drain_timeouts) == (0.5, 2)
+    assert report.changed_share == 0.5
 
 
 class FakeEvaluator:

@@ -30,12 +30,23 @@ QWEN2 = small(attention_bias=True, vocab_size=131)
 QWEN3 = small(qk_norm=True, num_heads=16, num_kv_heads=8, head_dim=5, hidden_size=28)
 LLAMA = small(num_heads=24, num_kv_heads=4, vocab_size=1001)
 GEMMA = small(qk_norm=True, tie_word_embeddings=True, num_kv_heads=1, vocab_size=777)
+SEVEN_HEADS = small(num_heads=7, num_kv_heads=1, intermediate_size=56, vocab_size=445)
+"""Padded to 448 rows, so that seven ranks can hold it."""
+FOURTEEN_HEADS = small(attention_bias=True, num_heads=14, num_kv_heads=2, intermediate_size=56, vocab_size=443)
 MOE = small(qk_norm=True, num_kv_heads=4, vocab_size=64)
 
 
 def tensors_of(name: str) -> tuple[ModelShape, list[TensorSpec]]:
     """A model's shape and tensors."""
-    model = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "gemma": GEMMA, "moe": MOE}[name]
+    model = {
+        "qwen2": QWEN2,
+        "qwen3": QWEN3,
+        "llama": LLAMA,
+        "gemma": GEMMA,
+        "moe": MOE,
+        "seven_heads": SEVEN_HEADS,
+        "fourteen_heads": FOURTEEN_HEADS,
+    }[name]
     tensors = decoder_tensors(model)
     if name == "gemma":
         norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")

@@ -20,6 +20,11 @@ from tests.unit.weights.models import PADDING, buffers_of, numbered, strided, te
 Sources = Callable[[list[TensorSpec], int, int], Layout | None]
 
 
+def last_axes(tensors: list[TensorSpec]) -> dict[str, int]:
+    """Matrices are split by columns and stacks of experts by their last dimension; norms have rows only."""
+    return {tensor.name: len(tensor.shape) - 1 for tensor in tensors}
+
+
 def _autotp(tensors: list[TensorSpec], ranks: int, kv_heads: int, *, is_partitioned: bool) -> Layout | None:
     if ranks % 2 or any("experts" in tensor.name for tensor in tensors):
         return None
@@ -32,6 +37,7 @@ SOURCES: dict[str, Sources] = {
     "replicated": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks),
     "zero3": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks, is_partitioned=True),
     "fsdp": lambda tensors, ranks, _: fsdp_layout(tensors, ranks),
+    "fsdp_by_columns": lambda tensors, ranks, _: fsdp_layout(tensors, ranks, last_axes(tensors)),
     "autotp": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=False),
     "autotp_zero3": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=True),
     "autotp_wide": lambda tensors, ranks, kv: (
@@ -71,9 +77,18 @@ def least_egress(source: Layout, destination: Layout, item_bytes: int) -> float:
     return max(sum(size for owners, size in by_owners.items() if owners <= ranks) / len(ranks) for ranks in sets)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+ODD_HEADS = (
+    ("seven_heads", 1),
+    ("seven_heads", 7),
+    ("fourteen_heads", 1),
+    ("fourteen_heads", 2),
+    ("fourteen_heads", 14),
+)
+PAIRS = [*itertools.product(MODELS, (1, 2, 4, 8)), *ODD_HEADS]
+
+
 @pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "tp"), PAIRS)
 def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(name: str, kind: str, tp: int) -> None:
     model, tensors = tensors_of(name)
     full = numbered(tensors)
@@ -102,21 +117,23 @@ def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(na
                 assert max(filled.values()) <= 4096
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ranks", "tp"), [(1, 2), (4, 4), (3, 8)])
-def test_the_way_back(name: str, ranks: int, tp: int) -> None:
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(("name", "tp"), PAIRS)
+def test_every_engine_layout_reaches_every_training_layout(name: str, kind: str, tp: int) -> None:
     model, tensors = tensors_of(name)
     full = numbered(tensors)
     source = vllm_layout(tensors, model, tp)
-    for destination in (
-        training_layout(tensors, num_replicas=ranks, is_partitioned=True),
-        training_layout(tensors, num_replicas=ranks),
-        fsdp_layout(tensors, ranks),
-    ):
-        received = carried_out(make_plan(source, destination, 4), source, destination, full)
+    for ranks in (1, 2, 3, 4, 8):
+        destination = SOURCES[kind](tensors, ranks, model.num_kv_heads)
+        if destination is None:
+            continue
+        plan = make_plan(source, destination, 4)
+        received = carried_out(plan, source, destination, full)
         for rank, expected in enumerate(buffers_of(destination, full)):
+            assert received[rank].keys() == expected.keys()
             for buffer, values in expected.items():
-                np.testing.assert_array_equal(received[rank][buffer], values)
+                np.testing.assert_array_equal(received[rank][buffer], values, err_msg=f"{ranks} {rank} {buffer}")
+        assert plan.wire_bytes == 4 * sum(volume(shard.box) for held in destination.shards.values() for shard in held)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -180,6 +197,12 @@ def test_unknown_tensors_and_uneven_splits_are_named() -> None:
         vllm_layout([t for t in tensors if "q_proj" in t.name], model, 3)
     with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 16"):
         vllm_layout([t for t in tensors if "q_proj" in t.name], model, 16)
+    for name, tp in (("seven_heads", 2), ("fourteen_heads", 4), ("fourteen_heads", 8)):
+        odd, of_odd = tensors_of(name)
+        with pytest.raises(WeightSyncError, match=rf"q_proj.* has {odd.num_heads} heads.* over {tp} "):
+            vllm_layout([t for t in of_odd if "q_proj" in t.name], odd, tp)
+    with pytest.raises(WeightSyncError, match=r"q_proj.bias has 1 dimensions, so Shard\(1\)"):
+        fsdp_layout(tensors, 2, dict.fromkeys((tensor.name for tensor in tensors), 1))
     with pytest.raises(WeightSyncError, match="stacked experts"):
         training_layout(tensors_of("moe")[1], tp_size=2, num_kv_heads=2)
 
