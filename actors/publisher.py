@@ -66,12 +66,12 @@ class ActorWeightPublisher:
         await self._updater.settle()  # the export removes the version before
         started = time.monotonic()
         departure = await self._export.begin(version)
-        is_waited_for = not self._config.overlap or self.last is None
-        delivery = self._deliver(version, departure, started, time.monotonic() - started, may_repeat=is_waited_for)
-        if is_waited_for:
-            self.last = await delivery
+        export_s = time.monotonic() - started
+        if not self._config.overlap or self.last is None:
+            self.last = await self._deliver(version, departure, started, export_s, may_repeat=True)
         else:
             self._pool.raise_floor(version)
+            delivery = self._deliver(version, departure, started, export_s, may_repeat=False)
             self._delivery = asyncio.create_task(self._beside(delivery), name=f"deliver v{version}")
         return self.last
 
