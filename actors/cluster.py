@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
+from penstock.actors.devices import Seat
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
@@ -46,16 +48,21 @@ class Resources:
     """What one actor asks Ray for.
 
     Attributes:
-        num_gpus: GPUs, fractional when colocated; 0 on a CPU pool.
+        num_gpus: GPUs for itself; 0 on a CPU pool, and for one with a seat.
         accelerator_type: Ray's accelerator label, or None for any.
+        seat: GPUs that it uses in turns with others (colocated), which are reserved already.
     """
 
     num_gpus: float = 0.0
     accelerator_type: str | None = None
+    seat: Seat | None = None
 
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """Arguments of `.options(...)`."""
-        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": dict(environment)}}
+        seen = {} if self.seat is None else self.seat.environment()
+        options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {**environment, **seen}}}
+        if self.seat is not None:
+            return options | self.seat.options()
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus
         if self.accelerator_type:
@@ -112,25 +119,33 @@ async def start_engines(
         PlacementError: If the cluster cannot place them within the time limit.
         EngineLostError: If one fails to start, with its cause.
     """
-    actors = [
-        ray.remote(EngineActor)
-        .options(max_concurrency=ENGINE_CONCURRENCY, **need.options(vllm_environment(spec.device, spec.threads)))
-        .remote(spec)
-        for spec, need in zip(specs, resources, strict=True)
-    ]
+    actors = [engine_actor(spec, need) for spec, need in zip(specs, resources, strict=True)]
     nodes = await _started([actor.start.remote() for actor in actors], "engines", timeout_s)
     return [RemoteEngine(spec.engine_id, actor, node) for spec, actor, node in zip(specs, actors, nodes, strict=True)]
+
+
+def engine_actor(spec: EngineSpec, need: Resources) -> ActorHandle:
+    """A process for one engine; its model is loaded by `start`."""
+    options = need.options(vllm_environment(spec.device, spec.threads))
+    return ray.remote(EngineActor).options(max_concurrency=ENGINE_CONCURRENCY, **options).remote(spec)
 
 
 async def start_trainer(
     spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
 ) -> TrainerClient:
     """Start the trainer ranks and let them meet."""
-    rank_type = ray.remote(concurrency_groups={"courier": 1})(TrainerRank)
-    ranks = [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
+    ranks = trainer_ranks(spec, resources, environment)
     client = TrainerClient(ranks, spec.trainer.step_timeout_s, spec.tokens_per_part)
     await client.start(spec.trainer.start_timeout_s)
     return client
+
+
+def trainer_ranks(
+    spec: TrainerSpec, resources: Sequence[Resources], environment: Mapping[str, str]
+) -> list[ActorHandle]:
+    """A process for each rank; the policy is loaded by `start`."""
+    rank_type = ray.remote(concurrency_groups={"courier": 1})(TrainerRank)
+    return [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
 
 
 def start_rewards(config: RewardConfig, sandbox: SandboxConfig) -> RewardClient:

@@ -238,6 +238,7 @@ class PublishReport:
         probe_nat: Largest difference between a logprob of an engine and of the trainer, if this version was probed.
         sent_bytes: By the training ranks to other processes; 0 through shared memory.
         changed_share: Elements whose bits differ from the version before, where a codec has counted them.
+        rewrites: Times that the version was written once more because an engine had refused it.
     """
 
     version: int
@@ -249,6 +250,7 @@ class PublishReport:
     probe_nat: float | None = None
     sent_bytes: int = 0
     changed_share: float | None = None
+    rewrites: int = 0
 
     @property
     def max_stall_s(self) -> float:

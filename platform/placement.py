@@ -35,7 +35,7 @@ class RolePlacement:
         pool: Name of its pool; None for processes that need no accelerator slot (driver, reward workers).
         slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
         num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
-        num_gpus: GPUs Ray reserves for it; half of them when colocated.
+        num_gpus: GPUs Ray reserves for it; 0 when colocated, where they are reserved for all (`shared_bundles`).
         policy_id: Which policy of the run it serves.
         num_cpus: CPUs Ray reserves for it. On a CPU pool all processes together reserve at most the pool.
     """
@@ -89,9 +89,8 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
     cluster = config.cluster
     num_ranks = 0 if command in ("eval", "sample") else config.trainer.num_ranks
     num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines
-    turns = cluster.colocated and command == "train"
     same_pool = cluster.trainer_pool == cluster.rollout_pool
-    first_engine_slot = num_ranks if same_pool and not turns else 0
+    first_engine_slot = num_ranks if same_pool and not _takes_turns(config, "engine", command) else 0
     num_frozen = {role: config.num_frozen(role) if command == "train" else 0 for role in FROZEN_ROLES}
     width = config.rollout.engine.tensor_parallel_size
     taken = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines * width})
@@ -110,7 +109,7 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
         name, estimate = roles[role]
         pool = cluster.pools[name]
         memory = estimate(config, pool)
-        num_gpus, num_cpus = _share(pool, taken[name], is_colocated=turns and role not in FROZEN_ROLES)
+        num_gpus, num_cpus = _share(pool, taken[name], is_shared=_takes_turns(config, role, command))
         slot = (first_slot + index * num_slots) % pool.count
         return RolePlacement(
             role, index, name, pool.device, slot, num_gpus * num_slots, num_cpus * num_slots, memory, num_slots
@@ -123,6 +122,26 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
         *(place(role, index, first_slots[role]) for role, count in num_frozen.items() for index in range(count)),
         *(_reward_worker(index) for index in range(config.reward.num_workers if num_engines else 0)),
     ]
+
+
+def shared_bundles(config: RunConfig, command: Command = "train") -> list[int]:
+    """GPUs that colocated roles take turns on, in bundles of one node each; empty if there are none.
+
+    A bundle is as wide as an engine, which cannot reach over several nodes, so that slot s is device s mod width of
+    bundle s ÷ width: the devices of engine i, and those of ranks i · width and on.
+    """
+    turns = [
+        placement
+        for placement in plan_placement(config, command)
+        if _takes_turns(config, placement.role, command) and placement.device == "gpu"
+    ]
+    width = config.rollout.engine.tensor_parallel_size
+    used = max((placement.slot + placement.num_slots for placement in turns), default=0)
+    return [min(width, used - first) for first in range(0, used, width)]
+
+
+def _takes_turns(config: RunConfig, role: Role, command: Command) -> bool:
+    return config.cluster.colocated and command == "train" and role in ("trainer", "engine")
 
 
 def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[str, float]:
@@ -161,10 +180,10 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     return max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
 
 
-def _share(pool: PoolConfig, num_processes: int, *, is_colocated: bool) -> tuple[float, float]:
+def _share(pool: PoolConfig, num_processes: int, *, is_shared: bool) -> tuple[float, float]:
     """GPUs and CPUs that Ray reserves for one process of a pool."""
     if pool.device == "gpu":
-        return (0.5 if is_colocated else 1.0), 1.0
+        return (0.0 if is_shared else 1.0), 1.0
     return 0.0, min(1.0, floor(1e4 * pool.count / max(num_processes, 1)) / 1e4)
 
 

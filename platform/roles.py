@@ -19,6 +19,7 @@ from penstock.actors.cluster import (
 )
 from penstock.actors.crossing import GroupExport
 from penstock.actors.device_export import DeviceExport
+from penstock.actors.devices import SharedDevices, reserve_devices
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import AdapterExport, Export, GatherExport, SharedMemoryExport, is_one_node
 from penstock.actors.publisher import ActorWeightPublisher
@@ -30,7 +31,7 @@ from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
-from penstock.platform.placement import Role, plan_placement
+from penstock.platform.placement import Role, plan_placement, shared_bundles
 from penstock.platform.slots import slots_on
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
@@ -86,10 +87,11 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
     """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
     async with ray_session(config.cluster.address, config.weights.directory):
         rewards = start_rewards(config.reward, config.sandbox)
+        devices = await share_devices(config)
         async with asyncio.TaskGroup() as starting:
             partner_start = starting.create_task(_start_partner(config, rewards)) if config.partner else None
-            trainer_start = starting.create_task(start_trainer_group(config))
-            engines_start = starting.create_task(start_engine_group(config))
+            trainer_start = starting.create_task(start_trainer_group(config, devices=devices))
+            engines_start = starting.create_task(start_engine_group(config, devices=devices))
             frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
         reference, teacher = (start.result() for start in frozen_starts)
         actors = RunActors(
@@ -115,16 +117,39 @@ async def _start_partner(config: RunConfig, rewards: RewardClient) -> RunActors:
     return RunActors(model_path(view), engines, trainer, rewards, ObjectStore(), None, None)
 
 
+async def share_devices(config: RunConfig) -> SharedDevices | None:
+    """Reserve the GPUs that trainer and engines take turns on; None if they have their own, or none.
+
+    Raises:
+        PlacementError: If the cluster does not have them.
+    """
+    bundles = shared_bundles(config)
+    if not bundles:
+        return None
+    accelerator_type = config.cluster.pools[config.cluster.trainer_pool].accelerator_type
+    return await reserve_devices(bundles, accelerator_type, config.rollout.start_timeout_s)
+
+
 async def start_trainer_group(
     config: RunConfig,
     path: str | None = None,
     kind: ModelKind = "policy",
     command: Command = "train",
     policy_id: PolicyId = POLICY,
+    devices: SharedDevices | None = None,
 ) -> TrainerClient:
     """The trainer ranks of `config`, from the policy at `path` (default: `model.path`)."""
+    spec = trainer_spec(config, path, kind, policy_id)
+    needs = resources(config, "trainer", command, devices)
+    return await start_trainer(spec, needs, torch_environment(config, spec.device))
+
+
+def trainer_spec(
+    config: RunConfig, path: str | None = None, kind: ModelKind = "policy", policy_id: PolicyId = POLICY
+) -> TrainerSpec:
+    """What the ranks need to know."""
     cluster = config.cluster
-    spec = TrainerSpec(
+    return TrainerSpec(
         model_path=path or model_path(config),
         model=config.model,
         trainer=config.trainer,
@@ -140,7 +165,6 @@ async def start_trainer_group(
         policy_id=policy_id,
         critic=config.critic if config.algorithm.needs_critic else None,
     )
-    return await start_trainer(spec, resources(config, "trainer", command), torch_environment(config, spec.device))
 
 
 async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceClient | None:
@@ -171,10 +195,18 @@ def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
     }
 
 
-async def start_engine_group(config: RunConfig, command: Command = "train") -> list[RemoteEngine]:
+async def start_engine_group(
+    config: RunConfig, command: Command = "train", devices: SharedDevices | None = None
+) -> list[RemoteEngine]:
     """The rollout engines of `config`."""
+    needs = resources(config, "engine", command, devices)
+    return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
+
+
+def engine_specs(config: RunConfig) -> list[EngineSpec]:
+    """What each engine needs to know."""
     cluster = config.cluster
-    specs = [
+    return [
         EngineSpec(
             engine_id=EngineId(f"engine-{index}"),
             model_path=model_path(config),
@@ -189,7 +221,6 @@ async def start_engine_group(config: RunConfig, command: Command = "train") -> l
         )
         for index in range(config.rollout.num_engines)
     ]
-    return await start_engines(specs, resources(config, "engine", command), config.rollout.start_timeout_s)
 
 
 def engine_side(config: RunConfig) -> EngineSide:
@@ -198,8 +229,8 @@ def engine_side(config: RunConfig) -> EngineSide:
     return EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size)
 
 
-def resources(config: RunConfig, role: Role, command: Command) -> list[Resources]:
-    """What each process of a role asks Ray for."""
+def resources(config: RunConfig, role: Role, command: Command, devices: SharedDevices | None = None) -> list[Resources]:
+    """What each process of a role asks Ray for; with `devices`, which of those it uses in turns."""
     placements = [
         placement
         for placement in plan_placement(config, command)
@@ -209,6 +240,7 @@ def resources(config: RunConfig, role: Role, command: Command) -> list[Resources
         Resources(
             num_gpus=placement.num_gpus,
             accelerator_type=config.cluster.pools[placement.pool].accelerator_type if placement.pool else None,
+            seat=None if devices is None else devices.seat(placement.slot, placement.num_slots),
         )
         for placement in placements
     ]

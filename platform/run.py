@@ -240,4 +240,5 @@ class Run:
             "weights/stall_s": self._last_publish.max_stall_s,
             "weights/drain_timeouts": self._last_publish.drain_timeouts,
             **{name: value for name, value in measured.items() if value is not None},
+            "weights/rewrites": self._last_publish.rewrites,
         }

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.platform.config.compose import compose_config
 from penstock.platform.memory import GIB, engine_memory, kv_cache_gib, published_gib, shared_gib, trainer_memory
-from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
+from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
 from penstock.platform.slots import slots_on
 
 TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
@@ -30,8 +30,30 @@ def test_disaggregated_roles_have_a_gpu_each():
 
 def test_colocated_roles_share_a_gpu():
     config = compose_config(["experiment=gsm8k_qwen_1gpu"])
-    assert slots(config, "trainer") == slots(config, "engine") == [("gpu", 0, 0.5)]
+    assert slots(config, "trainer") == slots(config, "engine") == [("gpu", 0, 0.0)], "reserved for both"
+    assert shared_bundles(config) == [1]
     assert slots(config, "engine", "eval") == [("gpu", 0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "width", "bundles"),
+    [(4, 2, 2, [2, 2]), (4, 4, 1, [1, 1, 1, 1]), (4, 1, 2, [2, 2]), (1, 1, 2, [2]), (3, 1, 2, [2, 1])],
+)
+def test_gpus_that_roles_take_turns_on_are_reserved_as_wide_as_an_engine(ranks, engines, width, bundles):
+    config = compose_config(
+        [
+            "experiment=gsm8k_qwen_1gpu",
+            "cluster.pools.gpu.count=8",
+            "dataflow.batch_groups=12",
+            f"trainer.num_ranks={ranks}",
+            f"rollout.num_engines={engines}",
+            f"rollout.engine.tensor_parallel_size={width}",
+        ]
+    )
+    assert shared_bundles(config) == bundles
+    assert sum(bundles) == max(p.slot + p.num_slots for p in plan_placement(config) if p.pool is not None)
+    assert shared_bundles(config, "eval") == []
+    assert shared_bundles(compose_config(["experiment=math_qwen_8gpu"])) == []
 
 
 def test_engines_come_after_the_ranks_in_a_shared_pool():

@@ -1,0 +1,99 @@
+"""Which GPUs colocated processes get from Ray: its GPUs here are numbers, the actors and what they ask for are the real
+ones. Nothing computes on them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import ray
+
+from penstock.actors.cluster import RAY_ENVIRONMENT, engine_actor, trainer_ranks
+from penstock.actors.devices import reserve_devices
+from penstock.actors.processes import end_processes, ray_processes
+from penstock.dataflow.errors import PlacementError
+from penstock.platform.config.compose import compose_config
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.placement import plan_placement, shared_bundles
+from penstock.platform.roles import engine_specs, resources, share_devices, torch_environment, trainer_spec
+
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+NUM_GPUS = 4
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def four_gpus() -> AsyncIterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RAY_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        ray.init(num_cpus=2, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
+        try:
+            yield
+        finally:
+            processes = ray_processes()
+            ray.shutdown()
+            end_processes(processes)
+
+
+def colocated(ranks: int, engines: int, width: int) -> RunConfig:
+    return compose_config(
+        [
+            "experiment=gsm8k_qwen_1gpu",
+            f"cluster.pools.gpu.count={NUM_GPUS}",
+            f"trainer.num_ranks={ranks}",
+            f"rollout.num_engines={engines}",
+            f"rollout.engine.tensor_parallel_size={width}",
+            "model.path=/nowhere",  # nothing is loaded
+        ]
+    )
+
+
+async def seen(actor: Any) -> list[str]:
+    """The GPUs that a process sees, by their names on its node."""
+    return (await actor.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"])).split(",")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "width"), [(4, 2, 2), (4, 4, 1), (4, 1, 2), (2, 2, 2), (2, 2, 1)], ids=str
+)
+async def test_ranks_and_engines_get_the_whole_devices_of_their_slots(
+    four_gpus: None, ranks: int, engines: int, width: int
+) -> None:
+    config = colocated(ranks, engines, width)
+    devices = await share_devices(config)
+    assert devices is not None
+    actors: dict[str, Any] = {}
+    try:
+        needs = resources(config, "trainer", "train", devices)
+        of_ranks = trainer_ranks(trainer_spec(config), needs, torch_environment(config, "cuda"))
+        actors |= {f"trainer-{rank}": actor for rank, actor in enumerate(of_ranks)}
+        needs = resources(config, "engine", "train", devices)
+        of_engines = [engine_actor(spec, need) for spec, need in zip(engine_specs(config), needs, strict=True)]
+        actors |= {f"engine-{index}": actor for index, actor in enumerate(of_engines)}
+        visible = {name: await seen(actor) for name, actor in actors.items()}
+        free = ray.available_resources().get("GPU", 0.0)
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
+        ray.util.remove_placement_group(devices.group)
+    by_slot: dict[int, set[str]] = {}
+    for placement in plan_placement(config):
+        if placement.name in visible:
+            held = visible[placement.name]
+            assert len(held) == len(set(held)) == placement.num_slots, "as many GPUs as it has slots"
+            for slot, device in enumerate(held, start=placement.slot):
+                by_slot.setdefault(slot, set()).add(device)
+    assert all(len(names) == 1 for names in by_slot.values()), f"who shares a slot shares a GPU: {by_slot}"
+    assert len(set.union(*by_slot.values())) == len(by_slot) == max(ranks, engines * width), "a GPU for each slot"
+    assert free == NUM_GPUS - sum(shared_bundles(config)), "nobody else gets what is reserved, and nothing else is"
+
+
+async def test_gpus_that_the_cluster_does_not_have_together_are_refused(four_gpus: None) -> None:
+    with pytest.raises(PlacementError, match=r"10 GPUs, 5 at a time on one node, could not .* 4 of 4 GPUs free"):
+        await reserve_devices([5, 5], None, timeout_s=1.0)
+    with pytest.raises(PlacementError, match="needs those of type H100"):
+        await reserve_devices([1], "H100", timeout_s=1.0)
