@@ -35,7 +35,7 @@ class DeviceExport:
         if not is_one_node(trainer, cast("list[RemoteEngine]", pool.engines())):
             raise PlacementError(
                 "weights: weights.memory=device goes from device to device within one node, but the trainer and the "
-                "engines are on several. Set weights.memory=host."
+                "engines are on several. Set weights.transport=group."
             )
         self._trainer = trainer
         self._pool = pool

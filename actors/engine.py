@@ -22,6 +22,7 @@ from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
 from penstock.weights.model_config import DType
+from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
 from penstock.weights.transport.shared_memory import private_directory
 
@@ -88,6 +89,12 @@ class EngineActor:
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
     ) -> list[list[SlotHandle]]:
         return await self._running().make_slots(buffers, dtype, num_writers)
+
+    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+        await self._running().join_crossing(crossing, replica)
+
+    async def receive(self, version: int) -> None:
+        await self._running().receive(version)
 
     async def sleep(self) -> None:
         await self._running().sleep()

@@ -7,7 +7,7 @@ Unblocked by: a delta, or the engine's death, which fails every pending request 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -115,6 +115,16 @@ class RemoteEngine:
         except ray.exceptions.RayTaskError as error:
             raise WeightSyncError(f"weights.memory=device: {self.engine_id}: {error.cause}") from error
         return handles
+
+    def join_crossing(self, crossing: Any, replica: int) -> Awaitable[None]:
+        """Be an end of a crossing (a handle of one) from device to device; Ray's errors are the caller's."""
+        call: Awaitable[None] = self._actor.join_crossing.remote(crossing, replica)
+        return call
+
+    def receive(self, version: int) -> Awaitable[None]:
+        """Receive a version of it; Ray's errors are the caller's."""
+        call: Awaitable[None] = self._actor.receive.remote(version)
+        return call
 
     async def sleep(self) -> None:
         await self._actor.sleep.remote()

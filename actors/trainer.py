@@ -44,7 +44,7 @@ class TrainerRank:
         self._outbound: Path | None = None
         self._writer: ShardWriter | None = None
         self._writers_of: dict[EngineId, ShardWriter] = {}
-        self._sender = Sender(rank)
+        self._sender = Sender(rank, torch.device(spec.device))
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's node: where the ranks meet (rank 0 only)."""
@@ -177,12 +177,12 @@ class TrainerRank:
 
     @ray.method(concurrency_group="courier")
     def join_crossing(self, crossing: Crossing) -> None:
-        """Meet the landings of the engines' nodes; the crossing before is left."""
+        """Meet the ends of the engines' side; the crossing before is left."""
         self._sender.join(crossing)
 
     @ray.method(concurrency_group="courier")
     def send_weights(self, version: int) -> Sent:
-        """Send what is held to the landings, beside training."""
+        """Send what is held, beside training."""
         return self._sender.send(version)
 
     def read_back(self, manifest: WeightManifest) -> np.ndarray:

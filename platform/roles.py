@@ -20,6 +20,7 @@ from penstock.actors.cluster import (
 from penstock.actors.crossing import GroupExport
 from penstock.actors.device_export import DeviceExport
 from penstock.actors.devices import SharedDevices, reserve_devices
+from penstock.actors.ends import EngineSlots, Landings
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import AdapterExport, Export, GatherExport, SharedMemoryExport, is_one_node
 from penstock.actors.publisher import ActorWeightPublisher
@@ -75,11 +76,14 @@ class RunActors:
         is_shared = weights.transport == "auto" and is_one_node(self.trainer, self.engines)
         if is_shared and weights.codec != "full":
             logger.warning("weights.codec=%s has no effect: trainer and engines are on one node", weights.codec)
-        if slots_on(config) == "device":
+        on_devices = slots_on(config) == "device"
+        if on_devices and is_shared:
             return DeviceExport(self.trainer, pool, layout, dtype, weights)
         if is_shared or weights.transport == "shared_memory":
             return SharedMemoryExport(self.trainer, self.engines, layout, dtype)
-        return GroupExport(self.trainer, pool, layout, dtype, weights)
+        first = self.trainer.node_id
+        ends = EngineSlots(pool, first) if on_devices else Landings(pool, first, weights)
+        return GroupExport(self.trainer, ends, layout, dtype, weights)
 
 
 @asynccontextmanager

@@ -12,9 +12,9 @@ def slots_on(config: RunConfig) -> Literal["host", "device"]:
     """What `weights.memory` comes to."""
     if config.weights.memory != "auto":
         return config.weights.memory
-    is_one_machine = config.cluster.address == "local"
+    is_by_handle = config.cluster.address == "local" and config.weights.transport == "auto"
     has_gpus = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
-    return "device" if has_gpus and is_one_machine and not list(against_device(config)) else "host"
+    return "device" if has_gpus and is_by_handle and not list(against_device(config)) else "host"
 
 
 def against_device(config: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -28,8 +28,10 @@ def against_device(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             weights.codec,
             "adapters go through a file, and engines make the weights",
         )
-    if weights.transport != "auto":
-        yield "weights.transport", weights.transport, "that is another way"
+    if weights.transport == "shared_memory":
+        yield "weights.transport", weights.transport, "that is main memory"
+    if weights.transport == "group" and cluster.colocated:
+        yield "cluster.colocated", "true", "NCCL takes no two processes of one GPU into a group"
     if weights.stage_on == "host":
         yield (
             "weights.stage_on",

@@ -14,6 +14,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
 from penstock.rollout.config import EngineConfig
 from penstock.weights.model_config import DType, ModelConfig
+from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
 
 
@@ -85,6 +86,22 @@ class LocalEngine(Engine, Sleeper, Protocol):
 
         Raises:
             WeightSyncError: If memory of the device cannot be shared.
+        """
+        ...
+
+    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+        """Be the `replica`-th end of a crossing from device to device; requests go on.
+
+        Raises:
+            WeightSyncError: If someone does not come, or there is no memory for a version.
+        """
+        ...
+
+    async def receive(self, version: int) -> None:
+        """Receive a version into the slots of the engine's devices; requests go on.
+
+        Raises:
+            WeightSyncError: If a peer is lost or too late.
         """
         ...
 

@@ -33,6 +33,8 @@ from penstock.rollout.torch_weights import StagedTensors, stage, swap
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
+from penstock.weights.transport.arrival import Arrival
+from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
 
 UNPUBLISHED = -1
@@ -51,6 +53,7 @@ class TorchEngine:
         self._version = UNPUBLISHED
         self._base = BaseWeights(rank=0)
         self._slot: DeviceSlot | None = None
+        self._arrival: Arrival | None = None
         self._busy = BusyClock()
         self._streams: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
         self._updating = asyncio.Lock()
@@ -145,6 +148,16 @@ class TorchEngine:
         device = torch.device(self._spec.device)
         self._slot = await asyncio.to_thread(slot_for, self._slot, sizes, TORCH_DTYPES[dtype], device)
         return [self._slot.handles(num_writers)]
+
+    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+        """See `LocalEngine`."""
+        self._arrival = self._arrival or Arrival(0, torch.device(self._spec.device))
+        self._slot = await asyncio.to_thread(self._arrival.join, crossing, replica, self._slot)
+
+    async def receive(self, version: int) -> None:
+        """See `LocalEngine`."""
+        assert self._arrival is not None, "join_crossing comes first"
+        await asyncio.to_thread(self._arrival.receive, version)
 
     async def sleep(self) -> None:
         """Give the KV cache back and, on an accelerator, move the weights to host memory.

@@ -8,6 +8,7 @@ Nothing is served before the first acknowledged version (I8).
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +44,7 @@ from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_worker import BACKEND, decode_entries, encode
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.model_config import DTYPE_BYTES, DType
+from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
 
 UNPUBLISHED = -1
@@ -205,21 +207,23 @@ class VllmEngine:
 
     async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
         """Let the workers fetch and check their shards while requests go on; returns what their parameters must be."""
-        llm, started = self._open(), time.monotonic()
-        refusals = await llm.collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
+        refusals = await self._open().collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
         if any(refusals):
             raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {next(filter(None, refusals))}")
+        answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged", manifest.version)
+        return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
+
+    async def _until_done(self, what: str, method: str, *arguments: Any) -> list[Any]:
+        """Answers of all workers, once each has ended what it does beside decoding."""
+        started = time.monotonic()
         while True:
-            answers = await llm.collective_rpc("penstock_staged", args=(manifest.version,))
-            wrong = [error for _, error, _ in answers if error]
-            if wrong:
+            answers = await self._open().collective_rpc(method, args=arguments)
+            if wrong := [error for _, error, *_ in answers if error]:
                 raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
-            if all(is_done for is_done, _, _ in answers):
-                return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
+            if all(is_done for is_done, *_ in answers):
+                return list(answers)
             if time.monotonic() - started > STAGE_TIMEOUT_S:
-                raise WeightSyncError(
-                    f"publish v{manifest.version}: {self.engine_id} has no shard after {STAGE_TIMEOUT_S:.0f} s."
-                )
+                raise WeightSyncError(f"{what}: {self.engine_id} has not ended it after {STAGE_TIMEOUT_S:.0f} s.")
             await asyncio.sleep(STAGE_POLL_S)
 
     async def make_slots(
@@ -230,6 +234,16 @@ class VllmEngine:
         if refusals := [refusal for _, refusal, _ in answers if refusal]:
             raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
         return [[SlotHandle(*row) for row in rows] for _, _, rows in sorted(answers)]
+
+    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+        """See `LocalEngine`."""
+        await self._open().collective_rpc("penstock_join", args=(pickle.dumps(crossing), replica))
+        await self._until_done("weights: meeting", "penstock_beside")
+
+    async def receive(self, version: int) -> None:
+        """See `LocalEngine`."""
+        await self._open().collective_rpc("penstock_receive", args=(version,))
+        await self._until_done(f"publish v{version}: receiving", "penstock_beside")
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""

@@ -7,6 +7,7 @@ away after loading, and a later reload would silently leave a tied lm_head with 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,6 +27,8 @@ from penstock.weights.checksum import tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
+from penstock.weights.transport.arrival import Arrival, Beside
+from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
 from penstock.weights.transport.shared_memory import read_version
 
@@ -37,7 +40,9 @@ _staging: dict[int, Staging] = {}
 _base: WeakKeyDictionary[torch.nn.Module, BaseWeights] = WeakKeyDictionary()
 """What a model was loaded with, where versions come as adapters."""
 _slot: WeakKeyDictionary[torch.nn.Module, DeviceSlot] = WeakKeyDictionary()
-"""Where training ranks write a model's versions, if they do so in device memory."""
+"""Where a model's versions are written, or arrive, if that is in device memory."""
+_arrival: WeakKeyDictionary[torch.nn.Module, tuple[Arrival, Beside]] = WeakKeyDictionary()
+"""Where they arrive from other nodes, and what runs for that."""
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -182,6 +187,29 @@ class WorkerExtension:
             return rank, str(refusal), []
         handles = _slot[model].handles(num_writers)
         return rank, "", [(handle.device, handle.rebuild, handle.checksum) for handle in handles]
+
+    def penstock_join(self, crossing: bytes, replica: int) -> None:
+        """Begin to meet everyone of a crossing (pickled), beside decoding."""
+        model, rank = self.model_runner.get_model(), get_tensor_model_parallel_rank()
+        if model not in _arrival:
+            _arrival[model] = Arrival(rank, self.device), Beside()
+        arrival, beside = _arrival[model]
+
+        def join() -> None:
+            met: Crossing = pickle.loads(crossing)  # noqa: S301 - from the driver of this run
+            _slot[model] = arrival.join(met, replica, _slot.get(model))
+
+        beside.begin(f"rank {rank} joins", join)
+
+    def penstock_receive(self, version: int) -> None:
+        """Begin to receive a version, beside decoding."""
+        arrival, beside = _arrival[self.model_runner.get_model()]
+        beside.begin(f"receive v{version}", lambda: arrival.receive(version))
+
+    def penstock_beside(self) -> tuple[bool, str]:
+        """Whether that has ended, and why it failed, if it has."""
+        _, beside = _arrival[self.model_runner.get_model()]
+        return beside.is_done, beside.error()
 
     def penstock_stage(self, update: Mapping[str, Any], stage_on: str) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""

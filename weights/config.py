@@ -26,8 +26,9 @@ class WeightsConfig(BaseModel):
             `lora`, also within a node: only adapters, which engines add to the weights that they were loaded with.
         overlap: Training goes on once a version has left the training ranks, while engines take it. Until the first of
             them has, no request starts.
-        memory: Where a version is written within one node: `host` is files in shared memory, which all engines map;
-            `device` is memory of each engine's own devices (CUDA IPC), its shard's size once, kept for the run.
+        memory: Where a version is written: `host` is files in shared memory, which all engines of a node map; `device`
+            is memory of each engine's own devices (CUDA IPC within a node, NCCL across nodes), its shard's size once,
+            kept for the run.
             `auto` is `device` where all ranks and engines have GPUs of one machine (platform/slots.py), else `host`.
         directory: Parent of the folders that versions are published in; None: shared memory where there is some, else
             the temporary folder.

@@ -55,7 +55,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        self._tensors = tensors
+        self.tensors = tensors
 
     def logits(self, seed: int, ids: Sequence[int]) -> torch.Tensor:
         """`[len(ids), V] float32` under one version's weights."""
@@ -84,7 +84,7 @@ class Reference:
         return _chosen(torch.cat(logits)[len(prompt) - 1 :], tokens, 1.0)
 
     def _use(self, seed: int) -> None:
-        missing, unexpected = self._model.load_state_dict(self._tensors(seed), strict=False)
+        missing, unexpected = self._model.load_state_dict(self.tensors(seed), strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}  # tied
 

@@ -13,6 +13,7 @@ from penstock.rollout import torch_engine
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
 
+from .crossing import CrossingContract
 from .engine_contract import EngineContract
 from .engine_harness import (
     JOURNAL_INTERVAL,
@@ -36,7 +37,7 @@ async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> 
         yield harness
 
 
-class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
+class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract, CrossingContract):
     """The contract, in both update modes and with slots of both kinds."""
 
 

@@ -9,6 +9,7 @@ import pytest_asyncio
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.vllm_environment import vllm_environment
 
+from .crossing import CrossingContract
 from .engine_contract import EngineContract
 from .engine_harness import (
     JOURNAL_INTERVAL,
@@ -56,5 +57,5 @@ async def harness(
         yield harness
 
 
-class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
+class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract, CrossingContract):
     """The contract on vLLM's CPU build, in both update modes, over one worker and two, with slots of both kinds."""

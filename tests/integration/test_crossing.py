@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.actors.crossing import GroupExport
+from penstock.actors.ends import EngineSlots, Landings
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import is_one_node
@@ -116,37 +117,52 @@ async def started(model: ModelConfig) -> Nodes:
     return Nodes(trainer, engines, EnginePool(engines, 4), model)
 
 
+async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes: Nodes) -> None:
+    trainer, _, pool, model = nodes
+    config = WeightsConfig(transport="group", memory="device", timeout_s=60.0)
+    export = GroupExport(
+        trainer, EngineSlots(pool, trainer.node_id), EngineSide("torch", model.shape), "float32", config
+    )
+    publisher = ActorWeightPublisher(pool, config, export)
+    for version in range(2):
+        report = await publisher.publish(version)
+        assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
+        assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the first engine hands it on to the second"
+    await publisher.close()
+
+
 async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lost_landing_costs_its_engines_only(
     nodes: Nodes,
 ) -> None:
     trainer, engines, pool, model = nodes
     assert not is_one_node(trainer, engines)
     config = WeightsConfig(codec="delta", timeout_s=60.0)
-    export = GroupExport(trainer, pool, EngineSide("torch", model.shape), "float32", config)
+    landings = Landings(pool, trainer.node_id, config)
+    export = GroupExport(trainer, landings, EngineSide("torch", model.shape), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     shares = []
-    for version in range(3):  # an engine acknowledges what it has read back from its live parameters only
+    for version in range(2, 5):  # an engine acknowledges what it has read back from its live parameters only
         report = await publisher.publish(version)
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
         assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the trainer sends one policy, however many engines"
         shares.append(report.changed_share)
-        if version:
+        if version > 2:
             await trainer.supervised_step(EXAMPLES)
     first, unchanged, trained = shares
     assert first == 1.0, "of the first version nobody knows what receivers hold"
     assert unchanged == 0.0, "no step was made before it"
     assert 0.5 < trained <= 1.0, "in float32 nearly every element moves"
-    pid = export._pids[engines[1].node_id]
+    pid = landings._pids[engines[1].node_id]
     assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
-    ray.kill(export._landings[engines[1].node_id])
+    ray.kill(landings._landings[engines[1].node_id])
     started = time.monotonic()
-    report = await publisher.publish(3)
+    report = await publisher.publish(5)
     assert time.monotonic() - started < config.timeout_s, "a death is no time-out"
     assert [ack.engine_id for ack in report.acks] == ["engine-0"]
     assert report.changed_share == 1.0, "a new meeting begins with everything"
     assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
     assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
-    assert (await publisher.publish(4)).acks[0].version == 4
+    assert (await publisher.publish(6)).acks[0].version == 6
     await publisher.close()
     await trainer.close()
     await asyncio.gather(*(engine.close() for engine in engines))

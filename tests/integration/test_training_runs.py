@@ -88,9 +88,10 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
     ("name", "overrides"),
     [
         (
-            "torch_engine_zero3_two_ranks_overlapped_through_a_group_all_trackers_held_to_a_reference",
+            "zero3_two_ranks_overlapped_into_the_slots_of_two_vllm_engines_all_trackers_held_to_a_reference",
             [
-                "rollout/engine=torch",
+                "rollout.num_engines=2",
+                "weights.memory=device",
                 "algorithm.kl_coefficient=0.05",
                 "trainer.num_ranks=2",
                 "trainer.zero_stage=3",

@@ -1,8 +1,10 @@
-"""Weights from the nodes of the trainer to those of the engines: who takes part, and the two ends.
+"""Weights from the nodes of the trainer to those of the engines: who takes part, and the ends.
 
-On every node with engines there is a landing, a process that receives shards into files in the node's shared memory,
-in the engines' own layout; engines find them there as if the trainer were on their node (transport/shards.py). The
-trainer sends each version once, to the first landing; the landings hand it on (planner/relay.py).
+A version arrives in one of two ways. Through main memory, over gloo: on every node with engines there is a landing, a
+process that receives shards into files in the node's shared memory, in the engines' own layout; engines find them there
+as if the trainer were on their node (transport/shards.py). Or from device to device, over NCCL on GPUs: every rank of
+every engine receives into a slot of its own (transport/device_memory.py), beside decoding. Either way the trainer sends
+each version once, to the first end; the ends hand it on (planner/relay.py).
 
 States of a version: held by the training ranks (as it is, or as a copy so that training may go on) → crossing, bucket
 by bucket → landed, in one of two slots, while the version before may still be read.
@@ -10,8 +12,9 @@ by bucket → landed, in one of two slots, while the version before may still be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,15 +31,31 @@ from penstock.weights.transport.shards import ShardFiles, ShardTransfer
 from penstock.weights.transport.traffic import Tensors
 from penstock.weights.transport.transfer import Transfer
 
+_MAIN_MEMORY = torch.device("cpu")
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """With its index, which NCCL needs."""
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
+class End(NamedTuple):
+    """A landing or an engine: what messages call it, and its node."""
+
+    name: str
+    node: str
+
 
 @dataclass(frozen=True)
 class Crossing:
-    """What everyone who takes part has to agree on. Made by the driver, anew whenever nodes join or leave.
+    """What everyone who takes part has to agree on. Made by the driver, anew whenever ends join or leave.
 
     Attributes:
         transfer: Plan and buffers; its directory is each landing's own.
         num_training: Training ranks.
-        nodes: Of the landings, in relay order.
+        ends: Where it goes to, in relay order.
+        on_devices: Messages are packed on the device of each process, which on GPUs makes it NCCL; else in main memory.
         store_at: Host and port of the store that everyone meets at.
         generation: A number that no earlier crossing at this store has.
         timeout_s: Longest wait for everyone, and then for each message, seconds.
@@ -45,7 +64,8 @@ class Crossing:
 
     transfer: ShardTransfer
     num_training: int
-    nodes: tuple[str, ...]
+    ends: tuple[End, ...]
+    on_devices: bool
     store_at: tuple[str, int]
     generation: int
     timeout_s: float
@@ -53,21 +73,29 @@ class Crossing:
 
     @property
     def members(self) -> Members:
-        """A group rank for each training rank, and one for each tensor-parallel rank of each landing."""
-        names = tuple(f"landing on node {node[:8]}" for node in self.nodes)
-        return Members(self.num_training, names, len(self.transfer.buffers))
+        """A group rank for each training rank, and one for each tensor-parallel rank of each end."""
+        return Members(self.num_training, tuple(end.name for end in self.ends), len(self.transfer.buffers))
 
-    def join(self, group_rank: int) -> Transfer:
+    def join(self, group_rank: int, device: torch.device) -> Transfer:
         """Meet everyone, and be ready for any number of versions.
+
+        Args:
+            group_rank: Of this process, in `members`.
+            device: That it computes on.
 
         Raises:
             WeightSyncError: If someone does not come, who is named.
         """
         members = self.members
         group = TransferGroup.join(
-            self.store_at, members, group_rank, timeout_s=self.timeout_s, generation=self.generation
+            self.store_at,
+            members,
+            group_rank,
+            timeout_s=self.timeout_s,
+            generation=self.generation,
+            device=_numbered(device) if self.on_devices else _MAIN_MEMORY,
         )
-        route: Route = members.to_engines(relay_tree(self.nodes))
+        route: Route = members.to_engines(relay_tree([end.node for end in self.ends]))
         codec = None if self.codec == "full" else CODECS[self.codec]
         return Transfer(group, self.transfer.plan, route, TORCH_DTYPES[self.transfer.dtype], codec)
 
@@ -98,8 +126,11 @@ def changed_share(sent: Iterable[Sent]) -> float | None:
 class Sender:
     """One training rank's end. What it holds survives a crossing, for the next one to send it again."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
+        """Hold nothing; `device` is what the rank computes on."""
         self._rank = rank
+        self._device = device
+        self._packs_on = _MAIN_MEMORY
         self._held: dict[str, torch.Tensor] = {}
         self._sent: set[str] = set()
         self._dtype = torch.float32
@@ -114,24 +145,26 @@ class Sender:
         self.close()
         self._dtype = TORCH_DTYPES[crossing.transfer.dtype]
         self._sent = {copy.tensor for copy in crossing.transfer.plan.copies if copy.src_rank == self._rank}
-        self._transfer = crossing.join(crossing.members.training(self._rank))
+        self._packs_on = self._device if crossing.on_devices else _MAIN_MEMORY
+        self._transfer = crossing.join(crossing.members.training(self._rank), self._device)
 
     def hold(self, tensors: Tensors, *, copies: bool) -> None:
         """Take a version.
 
         Args:
             tensors: Name -> what this rank holds of it, flat.
-            copies: Copy what this rank sends into main memory, in the wire dtype, so that training may go on at once;
-                otherwise the tensors must not change before `send` has returned.
+            copies: Copy what this rank sends to where messages are packed, in the wire dtype, so that training may go
+                on at once; otherwise the tensors must not change before `send` has returned.
         """
         mine = {name: tensors[name] for name in self._sent}
         if not copies:
             self._held = mine
-            return
-        for name, tensor in mine.items():
+        for name, tensor in mine.items() if copies else ():
             if name not in self._held:
-                self._held[name] = torch.empty(tensor.shape, dtype=self._dtype)
+                self._held[name] = torch.empty(tensor.shape, dtype=self._dtype, device=self._packs_on)
             self._held[name].copy_(tensor.detach())
+        if self._packs_on.type == "cuda":
+            torch.cuda.synchronize(self._packs_on)  # it is sent from another stream
 
     def send(self, version: int) -> Sent:
         """Send what is held; may run beside training.
@@ -140,7 +173,8 @@ class Sender:
             WeightSyncError: If a peer is lost or too late. The crossing is over then.
         """
         assert self._transfer is not None, "join comes first"
-        traffic = self._transfer.run(version, self._held, {}, wants_sums=True)
+        with on_own_stream(self._packs_on):
+            traffic = self._transfer.run(version, self._held, {}, wants_sums=True)
         assert traffic.sums is not None, "they were asked for"
         return Sent(traffic.sums, traffic.sent_bytes.total(), traffic.num_elements, traffic.num_changed)
 
@@ -149,6 +183,19 @@ class Sender:
         if self._transfer is not None:
             self._transfer.close()
         self._transfer = None
+
+
+@contextmanager
+def on_own_stream(device: torch.device) -> Iterator[None]:
+    """Work beside what else a GPU does, complete at the end; on the CPU as it is."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
 
 class _Joined(NamedTuple):
@@ -175,11 +222,11 @@ class Landing:
         """
         self.close()
         transfer = replace(crossing.transfer, directory=self._directory)
-        files, replica = ShardFiles(transfer), crossing.nodes.index(node)
+        files, replica = ShardFiles(transfer), [end.node for end in crossing.ends].index(node)
         ranks = [crossing.members.engine(replica, rank) for rank in range(len(transfer.buffers))]
         threads = ThreadPoolExecutor(len(ranks), thread_name_prefix="landing")
         self._joined = _Joined(transfer, files, threads, [])
-        self._joined.transfers.extend(threads.map(crossing.join, ranks))
+        self._joined.transfers.extend(threads.map(lambda rank: crossing.join(rank, _MAIN_MEMORY), ranks))
 
     def receive(self, version: int) -> str:
         """Receive a version into its slot; returns the folder.

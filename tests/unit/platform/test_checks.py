@@ -136,7 +136,14 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
         ),
         (["weights.overlap=true", "weights.update_mode=drain"], ["weights.overlap=true", "update_mode=drain"]),
         (["weights.memory=device", "weights.mode=gather"], ["weights.mode=gather", "through a file", "memory=auto"]),
-        (["weights.memory=device", "weights.transport=group"], ["weights.transport=group", "another way"]),
+        (
+            ["weights.memory=device", "weights.transport=shared_memory"],
+            ["weights.transport=shared_memory", "that is main memory"],
+        ),
+        (
+            ["weights.memory=device", "weights.transport=group", "cluster.colocated=true", "dataflow.max_staleness=0"],
+            ["cluster.colocated=true", "NCCL takes no two processes of one GPU"],
+        ),
         (["weights.memory=device", "weights.stage_on=host"], ["weights.stage_on=host", "where it lies"]),
         (
             ["weights.memory=device", "trainer=lora", "weights.codec=lora"],

@@ -160,6 +160,7 @@ def test_versions_go_from_gpu_to_gpu_where_all_have_gpus_of_one_machine():
         (["weights.memory=host"], "host"),
         (["weights=gather"], "host"),
         (["weights.transport=group"], "host"),
+        (["weights.transport=group", "weights.memory=device"], "device"),
         (ENGINES_ON_CPU, "host"),
     ):
         assert slots_on(compose_config(["experiment=math_qwen_8gpu", *overrides])) == expected, overrides

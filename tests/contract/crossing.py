@@ -1,0 +1,101 @@
+"""What an engine must do as an end of a crossing from device to device; on CPU the messages are gloo's.
+
+Two training ranks under ZeRO-3 live in threads of the test, with connections of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import WeightManifest
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.transport.crossing import Crossing, End, Sender
+from penstock.weights.transport.links import serve_store
+from penstock.weights.transport.shards import ShardTransfer
+
+from .engine_harness import Harness, StreamingRequests, prompt_of, within
+from .slot_stories import part
+
+NUM_RANKS = 2
+CPU = torch.device("cpu")
+
+
+def make_crossing(harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float) -> Crossing:
+    specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in harness.reference.tensors(0).items())
+    engine = harness.spec.engine
+    side = EngineSide(engine.type, harness.spec.model.shape, engine.tensor_parallel_size)
+    training = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True)
+    return Crossing(
+        transfer=ShardTransfer.between(training, side, "float32", None),
+        num_training=NUM_RANKS,
+        ends=(End(str(harness.spec.engine_id), "node"),),
+        on_devices=True,
+        store_at=("127.0.0.1", port),
+        generation=generation,
+        timeout_s=timeout_s,
+        codec=codec,  # type: ignore[arg-type]
+    )
+
+
+async def cross(harness: Harness, crossing: Crossing, senders: list[Sender]) -> WeightManifest:
+    """Send the next version through it."""
+    version = harness.next_version
+    harness.seed_of_version[version] = version
+    for rank, sender in enumerate(senders):
+        tensors = harness.reference.tensors(version)
+        sender.hold({name: part(tensor, rank, NUM_RANKS) for name, tensor in tensors.items()}, copies=True)
+    sending = [asyncio.to_thread(sender.send, version) for sender in senders]
+    *sent, _ = await within(asyncio.gather(*sending, harness.engine.receive(version)))
+    return crossing.transfer.manifest(version, [sums for one in sent for sums in one.sums])
+
+
+@pytest.mark.usefixtures("idle")
+class CrossingContract:
+    """As `EngineContract`."""
+
+    @pytest.mark.parametrize("codec", ["full", "delta"])
+    async def test_versions_cross_into_the_engines_own_memory_while_it_decodes(
+        self, harness: Harness, codec: str
+    ) -> None:
+        store = serve_store("127.0.0.1")
+        crossing = make_crossing(harness, store.port, 1, codec=codec, timeout_s=60.0)
+        senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
+        joining = [asyncio.to_thread(sender.join, crossing) for sender in senders]
+        await within(asyncio.gather(*joining, harness.engine.join_crossing(crossing, 0)))
+        for _ in range(2):
+            running = StreamingRequests(harness, [prompt_of(6, i) for i in range(3)], max_new_tokens=400)
+            await running.all_moved()
+            manifest = await cross(harness, crossing, senders)
+            before = harness.engine.version
+            ack = await within(harness.engine.update_weights(manifest))
+            assert ack.checksum == manifest.checksum, "read back from the live parameters"
+            await running.all_finished()
+            assert all(output.spans[0].version == before for output in running.outputs)
+            output = await harness.sample(prompt_of(7), max_new_tokens=20)
+            assert output.spans == ((manifest.version, 20),)
+            np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
+        for sender in senders:
+            sender.close()
+
+    async def test_who_does_not_come_is_named_and_the_engine_goes_on_serving(self, harness: Harness) -> None:
+        store = serve_store("127.0.0.1")
+        crossing = make_crossing(harness, store.port, 1, codec="full", timeout_s=1.0)
+        sender = Sender(0, CPU)
+        joined, refusal = await within(
+            asyncio.gather(
+                asyncio.to_thread(sender.join, crossing),
+                harness.engine.join_crossing(crossing, 0),
+                return_exceptions=True,
+            )
+        )
+        for error in (joined, refusal):
+            assert isinstance(error, WeightSyncError)
+            assert "training rank 1 did not come within 1 s" in str(error)
+        output = await harness.sample(prompt_of(7), max_new_tokens=20)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)

@@ -1,0 +1,74 @@
+"""A version that crosses over NCCL: tests/contract/crossing.py between two processes with a GPU each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from penstock.weights.checksum import check_arrived
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.transport.arrival import Arrival
+from penstock.weights.transport.crossing import Crossing, End, Sender
+from penstock.weights.transport.links import serve_store
+from penstock.weights.transport.shards import ShardTransfer
+from tests.conftest import TINY_SHAPE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes no two processes of one GPU into a group"),
+]
+TIMEOUT_S = 120.0
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(version)
+    shapes = {"model.norm.weight": (1001,), "model.embed_tokens.weight": (300, 7)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def send(crossing: Crossing, answers: Connection) -> None:
+    sender = Sender(0, torch.device("cuda", 0))
+    sender.join(crossing)
+    for version in range(2):
+        sender.hold({name: tensor.flatten().cuda(0) for name, tensor in tensors_of(version).items()}, copies=True)
+        answers.send(sender.send(version).sums)
+    sender.close()
+
+
+@pytest.mark.parametrize("codec", ["full", "delta"])
+def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
+    specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors_of(0).items())
+    training = TrainingSide(specs, num_replicas=1, is_partitioned=False)
+    store = serve_store("127.0.0.1")
+    crossing = Crossing(
+        transfer=ShardTransfer.between(training, EngineSide("torch", TINY_SHAPE), "bfloat16", None),
+        num_training=1,
+        ends=(End("engine-0", "node"),),
+        on_devices=True,
+        store_at=("127.0.0.1", store.port),
+        generation=1,
+        timeout_s=TIMEOUT_S,
+        codec=codec,  # type: ignore[arg-type]
+    )
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe(duplex=False)
+    rank = spawn.Process(target=send, args=(crossing, there), daemon=True)
+    rank.start()
+    try:
+        arrival = Arrival(0, torch.device("cuda", 1))
+        slot = arrival.join(crossing, 0, None)
+        for version in range(2):
+            arrival.receive(version)
+            assert here.poll(TIMEOUT_S), "the training rank answers with its sums"
+            manifest = crossing.transfer.manifest(version, here.recv())
+            for name, tensor in tensors_of(version).items():
+                assert torch.equal(slot.buffers[name].cpu(), tensor.flatten().bfloat16()), name
+            check_arrived(slot.buffers, manifest.entries, version)
+        arrival.close()
+    finally:
+        rank.kill()
+        rank.join(TIMEOUT_S)
