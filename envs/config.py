@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class StreamConfig(BaseModel):
@@ -67,6 +67,21 @@ class EndpointConfig(BaseModel):
     max_request_mib: float = Field(default=4.0, gt=0)
 
 
+class ReasoningConfig(BaseModel):
+    """Where a policy thinks before it answers (envs/reasoning.py).
+
+    Attributes:
+        open: Begins a turn that thinks, or ends its prompt where the chat template opens the block; None: every turn
+            begins in thought.
+        close: The answer is what follows. Without it there is none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    open: str | None = Field(default="<think>", min_length=1)
+    close: str = Field(default="</think>", min_length=1)
+
+
 class EnvConfig(BaseModel):
     """The environment: where tasks come from.
 
@@ -79,6 +94,8 @@ class EnvConfig(BaseModel):
         curriculum: Import path of a `Curriculum` (dataflow/streams.py) that changes the weights; None is off.
         episode: Limits of multi-turn episodes.
         endpoint: Where agent programs reach the policy.
+        reasoning: Marks of the thinking that rewards, environments and agent programs get apart from the answer;
+            `think` is `<think>` and `</think>`, None: all is answer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -89,6 +106,15 @@ class EnvConfig(BaseModel):
     curriculum: str | None = None
     episode: EpisodeConfig = EpisodeConfig()
     endpoint: EndpointConfig = EndpointConfig()
+    reasoning: ReasoningConfig | None = None
+
+    @field_validator("reasoning", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """One set of marks has a name."""
+        if isinstance(value, str) and value != "think":
+            raise ValueError("it is null, think, or a section with open and close")
+        return {} if value == "think" else value
 
 
 class RewardPartConfig(BaseModel):

@@ -29,7 +29,8 @@ class RewardCache:
         """A hash of all that a pure reward may depend on; None if nothing is remembered."""
         if not self.is_on or self._max_entries == 0 or trajectory.episode is not None:
             return None  # an episode hardly ever happens twice
-        seen = (trajectory.prompt, trajectory.response, trajectory.finish_reason, sorted(task.fields.items()))
+        said = (trajectory.reasoning, trajectory.response, trajectory.finish_reason)
+        seen = (trajectory.prompt, said, sorted(task.fields.items()))
         try:
             return hashlib.blake2b(pickle.dumps(seen), digest_size=16).digest()
         except Exception:  # noqa: BLE001  user data: if it cannot be pickled, sending it will say so

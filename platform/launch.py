@@ -112,7 +112,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
         actors = await stack.enter_async_context(start_actors(config))
-        codec = load_codec(actors.model_path)
+        codec = load_codec(actors.model_path, config.env.reasoning)
         episodes = await stack.enter_async_context(episode_player(config, codec))
         sampling = SamplingParams(
             max_new_tokens=config.rollout.sampling.max_new_tokens,
