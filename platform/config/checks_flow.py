@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.stages import stage_violations
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import stream_violations
 from penstock.envs.import_path import load_object
-from penstock.envs.streams import load_task_streams
+from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.flow_parts import PAYLOAD_BYTES_PER_TOKEN, max_live_trajectories
@@ -169,3 +170,13 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
         yield from (error(violation, "env.streams") for violation in problem.violations)
         return
     yield from (error(violation, "env.streams") for violation in stream_violations(streams))
+    if not config.env.has_stages:
+        return
+    yield from (error(violation, "env.streams") for violation in stage_violations(stages_of(config.env)))
+    if config.env.curriculum is not None:
+        yield error(
+            f"env.curriculum={config.env.curriculum} with gates in env.streams: both say which stream is admitted. "
+            "Use one of the two.",
+            "env.curriculum",
+            "env.streams",
+        )
