@@ -75,6 +75,10 @@ class MathTasks:
         """
         return first(num_tasks, self._held_out_rows, f"split {self._held_out_split!r} of {self._dataset}")
 
+    def stored(self) -> list[Task]:
+        """All questions, both sides (fingerprint.StoredTasks)."""
+        return [*self._train_rows, *self._held_out_rows]
+
     @cached_property
     def _held_out_rows(self) -> list[Task]:
         unique = {_question(task): task for task in self._load(self._held_out_split)}
