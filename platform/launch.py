@@ -132,7 +132,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, actors.reference, actors.teacher)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
-            core, filters = make_core(config), make_filters(flow.filters)
+            core, filters = make_core(config), make_filters(flow.filters, flow.pass_reward)
             core.ledger.sink = instruments.events
             return Flow(core, make_task_line(config), filters, ports, stats, options)
 
