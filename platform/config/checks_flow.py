@@ -170,7 +170,7 @@ def check_pass_rate(config: RunConfig) -> Iterator[Finding]:
     if not any(0 <= lowest <= num / size <= highest <= 1 for num in range(size + 1)):
         yield error(
             f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
-            "share of passing members, so every group would be filtered. Use 0 <= lowest < highest <= 1, and wide enough.",
+            "share of passing members, so every group would be filtered. Use a wider range within [0, 1].",
             "dataflow.filters.pass_rate",
             "dataflow.group_size",
         )

@@ -15,7 +15,7 @@ class FilterConfig(Section):
         zero_variance: Filter groups whose members all earned the same.
         zero_variance_part: Compare this named part of the reward instead of the sum, e.g. raw correctness.
         max_overlong_share: Filter groups of which a larger share was cut off at the length limit; None is off.
-        pass_rate: Keep groups whose share of passing members (`dataflow.pass_reward`) is in [lowest, highest]; None is off.
+        pass_rate: Keep groups of which a share in [lowest, highest] passes (`dataflow.pass_reward`); None is off.
         user: Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered.
         max_refills: Groups filtered since the last batch closed that stop the run and name the filter.
     """
