@@ -160,7 +160,8 @@ class RewardConfig(BaseModel):
         max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
         max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
-        cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure).
+        cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure); of parts,
+            those of each pure one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
