@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.dataflow.difficulty import passes
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import Trajectory, compared_rewards
@@ -41,6 +42,16 @@ def overlong(max_share: float) -> GroupFilter:
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         cut = sum(member.finish_reason == "length" for member in members)
         return Reason.OVERLONG if cut > max_share * len(members) else None
+
+    return judge
+
+
+def pass_rate(lowest: float, highest: float, pass_reward: float) -> GroupFilter:
+    """Filter groups that are too hard or too easy: keep a share of passing members in [lowest, highest]."""
+
+    def judge(members: Sequence[Trajectory]) -> Reason | None:
+        share = sum(passes(member, pass_reward) for member in members) / len(members)
+        return None if lowest <= share <= highest else Reason.PASS_RATE
 
     return judge
 

@@ -54,6 +54,7 @@ class Reason(StrEnum):
     RUN_END = "run_end"
     ZERO_VARIANCE = "zero_variance"
     OVERLONG = "overlong"
+    PASS_RATE = "pass_rate"  # noqa: S105  of groups
     USER = "user"
     ENV = "env"
     REWARD = "reward"
@@ -69,7 +70,7 @@ REASONS = {
         Reason.ROLLBACK,
         Reason.RUN_END,
     },
-    GroupState.FILTERED: {Reason.ZERO_VARIANCE, Reason.OVERLONG, Reason.USER},
+    GroupState.FILTERED: {Reason.ZERO_VARIANCE, Reason.OVERLONG, Reason.PASS_RATE, Reason.USER},
     GroupState.FAILED: {Reason.ENV, Reason.REWARD, Reason.ENGINE},
 }
 

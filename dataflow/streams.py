@@ -17,7 +17,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import TaskId
@@ -58,6 +58,13 @@ class QueuedTask:
     group_size: int
     requeues: int = 0
     max_new_tokens: int | None = None
+
+
+@runtime_checkable
+class HearsGroups(Protocol):
+    """A hook of `TaskLine` that is told of every scored group, also of those that are filtered afterwards."""
+
+    def group_scored(self, task: Task, stream: str, members: Sequence[Trajectory]) -> None: ...
 
 
 class Curriculum(Protocol):
@@ -198,7 +205,11 @@ class TaskLine:
             self._requeued.append((ledger.num_admitted, queued))
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
-        """Remember how a stream does, for the curriculum."""
+        """Remember how a stream does, for the curriculum; hooks that measure difficulty hear it too."""
+        hooks: tuple[object, ...] = (self.sizing, None if self.lengths is None else self.lengths.limiting)
+        for hook in hooks:
+            if isinstance(hook, HearsGroups):
+                hook.group_scored(queued.task, queued.stream, members)
         if self.curriculum is not None:
             rewards = self._rewards.setdefault(queued.stream, deque(maxlen=REWARDS_KEPT))
             rewards.append(sum(member.reward or 0.0 for member in members) / len(members))

@@ -46,13 +46,14 @@ class Turn:
     """One turn of an episode: what the policy sampled, then what the environment said to it.
 
     Attributes:
-        response: Text of the sampled tokens without special tokens.
+        response: Text of the sampled tokens without special tokens; where `env.reasoning` is set, the answer alone.
         finish_reason: `length` marks a turn that was cut off.
         num_tokens: Sampled in this turn.
         observation: Text of the observation tokens that follow, template included; empty after the last turn.
         num_observation_tokens: How many they are.
         num_interruptions: How often an engine was lost or aborted it; it went on from its tokens.
         thread: Where it was sampled.
+        reasoning: Text before the answer, marks included.
     """
 
     response: str
@@ -62,6 +63,7 @@ class Turn:
     num_observation_tokens: int = 0
     num_interruptions: int = 0
     thread: str = MAIN_THREAD
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ class Trajectory:
         loss_mask: `[T] bool`, True exactly on the tokens the policy sampled (I7), in the thread where it did.
         behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 where not sampled.
         spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
-        response: Text of the sampled tokens without special tokens, of all turns.
+        response: Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the
+            answers alone.
         finish_reason: `length` marks a truncated answer, or an episode that ended before the environment said so.
         reward: Scalar used by the advantage; None until scored.
         reward_parts: Each named reward on its own.
@@ -117,6 +120,7 @@ class Trajectory:
         policy_id: Who sampled it, and whose versions its spans are.
         threads: Its token sequences, one after another in all arrays; empty: all of it is one, `main`.
         retried_after: Why the attempt before this one failed, in one line; empty for a first attempt.
+        reasoning: Text before the answer, marks included, of all turns; empty where `env.reasoning` is not set.
     """
 
     trajectory_id: TrajectoryId
@@ -134,6 +138,7 @@ class Trajectory:
     policy_id: PolicyId = POLICY
     threads: tuple[Thread, ...] = ()
     retried_after: str = ""
+    reasoning: str = ""
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
@@ -144,6 +149,13 @@ class Trajectory:
         """Set its reward, once."""
         assert self.reward is None, f"{self.trajectory_id} has a reward already"
         self.reward, self.reward_parts = reward, parts
+
+    @property
+    def text(self) -> str:
+        """All that was sampled, reasoning and answer of one turn after another."""
+        if self.episode is None or not self.reasoning:
+            return self.reasoning + self.response
+        return "".join(turn.reasoning + turn.response for turn in self.episode.turns)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -176,6 +188,7 @@ class Trajectory:
             place = slice(start, start := start + thread.num_tokens)
             num_sampled = int(np.count_nonzero(self.loss_mask[place]))
             turns = self.episode.turns if self.episode is not None else ()
+            own = [turn for turn in turns if turn.thread == thread.name]
             yield replace(
                 self,
                 token_ids=self.token_ids[place],
@@ -183,7 +196,8 @@ class Trajectory:
                 behavior_logprobs=self.behavior_logprobs[place],
                 spans=first_tokens(spans, num_sampled),
                 prompt=thread.opening,
-                response="".join(turn.response for turn in turns if turn.thread == thread.name),
+                response="".join(turn.response for turn in own),
+                reasoning="".join(turn.reasoning for turn in own),
                 reward=self.thread_reward(thread.name),
                 threads=(thread,),
             )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.dataflow.trajectory import Trajectory, is_thread_part
 from penstock.envs.contract import RewardFunction
+from penstock.envs.reward_cache import PartCache
 from penstock.envs.reward_result import Reply, to_reply
 
 
@@ -67,8 +68,9 @@ class WeightedSum:
     A part that fails fails the whole: a reward without one of its parts would be another reward.
     """
 
-    def __init__(self, parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> None:
+    def __init__(self, parts: Mapping[str, WeightedPart], *, is_normalized: bool, cache_entries: int = 0) -> None:
         self._parts = parts
+        self._cache = PartCache(cache_entries)
         self._divisor = math.fsum(abs(part.weight) for part in parts.values()) if is_normalized else 1.0
         self.is_pure = all(is_pure_function(part.function) for part in parts.values())
 
@@ -95,6 +97,13 @@ class WeightedSum:
             recorded |= {f"{name}/{inner}": value for inner, value in reply["parts"].items()}
         return {"reward": math.fsum(contributions) / self._divisor, **recorded, **self._of_threads(replies)}
 
+    def _returned(self, name: str, trajectory: Trajectory, fields: Mapping[str, Any]) -> object:
+        """What a part returns, which may have to be awaited; of a pure one beside others that are not, remembered."""
+        function = self._parts[name].function
+        if self.is_pure or not is_pure_function(function) or is_async_function(function):
+            return function(trajectory, **fields)
+        return self._cache.call(name, function, trajectory, fields)
+
     def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:
         """The same sum for each thread that a part gives a reward of its own; other parts give theirs to all."""
         found: dict[str, float] = {}
@@ -109,7 +118,7 @@ class SyncWeightedSum(WeightedSum):
     """A sum of synchronous rewards."""
 
     def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
-        return self.combine({name: part.function(trajectory, **fields) for name, part in self._parts.items()})
+        return self.combine({name: self._returned(name, trajectory, fields) for name in self._parts})
 
 
 class AsyncWeightedSum(WeightedSum):
@@ -119,10 +128,8 @@ class AsyncWeightedSum(WeightedSum):
     """
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
-        functions = sorted(
-            ((name, part.function) for name, part in self._parts.items()), key=lambda item: is_async_function(item[1])
-        )
-        returned = {name: function(trajectory, **fields) for name, function in functions}
+        names = sorted(self._parts, key=lambda name: is_async_function(self._parts[name].function))
+        returned = {name: self._returned(name, trajectory, fields) for name in names}
         try:
             async with asyncio.TaskGroup() as group:
                 waiting = {
@@ -139,8 +146,13 @@ async def _wait_for(value: Awaitable[object]) -> object:
     return await value
 
 
-def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> RewardFunction:
+def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool, cache_entries: int = 0) -> RewardFunction:
     """The weighted sum of named rewards.
+
+    Args:
+        parts: Name -> reward.
+        is_normalized: Divide by the sum of the absolute weights.
+        cache_entries: Results to remember of each pure part, where others are not pure.
 
     Raises:
         ValueError: If a part is called `reward` or `thread`, or there is nothing to normalize by.
@@ -152,7 +164,7 @@ def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool) -> Reward
     if is_normalized and not any(part.weight for part in parts.values()):
         raise ValueError("all weights are 0, so there is nothing to normalize by. Set a weight, or normalize=false.")
     kind = AsyncWeightedSum if any(is_async_function(part.function) for part in parts.values()) else SyncWeightedSum
-    return kind(parts, is_normalized=is_normalized)
+    return kind(parts, is_normalized=is_normalized, cache_entries=cache_entries)
 
 
 def calls_of(function: RewardFunction, fields: Mapping[str, Any], key: str = "reward") -> Iterator[Call]:

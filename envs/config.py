@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class StreamConfig(BaseModel):
@@ -15,6 +15,9 @@ class StreamConfig(BaseModel):
         args: Keyword arguments that differ from `env.args`, or all of them for another factory.
         weight: Share of admissions, relative to the other streams.
         quota: Largest share of the admission window that its live groups take.
+        gate: Mean reward of its newest groups that ends it and begins the next stream; with one, the streams are
+            stages in their order, and weights have no effect.
+        gate_groups: How many groups the mean is of.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,6 +26,8 @@ class StreamConfig(BaseModel):
     args: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, ge=0)
     quota: float = Field(default=1.0, gt=0, le=1)
+    gate: float | None = None
+    gate_groups: int = Field(default=32, ge=1, le=64)
 
 
 class EpisodeConfig(BaseModel):
@@ -67,6 +72,21 @@ class EndpointConfig(BaseModel):
     max_request_mib: float = Field(default=4.0, gt=0)
 
 
+class ReasoningConfig(BaseModel):
+    """Where a policy thinks before it answers (envs/reasoning.py).
+
+    Attributes:
+        open: Begins a turn that thinks, or ends its prompt where the chat template opens the block; None: every turn
+            begins in thought.
+        close: The answer is what follows. Without it there is none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    open: str | None = Field(default="<think>", min_length=1)
+    close: str = Field(default="</think>", min_length=1)
+
+
 class EnvConfig(BaseModel):
     """The environment: where tasks come from.
 
@@ -79,6 +99,8 @@ class EnvConfig(BaseModel):
         curriculum: Import path of a `Curriculum` (dataflow/streams.py) that changes the weights; None is off.
         episode: Limits of multi-turn episodes.
         endpoint: Where agent programs reach the policy.
+        reasoning: Marks of the thinking that rewards, environments and agent programs get apart from the answer;
+            `think` is `<think>` and `</think>`, None: all is answer.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -89,6 +111,20 @@ class EnvConfig(BaseModel):
     curriculum: str | None = None
     episode: EpisodeConfig = EpisodeConfig()
     endpoint: EndpointConfig = EndpointConfig()
+    reasoning: ReasoningConfig | None = None
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the streams follow one another, by gates."""
+        return any(stream.gate is not None for stream in self.streams.values())
+
+    @field_validator("reasoning", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        """One set of marks has a name."""
+        if isinstance(value, str) and value != "think":
+            raise ValueError("it is null, think, or a section with open and close")
+        return {} if value == "think" else value
 
 
 class RewardPartConfig(BaseModel):
@@ -124,7 +160,8 @@ class RewardConfig(BaseModel):
         max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
         max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
-        cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure).
+        cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure); of parts,
+            those of each pure one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -20,7 +20,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def pure(function: _Function) -> _Function:
-    """Declare that a reward depends on nothing but prompt, response, finish reason and the task's fields.
+    """Declare that a reward depends on nothing but prompt, reasoning, response, finish reason and the task's fields.
 
     Its results are then remembered. A class of callables sets `is_pure = True` instead.
     """

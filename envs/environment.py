@@ -38,16 +38,18 @@ class Action:
     """What the policy said in one turn.
 
     Attributes:
-        text: Without special tokens.
+        text: Without special tokens; where `env.reasoning` is set, the answer alone.
         is_truncated: The turn was cut off at `rollout.sampling.max_new_tokens` or at the budget of the episode.
         turn: Counted from 0, over all threads.
         thread: Where it was said.
+        reasoning: Text before the answer, marks included; empty where `env.reasoning` is not set.
     """
 
     text: str
     is_truncated: bool = False
     turn: int = 0
     thread: str = MAIN_THREAD
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
         for name, part in config.parts.items()
     }
     try:
-        return compose(parts, is_normalized=config.normalize)
+        return compose(parts, is_normalized=config.normalize, cache_entries=config.cache_entries)
     except ValueError as error:
         raise ConfigError([f"reward.parts: {error}"]) from error
 

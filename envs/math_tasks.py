@@ -19,6 +19,8 @@ INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 _HELD_OUT_SEED = "math/held-out"
 
 
+_CALCULATOR = re.compile(r"<<[^>]*>>")
+"""Marks of GSM8K beside each computed number."""
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 """Commas inside numbers; those of tuples stay."""
 
@@ -60,6 +62,7 @@ class MathTasks:
         self._answer_field = answer_field
         self._answer_marker = answer_marker
         self._instruction = instruction
+        self._worked: dict[TaskId, str] = {}
 
     def train(self) -> Iterator[Task]:
         """Endless stream of training tasks: every epoch is a new shuffle, the same for the same seed."""
@@ -74,6 +77,16 @@ class MathTasks:
             ValueError: If there are fewer, with both numbers.
         """
         return first(num_tasks, self._held_out_rows, f"split {self._held_out_split!r} of {self._dataset}")
+
+    def gold_response(self, task: Task) -> str:
+        """The worked steps of the dataset, if it has some before the marker, and the answer in a box."""
+        boxed = f"\\boxed{{{task.fields['answer']}}}"
+        worked = self._worked.get(task.task_id, "")
+        return f"{worked}\n\nThe answer is {boxed}." if worked else f"The answer is {boxed}."
+
+    def stored(self) -> list[Task]:
+        """All questions, both sides (fingerprint.StoredTasks)."""
+        return [*self._train_rows, *self._held_out_rows]
 
     @cached_property
     def _held_out_rows(self) -> list[Task]:
@@ -116,10 +129,12 @@ class MathTasks:
         return [self._task(row, split, index) for index, row in enumerate(rows)]
 
     def _task(self, row: dict[str, Any], split: str, index: int) -> Task:
-        answer = str(row[self._answer_field]).rpartition(self._answer_marker)[2].strip()
-        answer = _THOUSANDS.sub("", answer)
+        worked, _, answer = str(row[self._answer_field]).rpartition(self._answer_marker)
+        answer = _THOUSANDS.sub("", answer.strip())
         content = f"{str(row[self._question_field]).strip()}\n\n{self._instruction}"
-        return Task(TaskId(f"math/{split}/{index}"), [{"role": "user", "content": content}], {"answer": answer})
+        task_id = TaskId(f"math/{split}/{index}")
+        self._worked[task_id] = _CALCULATOR.sub("", worked).strip()
+        return Task(task_id, [{"role": "user", "content": content}], {"answer": answer})
 
 
 def _question(task: Task) -> str:

@@ -25,6 +25,7 @@ BUILT_IN = {
     "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
     "math": "penstock.envs.math_tasks:MathTasks",
     "nim": "penstock.envs.nim:NimGame",
+    "python_code": "penstock.envs.python_tasks:PythonTasks",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
     "sudoku": "penstock.envs.sudoku:SudokuTasks",
     "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",

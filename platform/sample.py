@@ -123,7 +123,7 @@ def _write(
         counts["truncated"] += trajectory.finish_reason != "stop"
         counts["reward"] += trajectory.reward  # type: ignore[assignment,operator]  # scored; a Counter of floats
     for chosen, rejected in islice(ranked_pairs(group), num_pairs):
-        pairs.write(_line({"prompt": task.prompt, "chosen": chosen.response, "rejected": rejected.response}))
+        pairs.write(_line({"prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}))
         counts["pairs"] += 1
 
 
@@ -132,7 +132,7 @@ def answer_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
     return {
         "task_id": task.task_id,
         "prompt": task.prompt,
-        "response": trajectory.response,
+        "response": trajectory.text,
         "reward": trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
         "finish_reason": trajectory.finish_reason,
@@ -151,7 +151,7 @@ def ranked_pairs(group: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Traj
     ranked = sorted(whole, key=lambda one: -_reward(one))
     seen: set[tuple[str, str]] = set()
     for better, worse in sorted(product(ranked, ranked), key=lambda pair: _reward(pair[1]) - _reward(pair[0])):
-        texts = (better.response, worse.response)
+        texts = (better.text, worse.text)
         if _reward(better) > _reward(worse) and texts not in seen:
             seen.add(texts)
             yield better, worse

@@ -43,7 +43,8 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
                 manifest = _publish(config, folder)
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
             pool = make_pool(engines, config.rollout, config.seed)
-            codec, limit_s = load_codec(model_path(config)), config.rollout.request_timeout_s
+            codec = load_codec(model_path(config), config.env.reasoning)
+            limit_s = config.rollout.request_timeout_s
             async with episode_player(config, codec) as episodes:
                 runner = TrajectoryRunner(pool, codec, limit_s, config.rollout.max_resumes, episodes)
                 yield Serving(runner, rewards)

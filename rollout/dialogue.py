@@ -18,6 +18,7 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Task, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span, concatenate_spans, join_spans
+from penstock.envs.reasoning import Spoken
 from penstock.rollout.partial import PartialTurn
 
 SampleTurn = Callable[[PartialTurn], Awaitable[None]]
@@ -86,6 +87,11 @@ class Dialogue:
         """Of the last turn, behind which an observation goes."""
         return self.token_ids[-1]
 
+    @property
+    def newest_text(self) -> str:
+        """What was said last, which the next turn goes on from."""
+        return self.turns[-1].observation if self.turns else self.opening
+
     def fork(self, name: str, token_ids: tuple[int, ...], opening: str) -> Dialogue:
         """A thread that begins with all of this one, then `token_ids`."""
         return Dialogue((*self.token_ids, *token_ids), opening, name, self.name, self.spans[-1].version)
@@ -101,7 +107,7 @@ class Dialogue:
             floor=self.spans[-1].version if self.spans else self._floor,
         )
 
-    def sampled(self, partial: PartialTurn, response: str) -> None:
+    def sampled(self, partial: PartialTurn, spoken: Spoken) -> None:
         """Keep a finished turn, as it came."""
         assert partial.prompt_ids == self.token_ids, "a turn goes on from all tokens before it, unchanged"
         assert partial.finish_reason is not None, "it ended"
@@ -112,7 +118,14 @@ class Dialogue:
         interruptions = partial.num_interruptions - self.num_interruptions
         self.num_interruptions = partial.num_interruptions
         self.turns.append(
-            Turn(response, partial.finish_reason, partial.num_tokens, num_interruptions=interruptions, thread=self.name)
+            Turn(
+                spoken.answer,
+                partial.finish_reason,
+                partial.num_tokens,
+                num_interruptions=interruptions,
+                thread=self.name,
+                reasoning=spoken.reasoning,
+            )
         )
 
     def observed(self, token_ids: tuple[int, ...], text: str) -> None:
@@ -139,6 +152,7 @@ def joined(dialogues: Sequence[Dialogue], task: Task, trajectory_id: TrajectoryI
         spans=concatenate_spans([join_spans(one.spans) for one in dialogues]),
         prompt=dialogues[0].opening,
         response="".join(turn.response for turn in episode.turns),
+        reasoning="".join(turn.reasoning for turn in episode.turns),
         finish_reason="stop" if episode.end == "done" else "length",
         episode=episode,
         threads=() if is_ordinary else tuple(one.thread() for one in dialogues),

@@ -18,12 +18,12 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
-from penstock.envs.endpoint.answers import num_begun
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.errors import bad_request, context_too_long, too_many_turns
 from penstock.envs.endpoint.requests import Asked
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn, joined
 from penstock.rollout.partial import PartialTurn
 from penstock.rollout.tokenizers import TokenCodec
@@ -68,19 +68,26 @@ class Recording:
             dialogue.observed(token_ids, self._codec.decode(token_ids))
         limit = min(self._sampling.max_new_tokens, asked.max_tokens or self._sampling.max_new_tokens)
         partial = dialogue.next_turn(replace(self._sampling, max_new_tokens=limit), self._budget.max_tokens)
-        reader = TurnReader(self._codec, exchange, partial) if asked.is_stream or asked.stop else None
+        heard, marks = dialogue.newest_text, self._codec.reasoning if asked.messages is not None else None
+        thinking = None if marks is None else ReasoningReader(marks, heard)
+        reader = TurnReader(self._codec, exchange, partial, thinking) if asked.is_stream or asked.stop else None
         await self._sample(partial)
-        sampled = self._codec.decode(partial.token_ids)
-        dialogue.sampled(partial, sampled)
+        spoken = self._codec.split(partial.token_ids, heard)
+        dialogue.sampled(partial, spoken)
         self._last_token = partial.token_ids[-1]
+        sampled = spoken.reasoning + spoken.answer
+        text, thought = sampled if reader is None else reader.finish(sampled), None
+        if marks is not None:
+            text, thought = _parted(ReasoningReader(marks, heard), text)
         return Answer(
-            text=sampled if reader is None else reader.finish(sampled),
+            text=text,
             sampled_text=sampled,
             finish_reason="stop" if partial.finish_reason == "stop" else "length",
             num_prompt_tokens=num_prompt,
             num_tokens=partial.num_tokens,
             tokens=_with_text(self._codec, partial.token_ids, partial.logprobs) if asked.wants_logprobs else (),
             version=partial.spans[-1].version,
+            reasoning=thought,
         )
 
     def trajectory(
@@ -113,10 +120,13 @@ class Recording:
 class TurnReader:
     """Reads a turn while it is sampled: streams its text, and ends it behind a stop text."""
 
-    def __init__(self, codec: TokenCodec, exchange: Exchange, partial: PartialTurn) -> None:
+    def __init__(
+        self, codec: TokenCodec, exchange: Exchange, partial: PartialTurn, thinking: ReasoningReader | None
+    ) -> None:
         self._codec = codec
         self._exchange = exchange
         self._partial = partial
+        self._thinking = thinking
         self._stream = DecodeStream(skip_special_tokens=True)
         self._text = ""
         self._num_said = 0
@@ -162,8 +172,18 @@ class TurnReader:
         text, self._num_said = self._text[self._num_said : end], max(self._num_said, end)
         ids, logprobs = delta.token_ids[:num_read], delta.logprobs[:num_read]
         tokens = _with_text(self._codec, ids, logprobs) if asked.wants_logprobs else ()
-        if text or tokens:
-            self._exchange.say(Piece(text, tokens))
+        thought = ""
+        if self._thinking is not None:
+            thought, text = self._thinking.read(text)
+        if text or tokens or thought:
+            self._exchange.say(Piece(text, tokens, thought))
+
+
+def _parted(reader: ReasoningReader, text: str) -> tuple[str, str]:
+    """The answer, and what was thought before it, without marks."""
+    reader.read(text)
+    reader.finish()
+    return reader.answer, reader.thought
 
 
 def _with_text(codec: TokenCodec, token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[SampledToken, ...]:

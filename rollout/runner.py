@@ -300,6 +300,7 @@ class TrajectoryRunner:
         logprobs = np.zeros(num_tokens, np.float32)
         logprobs[num_prompt:] = partial.logprobs
         assert partial.finish_reason is not None, "it ended"
+        spoken = self.codec.split(sampled, prompt.text)
         return Trajectory(
             trajectory_id=attempt.trajectory_id,
             task_id=attempt.task.task_id,
@@ -308,8 +309,9 @@ class TrajectoryRunner:
             behavior_logprobs=logprobs,
             spans=partial.spans,
             prompt=prompt.text,
-            response=self.codec.decode(sampled),
+            response=spoken.answer,
             finish_reason=partial.finish_reason,
+            reasoning=spoken.reasoning,
         )
 
 

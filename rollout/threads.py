@@ -92,10 +92,11 @@ class Threads:
         """The turns that were sampled, as the environment gets them."""
         actions = []
         for dialogue, partial in zip(self._speakers, self.speaking, strict=True):
-            text = self._codec.decode(partial.token_ids)
-            dialogue.sampled(partial, text)
+            spoken = self._codec.split(partial.token_ids, dialogue.newest_text)
+            dialogue.sampled(partial, spoken)
             is_truncated = partial.finish_reason != "stop"
-            actions.append(Action(text, is_truncated, turn=len(self._order), thread=dialogue.name))
+            turn = len(self._order)
+            actions.append(Action(spoken.answer, is_truncated, turn, dialogue.name, spoken.reasoning))
             self._order.append((dialogue, len(dialogue.turns) - 1))
         return actions
 

@@ -15,6 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.envs.config import ReasoningConfig
+from penstock.envs.reasoning import Spoken, split_turn
 from penstock.rollout.turn_template import TurnTemplate
 from penstock.weights.model_config import NewTokenizer
 
@@ -80,10 +82,33 @@ class TokenCodec:
 
     Attributes:
         stop_token_ids: Ids after which an answer ends: eos of tokenizer and generation config, ascending.
+        reasoning: Marks of what is thought; None: all is answer.
+
+    Raises:
+        ConfigError: If a mark is a special token, which no text shows.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, generation_eos_ids: Iterable[int] = ()) -> None:
+    reasoning: ReasoningConfig | None = None
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        generation_eos_ids: Iterable[int] = (),
+        reasoning: ReasoningConfig | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.reasoning = reasoning
+        marks = {"open": reasoning.open, "close": reasoning.close} if reasoning else {}
+        hidden = [
+            f"env.reasoning.{key}={mark!r}" for key, mark in marks.items() if mark in tokenizer.all_special_tokens
+        ]
+        if hidden:
+            raise ConfigError(
+                [
+                    f"{' and '.join(hidden)}: a special token of the tokenizer, which is left out of texts, so where "
+                    "the answer begins could not be told. Give the token `special: false` in tokenizer.json."
+                ]
+            )
         tokenizer_eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.stop_token_ids: tuple[int, ...] = tuple(sorted({*tokenizer_eos, *generation_eos_ids}))
 
@@ -149,23 +174,31 @@ class TokenCodec:
         """Text of token ids without special tokens; spaces stay as sampled."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def split(self, token_ids: Iterable[int], before: str) -> Spoken:
+        """Text of a sampled turn that goes on from the text `before`: what was thought, and the answer."""
+        return split_turn(self.reasoning, self.decode(token_ids), before)
+
 
 def _are_messages(prompt: object) -> bool:
     """At least one object; what is in it is the chat template's business."""
     return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(one, Mapping) for one in prompt)
 
 
-def load_codec(model_path: str | Path) -> TokenCodec:
+def load_codec(model_path: str | Path, reasoning: ReasoningConfig | None = None) -> TokenCodec:
     """Load the codec of a Hugging Face model directory (or hub name, which needs a network).
 
+    Args:
+        model_path: Where its tokenizer is.
+        reasoning: Marks of what the policy thinks.
+
     Raises:
-        ConfigError: If there is no tokenizer at `model_path`.
+        ConfigError: If there is no tokenizer at `model_path`, or it hides the marks.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_path))
     except (OSError, ValueError) as cause:
         raise ConfigError([f"model.path={model_path}: no tokenizer can be loaded from it: {cause}"]) from cause
-    return TokenCodec(tokenizer, _generation_eos_ids(Path(model_path) / "generation_config.json"))
+    return TokenCodec(tokenizer, _generation_eos_ids(Path(model_path) / "generation_config.json"), reasoning)
 
 
 def _generation_eos_ids(path: Path) -> list[int]:

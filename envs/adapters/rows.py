@@ -89,6 +89,10 @@ class RowTasks:
         random.Random("rows/held-out").shuffle(tasks)
         return first(num_tasks, tasks, f"the held-out part of {self._where}")
 
+    def stored(self) -> list[Task]:
+        """All rows, both sides (fingerprint.StoredTasks)."""
+        return self._tasks
+
     @property
     def _where(self) -> str:
         return self._path or f"{self._rows}()"

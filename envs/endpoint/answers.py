@@ -10,6 +10,7 @@ from typing import Any
 from penstock.envs.endpoint.conversation import split_answer
 from penstock.envs.endpoint.requests import MODEL, Asked, Call
 from penstock.envs.endpoint.session import Answer, Piece, SampledToken
+from penstock.envs.reasoning import num_begun
 from penstock.envs.tools import CALL_OPENING
 
 Json = dict[str, Any]
@@ -23,7 +24,7 @@ class Writer:
         self._is_chat = asked.messages is not None
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._said = self._held = ""
+        self._said = self._thought = self._held = ""
         self._has_begun = False
 
     def whole(self, answer: Answer) -> Json:
@@ -33,13 +34,19 @@ class Writer:
         logprobs = self._logprobs(answer.tokens)
         if self._is_chat:
             message: Json = {"role": "assistant", "content": content if content or not calls else None}
-            choice["message"] = {**message, "refusal": None} | ({"tool_calls": _tool_calls(calls)} if calls else {})
+            thought = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning or None}
+            choice["message"] = (
+                {**message, "refusal": None} | thought | ({"tool_calls": _tool_calls(calls)} if calls else {})
+            )
         else:
             choice["text"] = answer.text
         return self._body("", [{**choice, "logprobs": logprobs}], _fingerprint(answer)) | {"usage": _usage(answer)}
 
     def chunks(self, piece: Piece) -> Iterator[Json]:
         """What a piece of a stream lets be said."""
+        if piece.reasoning:
+            self._thought += piece.reasoning
+            yield self._chunk("", delta={"reasoning_content": piece.reasoning})
         text = self._held + piece.text
         said = text[: _end_of_text(text)] if self._asked.tools else text
         self._held = text[len(said) :]
@@ -49,6 +56,9 @@ class Writer:
     def last_chunks(self, answer: Answer) -> Iterator[Json]:
         """What is left to say at the end of a stream."""
         calls = split_answer(self._asked, answer.text)[1]
+        thought = (answer.reasoning or "").removeprefix(self._thought)
+        if thought:
+            yield self._chunk("", delta={"reasoning_content": thought})
         rest = "" if calls else answer.text.removeprefix(self._said)
         if rest:
             yield self._chunk(rest)
@@ -99,13 +109,6 @@ class Writer:
             "top_logprobs": None,
             "text_offset": None,
         }
-
-
-def num_begun(text: str, words: Sequence[str]) -> int:
-    """Length of the longest end of `text` with which one of `words` begins, but is not complete."""
-    longest = min(max(map(len, words), default=0), len(text))
-    beginnings = {word[:size] for word in words for size in range(1, len(word))}
-    return next((size for size in range(longest, 0, -1) if text[-size:] in beginnings), 0)
 
 
 def _end_of_text(text: str) -> int:

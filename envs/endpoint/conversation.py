@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from penstock.envs.endpoint.errors import history_changed
+from penstock.envs.endpoint.errors import bad_request, history_changed
 from penstock.envs.endpoint.requests import Asked, Call, Said
 from penstock.envs.environment import Message
 from penstock.envs.tool_environment import with_tools
@@ -45,24 +45,25 @@ class Conversation:
             return asked.prompt.removeprefix(self._text)
         return [_rendered(one) for one in self._new_messages(asked.messages)]
 
-    def answered(self, asked: Asked, text: str, sampled: str) -> None:
+    def answered(self, asked: Asked, text: str, sampled: str, reasoning: str | None = None) -> None:
         """Keep a request and its answer.
 
         Args:
             asked: The request.
             text: As it was delivered.
             sampled: Text of the sampled tokens, which goes on behind a stop text.
+            reasoning: Delivered beside the text. The next request may repeat it or leave it out: the tokens keep it.
         """
         self._first = self._first or asked
         if asked.messages is None:
             self._text = asked.prompt + sampled
             return
         content, calls = split_answer(asked, text)
-        self._messages = (*asked.messages, Said("assistant", content.strip(), tuple(calls)))
+        self._messages = (*asked.messages, Said("assistant", content.strip(), tuple(calls), (reasoning or "").strip()))
 
     def _new_messages(self, messages: Sequence[Said]) -> Sequence[Said]:
         for index, (known, now) in enumerate(zip(self._messages, messages, strict=False)):
-            if known != now:
+            if known != now and known._replace(reasoning="") != now:
                 what = f"messages[{index}] is {_tail(str(tuple(now)))}, but was {_tail(str(tuple(known)))}."
                 raise history_changed(f"messages[{index}]", what)
         if len(messages) <= len(self._messages):
@@ -90,7 +91,14 @@ def _opening(asked: Asked) -> Part:
 
 
 def _rendered(message: Said) -> Message:
-    """As a chat template gets it; calls in the form in which the policy writes them."""
+    """As a chat template gets it; calls in the form in which the policy writes them.
+
+    Raises:
+        ApiError: 400, if it has reasoning, which templates render in ways of their own.
+    """
+    if message.reasoning:
+        what = "'reasoning_content' is only supported where it repeats what the policy thought in this session."
+        raise bad_request(what, "messages", "unsupported_value")
     calls = [
         f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
         for call in message.calls

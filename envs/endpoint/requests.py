@@ -53,6 +53,7 @@ class Said(NamedTuple):
     role: str
     content: str
     calls: tuple[Call, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ class _Message(BaseModel):
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _nothing_else(self) -> Self:
@@ -152,7 +154,8 @@ class _Message(BaseModel):
 
     def said(self) -> Said:
         role = "system" if self.role == "developer" else self.role
-        return Said(role, self.content.strip(), tuple(one.function.call() for one in self.tool_calls or ()))
+        calls = tuple(one.function.call() for one in self.tool_calls or ())
+        return Said(role, self.content.strip(), calls, (self.reasoning_content or "").strip())
 
 
 class _ToolFunction(_Part):

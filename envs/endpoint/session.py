@@ -37,6 +37,7 @@ class Piece(NamedTuple):
 
     text: str
     tokens: tuple[SampledToken, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class Answer:
     """One answered turn.
 
     Attributes:
-        text: As it is delivered: without special tokens, cut before a stop text.
+        text: As it is delivered: without special tokens, cut before a stop text; of chat, without reasoning.
         sampled_text: Of all sampled tokens that were kept.
         tokens: They, if logprobs were asked for.
         version: Newest policy version that sampled one.
+        reasoning: Text between the marks of `env.reasoning`; None where answers are not split.
     """
 
     text: str
@@ -57,6 +59,7 @@ class Answer:
     num_tokens: int
     tokens: tuple[SampledToken, ...] = ()
     version: int = 0
+    reasoning: str | None = None
 
 
 class Policy(Protocol):
@@ -238,7 +241,7 @@ class Session:
         except ApiError as error:
             exchange.refuse(self._counted(error))
             return
-        self._conversation.answered(asked, answer.text, answer.sampled_text)
+        self._conversation.answered(asked, answer.text, answer.sampled_text, answer.reasoning)
         exchange.finish(answer)
 
     def _counted(self, error: ApiError) -> ApiError:

@@ -136,11 +136,13 @@ def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[st
         "fields": fields,
         "prompt": trajectory.prompt,
         "response": trajectory.response,
+        "reasoning": trajectory.reasoning,
         "finish_reason": trajectory.finish_reason,
         "num_tokens": trajectory.num_sampled_tokens,
         "turns": [
             {
                 "response": turn.response,
+                "reasoning": turn.reasoning,
                 "observation": turn.observation,
                 "finish_reason": turn.finish_reason,
                 "thread": turn.thread,

@@ -28,6 +28,7 @@ from penstock.platform.config.checks_flow import (
     check_gang,
     check_hooks,
     check_live_memory,
+    check_pass_rate,
     check_streaming,
     check_streams,
     check_surplus,
@@ -219,6 +220,7 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
         check_model, check_has_policy, check_batch, check_trainer, check_parallel, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
+        check_pass_rate,
         check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits, check_critic,
         check_teacher, check_algorithm_bias, check_lora, check_lora_publishing, check_partner,
     ),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from penstock.dataflow.difficulty import BY_SUCCESS
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.stages import stage_violations
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import stream_violations
 from penstock.envs.import_path import load_object
-from penstock.envs.streams import load_task_streams
+from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.flow_parts import PAYLOAD_BYTES_PER_TOKEN, max_live_trajectories
@@ -147,7 +149,7 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
         ("dataflow.filters.user", flow.filters.user, "__call__"),
     )
     for key, path, method in hooks:
-        if path is None:
+        if path is None or (path == BY_SUCCESS and key.startswith("dataflow.")):
             continue
         try:
             target = load_object(path, key)
@@ -157,6 +159,21 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
         if not callable(getattr(target, method, None)) or isinstance(target, type):
             what = "is not callable" if method == "__call__" else f"has no method {method}(...)"
             yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.", key)
+
+
+def check_pass_rate(config: RunConfig) -> Iterator[Finding]:
+    """A range of shares that some group can lie in."""
+    wanted, size = config.dataflow.filters.pass_rate, config.dataflow.group_size
+    if wanted is None:
+        return
+    lowest, highest = wanted
+    if not any(0 <= lowest <= num / size <= highest <= 1 for num in range(size + 1)):
+        yield error(
+            f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
+            "share of passing members, so every group would be filtered. Use a wider range within [0, 1].",
+            "dataflow.filters.pass_rate",
+            "dataflow.group_size",
+        )
 
 
 def check_streams(config: RunConfig) -> Iterator[Finding]:
@@ -169,3 +186,13 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
         yield from (error(violation, "env.streams") for violation in problem.violations)
         return
     yield from (error(violation, "env.streams") for violation in stream_violations(streams))
+    if not config.env.has_stages:
+        return
+    yield from (error(violation, "env.streams") for violation in stage_violations(stages_of(config.env)))
+    if config.env.curriculum is not None:
+        yield error(
+            f"env.curriculum={config.env.curriculum} with gates in env.streams: both say which stream is admitted. "
+            "Use one of the two.",
+            "env.curriculum",
+            "env.streams",
+        )

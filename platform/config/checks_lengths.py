@@ -100,7 +100,9 @@ def _longest(
     if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
         return None  # an absent policy has its own finding
     try:
-        codec = TokenCodec(NEW_TOKENIZERS[config.model.tokenizer]()) if config.model.from_scratch else load_codec(path)
+        marks = config.env.reasoning
+        is_new = config.model.from_scratch
+        codec = TokenCodec(NEW_TOKENIZERS[config.model.tokenizer](), (), marks) if is_new else load_codec(path, marks)
         lengths = [measure(codec.encode_prompt, task) for task in tasks]
     except ConfigError as problem:
         yield from (error(violation, "env", "model") for violation in problem.violations)

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.platform import hardware
 from penstock.platform.config.checks_companions import check_tokenizer, companions
 from penstock.platform.config.checks_lora import check_lora_targets
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
@@ -75,7 +75,14 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
 
 def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     """Policies are directories with a config.json of the stated shape, or hub names in the local cache."""
-    if config.model.path is not None and not config.model.from_scratch:
+    if command == "train" and awaits_warm_start(config):
+        yield warning(
+            f"model.path={config.model.path} does not exist yet: `penstock sft {' '.join(config.warm_start or ())}` "
+            "makes it first (warm_start).",
+            "model.path",
+            "warm_start",
+        )
+    elif config.model.path is not None and not config.model.from_scratch:
         yield from check_model_path(config, "model.path", config.model.path)
     if command == "train" and config.partner is not None and config.partner.model.path is not None:
         yield from check_model_path(config.partner_view, "partner.model.path", config.partner.model.path)
@@ -83,6 +90,12 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     for key, path in companions(config) if command == "train" else ():
         yield from check_model_path(config, key, path)
         yield from check_tokenizer(config, key, path)
+
+
+def awaits_warm_start(config: RunConfig) -> bool:
+    """Whether the policy is made by a supervised start before training."""
+    path, is_named = config.model.path, config.warm_start is not None
+    return is_named and path is not None and not (Path(path).expanduser() / "config.json").exists()
 
 
 def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding]:

@@ -9,17 +9,20 @@ import inspect
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.composition import calls_of
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
+from penstock.envs.fingerprint import changes, fingerprints
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
 from penstock.platform.config.checks_lengths import check_examples, check_pairs, check_prompts
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.run_dir import is_run_dir, read_data
 
 NUM_TRAIN_TASKS = 4096
 """Training tasks that are compared with the held-out ones."""
@@ -55,6 +58,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
         return
     yield from _check_ids(config, tasks)
     yield from _check_overlap(tasks)
+    yield from _check_data(config)
     if reward is not None:
         yield from check_reward(reward, tasks)
     measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
@@ -145,6 +149,21 @@ def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
             "env",
             "evaluation",
             "sft.eval_tasks",
+        )
+
+
+def _check_data(config: RunConfig) -> Iterator[Finding]:
+    """A policy that one of our runs made goes on with the data that it was trained on."""
+    path = Path(config.model.path or "")
+    runs = [folder for folder in path.parents[:3] if is_run_dir(folder)]  # of policy, or checkpoints/step_N/policy
+    if config.model.path is None or config.model.from_scratch or not runs:
+        return
+    for change in changes(read_data(runs[0]), fingerprints(config.env, config.seed)):
+        yield warning(
+            f"model.path={path}: the data has changed since {runs[0]} was trained on it: {change}. What it has seen, "
+            "and what was held out from it, is no longer known. Put the data back, or start from a policy without it.",
+            "model.path",
+            "env",
         )
 
 

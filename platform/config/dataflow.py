@@ -15,6 +15,7 @@ class FilterConfig(Section):
         zero_variance: Filter groups whose members all earned the same.
         zero_variance_part: Compare this named part of the reward instead of the sum, e.g. raw correctness.
         max_overlong_share: Filter groups of which a larger share was cut off at the length limit; None is off.
+        pass_rate: Keep groups of which a share in [lowest, highest] passes (`dataflow.pass_reward`); None is off.
         user: Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered.
         max_refills: Groups filtered since the last batch closed that stop the run and name the filter.
     """
@@ -22,6 +23,7 @@ class FilterConfig(Section):
     zero_variance: bool = False
     zero_variance_part: str | None = None
     max_overlong_share: float | None = Field(default=None, ge=0, lt=1)
+    pass_rate: tuple[float, float] | None = None
     user: str | None = None
     max_refills: int = Field(default=1024, ge=1)
 
@@ -32,9 +34,11 @@ class DataflowConfig(Section):
     Attributes:
         batch_groups: B, groups per training batch.
         group_size: Trajectories per group; they share a baseline.
-        group_sizing: Import path of a `GroupSizing` (dataflow/streams.py) that gives single tasks fewer; None is off.
-        length_limiting: Import path of a `LengthLimiting` (dataflow/streams.py) that gives single tasks shorter turns;
-            None is off.
+        pass_reward: Reward from which a trajectory passes, for `filters.pass_rate` and `by_success`.
+        group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/streams.py):
+            gives single tasks fewer; None is off.
+        length_limiting: `by_success`, or import path of a `LengthLimiting`, that gives single tasks shorter turns; None
+            is off.
         max_staleness: η, the oldest a trained token may be, in policy versions. 0 is the synchronous algorithm.
         on_expiry: What happens to groups that would become too old: the batch is held open for them (`wait`), their
             over-old tokens lose their loss weight (`trim`), or they are dropped and their tasks start again (`drop`).
@@ -54,6 +58,7 @@ class DataflowConfig(Section):
 
     batch_groups: int = Field(ge=1)
     group_size: int = Field(ge=2)
+    pass_reward: float = 1.0
     group_sizing: str | None = None
     length_limiting: str | None = None
     max_staleness: int = Field(default=2, ge=0)

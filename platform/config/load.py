@@ -8,23 +8,26 @@ from pathlib import Path
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.checks import check_config
 from penstock.platform.config.checks_cluster import check_pools
-from penstock.platform.config.checks_machine import check_machine
+from penstock.platform.config.checks_machine import awaits_warm_start, check_machine
 from penstock.platform.config.checks_tasks import check_plugins
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.run_dir import POLICY_FOLDER
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LoadedConfig:
     """A configuration that may run.
 
     Attributes:
         warnings: Sentences a person should read first.
+        warm_start: The `penstock sft` that makes `model.path` first; None if it is there, or has to be.
     """
 
     config: RunConfig
     warnings: list[str]
+    warm_start: RunConfig | None = None
 
 
 def load_config(
@@ -50,6 +53,30 @@ def load_config(
         findings += check_machine(config, command)
     findings = composition.relevant([*findings, *check_plugins(config, command)])
     problems = composition.problems + [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]
+    loaded = LoadedConfig(config, [finding.message for finding in findings])
+    if command == "train" and awaits_warm_start(config):
+        try:
+            loaded.warm_start = load_warm_start(config, config_dir, dry_run=dry_run)
+        except ConfigError as problem:
+            problems += [f"warm_start: {violation}" for violation in problem.violations]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return LoadedConfig(config, [finding.message for finding in findings])
+    return loaded
+
+
+def load_warm_start(config: RunConfig, config_dir: Path | None, *, dry_run: bool) -> RunConfig:
+    """The configuration of the `penstock sft` whose policy is `model.path`, with the seed of the run.
+
+    Raises:
+        ConfigError: If it cannot run, or would write its policy elsewhere.
+    """
+    path = Path(config.model.path or "")
+    if path.name != POLICY_FOLDER:
+        raise ConfigError(
+            [
+                f"model.path={path} does not end in /{POLICY_FOLDER}, and `penstock sft` writes "
+                f"<run_dir>/{POLICY_FOLDER}: it would not be found there. Name it so, or set warm_start=null."
+            ]
+        )
+    own = [f"run_dir={path.parent}", f"seed={config.seed}", f"overwrite={str(config.overwrite).lower()}"]
+    return load_config("sft", [*(config.warm_start or ()), *own], config_dir=config_dir, dry_run=dry_run).config

@@ -146,6 +146,8 @@ class RunConfig(Section):
         name: Name of the run; its directory is `run_dir`.
         total_steps: Batches to train.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
+        warm_start: Overrides of the `penstock sft` that `penstock train` runs first, where `model.path` is not there
+            yet; None: it has to be there.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
@@ -171,6 +173,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     partner: PartnerConfig | None = None
     sample: SampleConfig = SampleConfig()
+    warm_start: tuple[str, ...] | None = None
     sft: SftConfig | None = None
     preference: PreferenceConfig | None = None
 

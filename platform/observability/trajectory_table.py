@@ -117,8 +117,8 @@ def trajectory_row(
 
 def _response(trajectory: Trajectory) -> str:
     if not trajectory.threads or trajectory.episode is None:
-        return trajectory.response
-    return "\n".join(f"{turn.thread}: {turn.response}" for turn in trajectory.episode.turns)
+        return trajectory.text
+    return "\n".join(f"{turn.thread}: {turn.reasoning}{turn.response}" for turn in trajectory.episode.turns)
 
 
 def _encodable(text: str) -> str:

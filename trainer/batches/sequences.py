@@ -207,6 +207,7 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
     everyone = np.concatenate(rewards)
     return {
         **_reward_parts(trajectories),
+        **_reasoning_share(trajectories),
         **_episode_means([one.episode for one in trajectories if one.episode is not None]),
         "reward/mean": float(everyone.mean()),
         "reward/std": float(everyone.std()),
@@ -229,6 +230,13 @@ def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in trajectory.reward_parts.items():
             values.setdefault(f"reward/part/{name}", []).append(value)
     return {name: float(np.mean(part)) for name, part in values.items()}
+
+
+def _reasoning_share(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of the sampled characters that stand before the answer; nothing where nobody thought."""
+    thought = sum(len(one.reasoning) for one in trajectories)
+    answered = sum(len(one.response) for one in trajectories)
+    return {"length/reasoning_share": thought / (thought + answered)} if thought else {}
 
 
 def _episode_means(episodes: Sequence[Episode]) -> dict[str, float]:

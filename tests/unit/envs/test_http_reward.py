@@ -63,11 +63,12 @@ async def test_the_whole_trajectory_is_sent_with_the_key(service: Service, monke
             "fields": {"answer": "2", "options": ["x"]},
             "prompt": "?",
             "response": "ab",
+            "reasoning": "",
             "finish_reason": "stop",
             "num_tokens": 2,
             "turns": [
-                {"response": "a", "observation": "go on", "finish_reason": "stop", "thread": "main"},
-                {"response": "b", "observation": "", "finish_reason": "stop", "thread": "main"},
+                {"response": "a", "reasoning": "", "observation": "go on", "finish_reason": "stop", "thread": "main"},
+                {"response": "b", "reasoning": "", "observation": "", "finish_reason": "stop", "thread": "main"},
             ],
             "episode_reward": 0.5,
         }

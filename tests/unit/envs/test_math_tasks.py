@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.math_tasks import MathTasks, math_verify_reward
+from penstock.envs.scripted_check import check_environment
 from tests.answers import answered
 
 RESPONSE = answered("")
@@ -66,3 +68,19 @@ def test_math_verify_judges_the_boxed_answer(response: str, answer: str, reward:
 def test_a_truncated_response_has_no_final_answer() -> None:
     cut = replace(RESPONSE, response="\\boxed{18}", finish_reason="length")
     assert math_verify_reward(cut, answer="18") == 0.0
+
+
+async def test_gold_answers_are_the_worked_steps_and_the_boxed_answer_and_get_full_reward(folder: Path) -> None:
+    (folder / "train.jsonl").write_text(
+        json.dumps({"question": "Twice 600?", "answer": "2*600=<<2*600=1200>>1200.\n#### 1,200"})
+        + "\n"
+        + json.dumps({"question": "A half?", "answer": "\\frac{1}{2}"})
+    )
+    source = MathTasks(0, str(folder), None)
+    gold = {source.gold_response(task) for task in islice(source.train(), 2)}
+    assert gold == {"2*600=1200.\n\nThe answer is \\boxed{1200}.", "The answer is \\boxed{\\frac{1}{2}}."}
+    env = EnvConfig(factory="math", args={"dataset": str(folder), "subset": None})
+    findings = await check_environment(env, RewardConfig(fn="penstock.envs.math_tasks:math_verify_reward"))
+    judged = {finding.name: finding.is_good for finding in findings}
+    assert judged["gold gets full reward"]
+    assert judged["garbage gets no full reward"]

@@ -326,3 +326,23 @@ async def test_code_is_scored_through_the_whole_path() -> None:
         await runner.shutdown()
     right = Score(pytest.approx(2 / 3 + 0.1), {"code": pytest.approx(2 / 3), "code/passed": 2.0, "format": 1.0})
     assert results == [right, Score(0.0, {"code": 0.0, "code/passed": 0.0, "format": 0.0}), right]
+
+
+@pytest.mark.parametrize("other", ["length", "judge"])
+async def test_a_pure_part_is_called_once_for_equal_texts_beside_one_that_is_not_pure(module: str, other: str) -> None:
+    parts = {name: RewardPartConfig(fn=f"{module}:{name}") for name in ("counted", other)}
+    found = await scores(RewardConfig(parts=parts), "x", "x", "y", "x")
+    assert [score.parts["counted"] for score in found if isinstance(score, Score)] == [1.0, 1.0, 2.0, 1.0]
+    again = await scores(RewardConfig(parts=parts, cache_entries=1), "x", "y", "x")
+    assert [score.parts["counted"] for score in again if isinstance(score, Score)] == [1.0, 2.0, 3.0]
+    off = await scores(RewardConfig(parts=parts, cache_entries=0), "x", "x")
+    assert [score.parts["counted"] for score in off if isinstance(score, Score)] == [1.0, 2.0]
+    parts = {"counted_impure": RewardPartConfig(fn=f"{module}:counted_impure"), other: parts[other]}
+    impure = await scores(RewardConfig(parts=parts), "x", "x")
+    assert [score.parts["counted_impure"] for score in impure if isinstance(score, Score)] == [1.0, 2.0]
+
+
+async def test_a_pure_part_that_raised_is_tried_again(module: str) -> None:
+    parts = {name: RewardPartConfig(fn=f"{module}:{name}") for name in ("counted", "length")}
+    failures = await scores(RewardConfig(parts=parts), "raise", "raise")
+    assert ["call 1" in str(failures[0]), "call 2" in str(failures[1])] == [True, True]

@@ -9,11 +9,14 @@ import pytest
 import yaml
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs.fingerprint import changes, fingerprints
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.load import load_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run_dir import is_finished, mark_finished, prepare_run_dir
 from penstock.platform.sft import run_sft
+from penstock.rollout.tokenizers import character_tokenizer
+from penstock.trainer.tiny_policy import create_policy
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +63,52 @@ def test_a_finished_warm_start_is_used_again_and_another_one_must_be_overwritten
     assert "runs/warm/policy" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="exists and is not empty"):
         load_config("sft", ["experiment=arithmetic_sft", "name=warm", "sft.reuse=true", "seed=1"])
+
+
+ROWS = ["env=dataset", "env.args.path=rows.jsonl"]
+
+
+def write_rows(num_rows: int) -> None:
+    rows = [{"prompt": f"{index}+1=", "answer": str(index + 1)} for index in range(num_rows)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_keeps_a_fingerprint_of_its_data_and_is_not_finished_on_other_data():
+    write_rows(100)
+    data = json.loads((prepare_run_dir(warm_start(*ROWS)) / "data.json").read_text())
+    assert data[""]["num_tasks"] == 100
+    mark_finished(warm_start(*ROWS))
+    assert is_finished(warm_start(*ROWS))
+    write_rows(101)
+    assert not is_finished(warm_start(*ROWS))
+    Path("rows.jsonl").unlink()
+    assert not is_finished(warm_start(*ROWS))
+    write_rows(100)
+    assert is_finished(warm_start(*ROWS)), "the same rows are the same data"
+
+
+def test_a_drawn_source_is_known_by_its_first_tasks_and_streams_by_their_names():
+    two, three = (fingerprints(warm_start(f"env.args.digits={digits}").env, 0) for digits in (2, 3))
+    assert two[""]["num_tasks"] is None
+    assert two[""]["digest"] != three[""]["digest"]
+    assert changes(two, three) == [], "another source is no change of one"
+    mixed = fingerprints(warm_start("env=arithmetic_mixed").env, 0)
+    assert set(mixed) == {"", "easy", "hard"}
+    assert mixed["hard"] == three[""]
+
+
+def test_training_that_goes_on_from_a_policy_of_other_data_says_so():
+    write_rows(100)
+    run_dir = prepare_run_dir(warm_start(*ROWS))
+    model = warm_start().model
+    create_policy(model, character_tokenizer(), str(run_dir / "policy"), 0)
+    overrides = ["experiment=arithmetic", *ROWS, f"model.path={run_dir}/policy", "evaluation.num_tasks=1"]
+
+    def warnings() -> list[str]:
+        return [one for one in load_config("train", overrides, dry_run=True).warnings if "the data has changed" in one]
+
+    assert warnings() == []
+    write_rows(120)
+    (warning,) = warnings()
+    assert "had 100 tasks" in warning
+    assert "now 120 tasks" in warning

@@ -1,0 +1,90 @@
+"""What the tasks of a run were made of, in a few bytes, so that a later run can tell whether the data has changed.
+
+    digest = blake2b of every task's id, prompt and fields, in the order of the data
+
+A source that keeps all its tasks is hashed as a whole (`stored`), a drawn one by the first training tasks of its seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from itertools import islice
+from typing import Protocol, TypedDict, runtime_checkable
+
+from penstock.dataflow.trajectory import Task
+from penstock.envs.config import EnvConfig
+from penstock.envs.loading import load_task_source
+from penstock.envs.streams import stream_factories
+
+NUM_DRAWN_TASKS = 64
+
+
+class Fingerprint(TypedDict):
+    """Of one stream.
+
+    Attributes:
+        source: Its factory with the arguments, as JSON.
+        num_tasks: How many tasks there are; None if they are drawn.
+        digest: Hexadecimal, of 16 bytes.
+    """
+
+    source: str
+    num_tasks: int | None
+    digest: str
+
+
+@runtime_checkable
+class StoredTasks(Protocol):
+    """A task source that has all its tasks at hand."""
+
+    def stored(self) -> Sequence[Task]:
+        """All of them, both sides, in the order of the data."""
+        ...
+
+
+def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
+    """Stream -> what its tasks are made of; the factory's own under an empty name.
+
+    Raises:
+        ConfigError: If a source does not load; and what it raises when it is read.
+    """
+    found: dict[str, Fingerprint] = {}
+    for name, env in stream_factories(config).items():
+        source = load_task_source(env, seed)
+        tasks = source.stored() if isinstance(source, StoredTasks) else None
+        found[name] = {
+            "source": json.dumps([env.factory, env.args], sort_keys=True, default=_kind),
+            "num_tasks": None if tasks is None else len(tasks),
+            "digest": _digest(islice(source.train(), NUM_DRAWN_TASKS) if tasks is None else tasks),
+        }
+    return found
+
+
+def changes(before: dict[str, Fingerprint], now: dict[str, Fingerprint]) -> list[str]:
+    """A sentence for each source that both have, with other tasks; another source is no change of one."""
+    known = {one["source"]: one for one in before.values()}
+    return [
+        f"{one['source']} had {_size(known[one['source']])}, now {_size(one)}"
+        for one in {one["source"]: one for one in now.values()}.values()
+        if one["source"] in known and one != known[one["source"]]
+    ]
+
+
+def _digest(tasks: Iterable[Task]) -> str:
+    summed = blake2b(digest_size=16)
+    for task in tasks:
+        row = [task.task_id, task.prompt, dict(task.fields)]
+        summed.update(json.dumps(row, sort_keys=True, default=_kind).encode() + b"\n")
+    return summed.hexdigest()
+
+
+def _kind(value: object) -> str:
+    """What stands for a value that is no JSON: its text may differ from process to process."""
+    return type(value).__name__
+
+
+def _size(one: Fingerprint) -> str:
+    number = "drawn tasks" if one["num_tasks"] is None else f"{one['num_tasks']} tasks"
+    return f"{number} ({one['digest'][:8]})"
