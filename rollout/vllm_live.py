@@ -81,11 +81,11 @@ class LiveTensors:
         held = self._parameters[parameter]
         if self._is_sharded or not held.ndim:
             return tensor_checksum(held)
-        held = held[start:stop]
-        checksum = tensor_checksum(held)
-        if checksum == entry.checksum or held.ndim != 2 or held.shape[0] != held.shape[1]:
+        rows = held[start:stop]
+        checksum = tensor_checksum(rows)
+        if checksum == entry.checksum or rows.ndim != 2 or rows.shape[0] != rows.shape[1]:
             return checksum
-        transposed = tensor_checksum(held.t())
+        transposed = tensor_checksum(rows.t())
         return transposed if transposed == entry.checksum else checksum
 
     def _place(self, entry: TensorEntry) -> tuple[str, int, int] | None:
