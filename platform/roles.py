@@ -66,6 +66,19 @@ class RunActors:
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)
 
+    async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
+        """End what is left of an engine, and start it anew: a process with the model of `model.path`, in no pool yet.
+
+        Raises:
+            PlacementError: If it is not up within `rollout.start_timeout_s`.
+            EngineLostError: If it fails to start.
+        """
+        index = [engine.engine_id for engine in self.engines].index(engine_id)
+        self.engines[index].kill()
+        spec, need = engine_specs(config)[index], resources(config, "engine", "train")[index]
+        (self.engines[index],) = await start_engines([spec], [need], config.rollout.start_timeout_s)
+        return self.engines[index]
+
     def _export(self, pool: EnginePool, config: RunConfig) -> Export:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
         weights, layout, dtype = config.weights, engine_side(config), config.model.dtype
@@ -80,7 +93,7 @@ class RunActors:
         if on_devices and is_shared:
             return DeviceExport(self.trainer, pool, layout, dtype, weights)
         if is_shared or weights.transport == "shared_memory":
-            return SharedMemoryExport(self.trainer, self.engines, layout, dtype)
+            return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s)
         first = self.trainer.node_id
         ends = EngineSlots(pool, first) if on_devices else Landings(pool, first, weights)
         return GroupExport(self.trainer, ends, layout, dtype, weights)
@@ -219,6 +232,7 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
             stage_on=config.weights.stage_on,
+            stage_timeout_s=0.9 * config.weights.timeout_s,  # it tells more than the driver, who waits for all of it
             publish_in=config.weights.directory,
             seed=config.seed + index,
             threads=cluster.threads_per_process,

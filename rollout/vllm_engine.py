@@ -49,7 +49,6 @@ from penstock.weights.transport.device_memory import SlotHandle
 
 UNPUBLISHED = -1
 STAGE_POLL_S = 0.002
-STAGE_TIMEOUT_S = 600.0
 
 
 class CacheUsage(StatLoggerBase):
@@ -183,7 +182,7 @@ class VllmEngine:
             return self._ack
         update = encode(manifest)
         started = time.monotonic()
-        entries = await self._stage(manifest, update) if manifest.num_shards else manifest.entries
+        entries = await self._stage(manifest, update)
         staged = time.monotonic()
         checksum = await self._swap(replace(manifest, entries=entries), update)
         stall_s = time.monotonic() - staged
@@ -197,8 +196,10 @@ class VllmEngine:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         answers = await llm.collective_rpc("penstock_live_checksums", args=(update,))
-        live = {(rank, name): int(value, 16) for answer in answers for rank, name, value in answer}
+        live = {(rank, name): int(value, 16) for rows, _ in answers for rank, name, value in rows}
         self._version, self._ack = UNPUBLISHED, None
+        if wrong := [words for _, words in answers if words]:
+            raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {wrong[0]}")
         await llm.finish_weight_update(weight_version=str(manifest.version))
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self._version = manifest.version
@@ -206,7 +207,7 @@ class VllmEngine:
         return checksum
 
     async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
-        """Let the workers fetch and check their shards while requests go on; returns what their parameters must be."""
+        """Let the workers fetch and check their part while requests go on; returns what their parameters must be."""
         refusals = await self._open().collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
         if any(refusals):
             raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {next(filter(None, refusals))}")
@@ -222,8 +223,10 @@ class VllmEngine:
                 raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
             if all(is_done for is_done, *_ in answers):
                 return list(answers)
-            if time.monotonic() - started > STAGE_TIMEOUT_S:
-                raise WeightSyncError(f"{what}: {self.engine_id} has not ended it after {STAGE_TIMEOUT_S:.0f} s.")
+            if time.monotonic() - started > self._spec.stage_timeout_s:
+                late = ", ".join(str(rank) for rank, (is_done, *_) in enumerate(answers) if not is_done)
+                limit = f"{self._spec.stage_timeout_s:g} s (weights.timeout_s)"
+                raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not ended it after {limit}.")
             await asyncio.sleep(STAGE_POLL_S)
 
     async def make_slots(

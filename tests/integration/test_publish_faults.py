@@ -21,7 +21,10 @@ from penstock.actors.exports import Departure, SharedMemoryExport
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.ids import EngineId
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.platform.engine_restarts import EngineRestarts
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
@@ -95,7 +98,7 @@ class DamagedOnce(SharedMemoryExport):
     """One bit of `version` changes where all engines read it, after it was written for the first time."""
 
     def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
-        super().__init__(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+        super().__init__(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
         self._damaged: int | None = version
 
     async def begin(self, version: int) -> Departure:
@@ -126,7 +129,7 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_e
 async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
     await publisher.publish(0)
     await publisher.close()
@@ -143,6 +146,63 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
     finally:
         os.kill(stopped, signal.SIGCONT)
     await publisher.close()
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
+    engines = await node.engines("killed")
+    pool = EnginePool(engines, 4)
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
+
+    async def start(engine_id: EngineId) -> RemoteEngine:
+        engines[1].kill()
+        (engines[1],) = await start_engines([engine_spec(node.model, engine_id)], [Resources()], WAIT_S)
+        return engines[1]
+
+    async with EngineRestarts(pool, start, publisher.catch_up, most=1).running():
+        for version in (0, 1):
+            await publisher.publish(version)
+            await node.trainer.supervised_step(EXAMPLES)  # the trainer is ahead of what is in service
+        os.kill(await pid_of(engines[1]), signal.SIGKILL)
+        async with pool.lease(avoid=engines[0].engine_id) as lease:
+            request = GenerateRequest(RequestId("first"), (1, 2, 3), SamplingParams(max_new_tokens=64))
+            with pytest.raises(EngineLostError) as loss:
+                async for _ in lease.engine.generate(request):
+                    pass
+            lease.lost(loss.value)  # as a runner of trajectories does
+        lost = engines[1]
+        async with asyncio.timeout(WAIT_S):
+            while pool.num_returned < 1:  # noqa: ASYNC110 - the pool has no event for it
+                await asyncio.sleep(0.05)
+        assert engines[1] is not lost
+        assert engines[1].version == 1, "of the file in shared memory, while the trainer has gone on"
+        again = GenerateRequest(RequestId("again"), (1, 2, 3), SamplingParams(max_new_tokens=4))
+        deltas = [delta async for delta in engines[1].generate(again)]
+        assert {span.version for delta in deltas for span in delta.spans} == {1}
+        report = await publisher.publish(2)
+        assert sorted(ack.engine_id for ack in report.acks) == ["killed-0", "killed-1"]
+    await publisher.close()
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_it_is(node: Node) -> None:
+    engines = await node.engines("waiting")
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+    await export.begin(0)
+    export._timeout_s = 1.0
+    (rank,) = node.trainer._ranks
+    stopped = int(await rank.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        told = r"publish v1: write_shards is not over after 1 s .*: training rank 0 \(its process does not answer\)"
+        with pytest.raises(WeightSyncError, match=told):
+            await export.begin(1)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    export._timeout_s = WAIT_S
+    await (await export.begin(2))
+    assert await rank.writing.remote() == "v2, checksums"
     await asyncio.gather(*(engine.close() for engine in engines))
 
 
