@@ -241,7 +241,7 @@ class EngineContract:
     ) -> None:
         """A new request prefills under the new weights only, as a fresh engine would."""
         if harness.spec.update_mode != "recompute_kv":
-            pytest.skip("keep_kv goes on over the old cache; what that costs is measured by benchmarks/keep_kv.py")
+            pytest.skip("keep_kv goes on over the old cache, whose logprobs test_32_requests compares with the oracle")
         prompt = prompt_of(9)
         crowd = StreamingRequests(harness, [prompt], max_new_tokens=200, temperature=0.0)
         for _ in range(2):
