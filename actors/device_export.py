@@ -2,7 +2,8 @@
 
 Consumes: a new version of the trainer. Waits for: engines that are new to make their slots, training ranks to open them
 and to write. Unblocked by: their answers. An engine whose slot cannot be made or opened is fenced off, and the run goes
-on with the rest. Every engine has a plan of its own: what several training ranks hold comes from the one on its device.
+on with the rest. What several training ranks hold comes from the one on an engine rank's device, so engines have plans
+of their own; those that lie to the trainer in the same way, a restarted one too, share a plan.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from penstock.rollout.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
+from penstock.weights.planner.cache import PlanCache
 from penstock.weights.transport.shards import ShardTransfer
 
 
@@ -43,6 +45,7 @@ class DeviceExport:
         self._dtype: DType = dtype
         self._timeout_s = config.timeout_s
         self._training: tuple[TrainingSide, list[str]] | None = None
+        self._plans = PlanCache()
         self._transfers: dict[RemoteEngine, ShardTransfer] = {}
 
     async def begin(self, version: int) -> Departure:
@@ -78,7 +81,7 @@ class DeviceExport:
         else:
             engine_at = [of_writers[0].device for of_writers in handles]
             transfer = await asyncio.to_thread(
-                ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at
+                ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at, self._plans
             )
             what = f"weights.memory=device: slots of {engine.engine_id}"
             opening = ("open_slots", engine.engine_id, transfer, handles)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from penstock.dataflow.ids import POLICY
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.placement import plan_placement
+from penstock.platform.slots import slots_on
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES
-from penstock.weights.planner.plan import Plan, lower_bound_bytes, make_plan
+from penstock.weights.planner.cache import Meeting, PlanCache
+from penstock.weights.planner.plan import Plan, lower_bound_bytes
 from penstock.weights.planner.relay import Hop, depth, relay_tree
 
 MIB = 1 << 20
@@ -26,13 +31,18 @@ class PlanReport:
     """Figures of a plan, bytes.
 
     Attributes:
+        num_planned_engines: Engines that the training side writes to: the first one, or all into device memory. The
+            bytes it sends are summed over them.
+        local_bytes: What stays on its device, since a training rank that has it is there.
         links: `(training rank, engine rank)` and what it carries, for the first engine.
         relayed_bytes: What engines pass on to engines.
         gathered_bytes: What gathering on rank 0 and sending whole tensors to every engine rank would send.
     """
 
     model_bytes: int
+    num_planned_engines: int
     wire_bytes: int
+    local_bytes: int
     lower_bound_bytes: int
     max_egress_bytes: int
     relayed_bytes: int
@@ -62,33 +72,58 @@ def plan_report(config: RunConfig) -> PlanReport:
         WeightSyncError: If the layout of a tensor is not known.
     """
     started = time.perf_counter()
-    engine = config.rollout.engine
-    trainer, shape = config.trainer, config.model.shape
-    tensors = tuple(decoder_tensors(shape))
+    rollout, trainer, shape = config.rollout, config.trainer, config.model.shape
     num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
-    source = TrainingSide(
-        tensors, num_replicas, trainer.zero_stage == 3, trainer.tensor_parallel_size, shape.num_kv_heads
-    ).layout()
-    destination = EngineSide(engine.type, shape, engine.tensor_parallel_size).layout(tensors)
+    training = TrainingSide(
+        tuple(decoder_tensors(shape)),
+        num_replicas,
+        trainer.zero_stage == 3,
+        trainer.tensor_parallel_size,
+        shape.num_kv_heads if trainer.tensor_parallel_size > 1 else None,
+    )
+    engine = EngineSide(rollout.engine.type, shape, rollout.engine.tensor_parallel_size)
     item_bytes = DTYPE_BYTES[config.model.dtype]
-    plan = make_plan(source, destination, item_bytes)
-    hops = relay_tree(["this node"] * config.rollout.num_engines)
+    cache, (training_at, engines_at) = PlanCache(), _devices(config)
+    meetings = [Meeting.of(training, engine, item_bytes, training_at, at, are_devices=True) for at in engines_at]
+    plans = [cache.plan(meeting).plan for meeting in meetings]
+    source, destination = training.layout(), engine.layout(training.tensors)
+    hops = relay_tree(["this node"] * (rollout.num_engines - len(plans) + 1))
     planning_s = time.perf_counter() - started
+    egress = sum((Counter(plan.egress) for plan in plans), Counter[int]())
+    wire_bytes = sum(plan.wire_bytes for plan in plans)
+    needed_bytes = sum(copy.num_elements for plan in plans for copy in plan.copies) * item_bytes
     model_bytes = shape.num_parameters * item_bytes
     return PlanReport(
         model_bytes=model_bytes,
-        wire_bytes=plan.wire_bytes,
-        lower_bound_bytes=lower_bound_bytes(source, destination, item_bytes),
-        max_egress_bytes=max(plan.egress.values(), default=0),
+        num_planned_engines=len(plans),
+        wire_bytes=wire_bytes,
+        local_bytes=needed_bytes - wire_bytes,
+        lower_bound_bytes=sum(lower_bound_bytes(source, destination, item_bytes, plan.resident) for plan in plans),
+        max_egress_bytes=max(egress.values(), default=0),
         relayed_bytes=_relayed(destination, hops, item_bytes),
-        gathered_bytes=model_bytes * engine.tensor_parallel_size * config.rollout.num_engines,
-        num_copies=sum(1 for _ in plan.copies),
-        num_buckets=len(plan.buckets),
-        bucket_bytes=plan.bucket_bytes,
+        gathered_bytes=model_bytes * engine.tp_size * rollout.num_engines,
+        num_copies=sum(1 for plan in plans for _ in plan.copies),
+        num_buckets=sum(len(plan.buckets) for plan in plans),
+        bucket_bytes=plans[0].bucket_bytes,
         relay_depth=depth(hops),
         planning_s=planning_s,
-        links=_links(plan),
+        links=_links(plans[0]),
     )
+
+
+def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Devices of the training ranks, and of the ranks of each engine that the training side writes to by itself.
+
+    Through files of shared memory or landings that is the first engine, and nothing stays on a device. Into device
+    memory it is every engine: what its device has already, because a training rank is on it, need not be sent.
+    """
+    if slots_on(config) == "host":
+        return (), [()]
+    at: dict[str, list[tuple[str, ...]]] = {"trainer": [], "engine": []}
+    for one in plan_placement(config):
+        if one.role in at and one.policy_id == POLICY and one.device == "gpu":
+            at[one.role].append(tuple(f"{one.pool}:{slot}" for slot in range(one.slot, one.slot + one.num_slots)))
+    return tuple(at_one[0] for at_one in at["trainer"]), at["engine"] or [()] * config.rollout.num_engines
 
 
 def _links(plan: Plan) -> list[tuple[int, int, int]]:
@@ -119,7 +154,8 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
     for name, value in (
         ("model", f"{report.model_bytes / MIB:,.1f} MiB"),
         ("sent by the training side", f"{report.wire_bytes / MIB:,.1f} MiB"),
-        ("lower bound: what engine ranks hold", f"{report.lower_bound_bytes / MIB:,.1f} MiB"),
+        ("stays on its device", f"{report.local_bytes / MIB:,.1f} MiB"),
+        ("lower bound: what engine ranks lack", f"{report.lower_bound_bytes / MIB:,.1f} MiB"),
         ("busiest training rank sends", f"{report.max_egress_bytes / MIB:,.1f} MiB"),
         (
             "passed on from engine to engine",
@@ -132,5 +168,7 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
         console.print(f"  {name:<36}{value}")
     if config.weights.mode == "gather":
         console.print("  weights.mode=gather: this plan is not used, whole tensors go through rank 0.")
+    elif report.num_planned_engines > 1:
+        console.print(f"  The training side writes to the devices of all {report.num_planned_engines} engines.")
     elif report.relayed_bytes:
         console.print("  On one node engines map the same shared memory, so nothing is passed on.")

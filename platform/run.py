@@ -15,6 +15,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.flow import Flow
+from penstock.platform.mismatch_trend import MismatchTrend
 from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
@@ -83,6 +84,7 @@ class Run:
         self._parts = parts
         self._instruments = instruments
         self._progress = Progress()
+        self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
         self._bad_batch: Path | None = None
         self._beside: asyncio.Task[None] | None = None
@@ -116,8 +118,12 @@ class Run:
         wall_s = max(now - self._progress.last_step_at, 1e-9)
         self._progress.last_step_at = now
         self._count_skips(report)
+        trend, warning = self._mismatch.observe(self.version, report.metrics, self.stats.last.max_versions)
+        if warning:
+            self._instruments.note(warning)
         metrics = {
             **report.metrics,
+            **trend,
             **self._flow_metrics(self.current_flow, report, wall_s),
             **self._publish_metrics(),
             "trainer/version": float(self.version),

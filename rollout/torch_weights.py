@@ -7,7 +7,9 @@ elsewhere (a copy, an untied head) cannot pass for one that worked.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import nn
@@ -45,6 +47,7 @@ def stage(
         checksum = combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries)
         sums = replace(manifest, entries=entries, checksum=checksum)
         return {name: values.view(live[name].shape) for name, values in merged.items()}, sums
+    _check_entries(live, manifest, where)
     staged = dict(read_shard(manifest, 0, slot) if manifest.num_shards else read_version(manifest))
     unknown = sorted(staged.keys() - live.keys())
     if unknown:
@@ -57,12 +60,26 @@ def stage(
             "They would keep old weights. Publish whole versions."
         )
     for name, tensor in staged.items():
-        shape = live[name].shape
-        if tensor.numel() != shape.numel() or (not manifest.num_shards and tensor.shape != shape):
-            raise WeightSyncError(f"{where}: {name} has shape {tuple(tensor.shape)}, not {tuple(shape)}.")
-        staged[name] = tensor.view(shape)
+        staged[name] = tensor.view(live[name].shape)
     _compare(staged, manifest, f"{where}: what arrived of")
     return staged, manifest
+
+
+def _check_entries(live: Mapping[str, nn.Parameter], manifest: WeightManifest, where: str) -> None:
+    """Compare what is announced with what the model has, before a byte of it is read."""
+    for entry in manifest.entries:
+        if entry.name not in live:
+            continue  # all of those are named together
+        shape, dtype = live[entry.name].shape, live[entry.name].dtype
+        if prod(entry.shape) != shape.numel() or (not manifest.num_shards and entry.shape != tuple(shape)):
+            raise WeightSyncError(
+                f"{where}: {entry.name} has shape {entry.shape}, not {tuple(shape)}. Another model is published."
+            )
+        if TORCH_DTYPES[entry.dtype] != dtype:
+            raise WeightSyncError(
+                f"{where}: {entry.name} is published in {entry.dtype}, and the engine has it in {dtype}: the trainer "
+                "and the engines have another model.dtype."
+            )
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +37,8 @@ from penstock.trainer.lora import Adapter, Adapters, merged
 from penstock.trainer.policy_model import hf_name, hf_parameters, restore_rotary_buffers
 from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable
 from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, save_model
-from penstock.weights.layout.algebra import Shape, TensorSpec
+from penstock.trainer.zero_partitions import check_partitions
+from penstock.weights.layout.algebra import Shape, TensorSpec, volume
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
 
@@ -241,6 +243,10 @@ def build_deepspeed_backend(
     split = take_split(policy, model, shapes) if is_split else None
     restore_rotary_buffers(policy)
     engine.train()
+    if trainer.zero_stage == 3:
+        held = {name: parameter.ds_tensor.numel() for name, parameter in hf_parameters(policy)}
+        sizes = {name: prod(shape) if split is None else volume(split.box(name)) for name, shape in shapes.items()}
+        check_partitions(held, sizes, trainer.num_ranks // trainer.tensor_parallel_size, torch.distributed.get_rank())
     return DeepSpeedBackend(engine, hf_config, trainer, shapes, split, clips_here=_clips_here(model, trainer))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["float32", "bfloat16"]
 NewTokenizer = Literal["characters", "bytes"]
@@ -12,13 +12,18 @@ DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class ModelShape(BaseModel):
-    """Dimensions of a dense decoder-only transformer with grouped-query attention and a gated MLP.
+    """Dimensions of a decoder-only transformer with grouped-query attention and gated MLPs, or a mixture of them.
 
     Stands in the YAML, so that a dry run can estimate memory and plan transfers without the checkpoint.
 
     Attributes:
         attention_bias: q, k and v have biases (Qwen2).
         qk_norm: Queries and keys are normalised per head (Qwen3).
+        intermediate_size: Rows of the MLP; with experts, rows that a token passes through: memory of activations is
+            estimated by it.
+        num_experts: In every layer, in place of the MLP; 0: a dense model.
+        expert_size: Rows of one expert (`moe_intermediate_size`).
+        shared_expert_size: Rows of the expert that every token passes through (Qwen2-MoE); 0: there is none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,12 +38,28 @@ class ModelShape(BaseModel):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     qk_norm: bool = False
+    num_experts: int = Field(default=0, ge=0)
+    expert_size: int = Field(default=0, ge=0)
+    shared_expert_size: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _experts_have_a_size(self) -> ModelShape:
+        if bool(self.num_experts) != bool(self.expert_size) or (self.shared_expert_size and not self.num_experts):
+            raise ValueError(
+                f"num_experts={self.num_experts}, expert_size={self.expert_size}, "
+                f"shared_expert_size={self.shared_expert_size}: experts need a number and a size, or the shape is "
+                "another than the checkpoint's. A dense model has 0 of each."
+            )
+        return self
 
     @property
     def num_parameters(self) -> int:
         """Weights of embeddings, attention, MLP and norms (biases, below 0.1 %, are left out)."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.num_experts:
+            rows = self.num_experts * self.expert_size + self.shared_expert_size
+            mlp = self.hidden_size * (3 * rows + self.num_experts + bool(self.shared_expert_size))
         norms = 2 * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size

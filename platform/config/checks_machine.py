@@ -34,6 +34,9 @@ _SHAPE_KEYS = {
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
     "tie_word_embeddings": "tie_word_embeddings",
+    "num_experts": "num_experts",
+    "moe_intermediate_size": "expert_size",
+    "shared_expert_intermediate_size": "shared_expert_size",
 }
 _LOG_GIB = 0.5
 """Metrics, sampled trajectories, reports and Ray's logs of one run, GiB."""

@@ -219,6 +219,46 @@ class EngineContract:
         assert output.spans == ((serving, 20),)
         np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
 
+    @pytest.mark.parametrize("change", [{"shape": (7,)}, {"dtype": "bfloat16"}], ids=["shape", "dtype"])
+    async def test_a_parameter_of_another_size_or_precision_is_named_and_the_old_version_serves(
+        self, harness: Harness, change: dict[str, object]
+    ) -> None:
+        serving, manifest = harness.engine.version, harness.manifest()
+        last = manifest.entries[-1]
+        entries = (*manifest.entries[:-1], dataclasses.replace(last, **change))
+        crowd = StreamingRequests(harness, [prompt_of(4, i) for i in range(4)], max_new_tokens=100)
+        await crowd.all_moved()
+        said = "bfloat16" if "dtype" in change else "7"
+        with pytest.raises(WeightSyncError, match=rf"{re.escape(last.name)} (has|is) .*\b{said}\b"):
+            await within(harness.engine.update_weights(dataclasses.replace(manifest, entries=entries)))
+        await crowd.all_finished()
+        assert all(output.spans == ((serving, 100),) for output in crowd.outputs)
+        ack = await within(harness.engine.update_weights(manifest))
+        assert ack.checksum == manifest.checksum, "the version itself is good"
+
+    async def test_behind_a_swap_greedy_tokens_are_those_of_an_engine_that_never_had_other_weights(
+        self, harness: Harness
+    ) -> None:
+        """A new request prefills under the new weights only, as a fresh engine would."""
+        if harness.spec.update_mode != "recompute_kv":
+            pytest.skip("keep_kv goes on over the old cache, whose logprobs test_32_requests compares with the oracle")
+        prompt = prompt_of(9)
+        crowd = StreamingRequests(harness, [prompt], max_new_tokens=200, temperature=0.0)
+        for _ in range(2):
+            await crowd.all_moved()
+            await harness.publish()
+        await crowd.all_finished()
+        (running,) = crowd.outputs
+        *_, (last, num_last) = running.spans
+        assert (last, len(running.spans)) == (harness.engine.version, 3)
+        before = running.token_ids[:-num_last]
+        fresh = await harness.sample([*prompt, *before], max_new_tokens=num_last, temperature=0.0)
+        assert fresh.spans == ((last, num_last),)
+        assert fresh.token_ids == running.token_ids[-num_last:]
+        np.testing.assert_allclose(fresh.logprobs, running.logprobs[-num_last:], atol=1e-4)
+        oracle = harness.reference.logits(harness.seed_of_version[last], [*prompt, *before])[-1]
+        assert int(oracle.argmax()) == running.token_ids[len(before)], "the first token behind the swap"
+
     async def test_200_publishes_of_the_same_weights_change_nothing(self, harness: Harness) -> None:
         is_main = harness.spec.update_mode == "keep_kv" and harness.spec.engine.tensor_parallel_size == 1
         await harness.publish(seed=5)

@@ -219,9 +219,11 @@ def prompt_of(length: int, shift: int = 0) -> list[int]:
 class StreamingRequests:
     """Many long requests at once, with a way to wait until every one of them has moved on."""
 
-    def __init__(self, harness: Harness, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def __init__(
+        self, harness: Harness, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling: float
+    ) -> None:
         self.outputs = [Output() for _ in prompts]
-        self.requests = [harness.request(prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
+        self.requests = [harness.request(prompt, max_new_tokens=max_new_tokens, **sampling) for prompt in prompts]
         self._moved = asyncio.Condition()
         self._tasks = [
             asyncio.create_task(self._follow(harness, request, output))

@@ -65,17 +65,11 @@ def gemma() -> Case:
 
 def mixture(model_type: str, architecture: str, shared_rows: int = 0, **changes: object) -> Case:
     """A mixture of experts, stacked as transformers 5 stacks them, with a shared expert if `shared_rows`."""
-    case = dense(model_type, architecture, hidden_size=64, **changes)
-    hidden, rows, experts = case.shape.hidden_size, 16, 5
-    block = {"gate.weight": (experts, hidden), "experts.gate_up_proj": (experts, 2 * rows, hidden)}
-    block |= {"experts.down_proj": (experts, hidden, rows)}
-    if shared_rows:
-        block |= {f"shared_expert.{part}_proj.weight": (shared_rows, hidden) for part in ("gate", "up")}
-        block |= {"shared_expert.down_proj.weight": (hidden, shared_rows), "shared_expert_gate.weight": (1, hidden)}
-    tensors = [tensor for tensor in case.tensors if ".mlp." not in tensor.name]
-    tensors += [TensorSpec(f"model.layers.{i}.mlp.{name}", size) for i in (0, 1) for name, size in block.items()]
+    rows, experts = 16, 5
+    sizes = {"num_experts": experts, "expert_size": rows, "shared_expert_size": shared_rows}
+    case = dense(model_type, architecture, hidden_size=64, **sizes, **changes)
     config = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": rows}
-    return case._replace(tensors=tensors, config=config | {"shared_expert_intermediate_size": shared_rows})
+    return case._replace(config=config | {"shared_expert_intermediate_size": shared_rows})
 
 
 CASES = {

@@ -1,4 +1,4 @@
-"""The tensors of a dense decoder, from its shape alone: what a plan needs when there is no checkpoint to look at."""
+"""The tensors of a decoder, from its shape alone: what a plan needs when there is no checkpoint to look at."""
 
 from __future__ import annotations
 
@@ -31,8 +31,23 @@ def _layer(model: ModelShape) -> Iterator[tuple[str, Shape]]:
     if model.qk_norm:
         yield "self_attn.q_norm.weight", (model.head_dim,)
         yield "self_attn.k_norm.weight", (model.head_dim,)
-    yield "mlp.gate_proj.weight", (rows, hidden)
-    yield "mlp.up_proj.weight", (rows, hidden)
-    yield "mlp.down_proj.weight", (hidden, rows)
+    yield from _gated("mlp", rows, hidden) if not model.num_experts else _mixture(model)
     yield "input_layernorm.weight", (hidden,)
     yield "post_attention_layernorm.weight", (hidden,)
+
+
+def _mixture(model: ModelShape) -> Iterator[tuple[str, Shape]]:
+    """Experts stacked as transformers 5 stacks them: gate over up."""
+    hidden, rows, experts = model.hidden_size, model.expert_size, model.num_experts
+    yield "mlp.gate.weight", (experts, hidden)
+    yield "mlp.experts.gate_up_proj", (experts, 2 * rows, hidden)
+    yield "mlp.experts.down_proj", (experts, hidden, rows)
+    if model.shared_expert_size:
+        yield from _gated("mlp.shared_expert", model.shared_expert_size, hidden)
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
+
+
+def _gated(owner: str, rows: int, hidden: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{owner}.gate_proj.weight", (rows, hidden)
+    yield f"{owner}.up_proj.weight", (rows, hidden)
+    yield f"{owner}.down_proj.weight", (hidden, rows)

@@ -27,7 +27,8 @@ from penstock.weights.config import NUM_SLOTS
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.planner.plan import Copy, Plan, make_plan
+from penstock.weights.planner.cache import Meeting, PlanCache
+from penstock.weights.planner.plan import Copy, Plan
 from penstock.weights.strided import strided_box
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shared_memory import reserve
@@ -62,6 +63,7 @@ class ShardTransfer:
         directory: str | None,
         training_at: Sequence[str] = (),
         engine_at: Sequence[str] = (),
+        plans: PlanCache | None = None,
     ) -> ShardTransfer:
         """Plan the transfer.
 
@@ -70,26 +72,22 @@ class ShardTransfer:
             engine: How an engine does.
             dtype: Of the wire.
             directory: Where the files are to be, if there are any.
-            training_at: Node, or device, of each training rank.
-            engine_at: Of each rank of the engine: what several training ranks have is sent from where it is nearest.
+            training_at: Node of each training rank; its device, if there is no directory.
+            engine_at: Of each rank of the engine: what several training ranks have is sent from where it is nearest,
+                and what the only one on its device has stays there.
+            plans: Where a plan that was made before is found, and a new one is kept.
 
         Raises:
             WeightSyncError: If the layout of a tensor is not known on one of the sides.
         """
+        are_devices = directory is None
         try:
-            source, destination = training.layout(), engine.layout(training.tensors)
+            meeting = Meeting.of(training, engine, DTYPE_BYTES[dtype], training_at, engine_at, are_devices=are_devices)
+            planned = (plans or PlanCache()).plan(meeting)
         except WeightSyncError as error:
-            raise WeightSyncError(
-                f"{error} Training layout: {training.words}. Engine layout: {engine.words}."
-            ) from error
-        plan = make_plan(
-            source,
-            destination,
-            DTYPE_BYTES[dtype],
-            source_nodes=dict(enumerate(training_at)),
-            destination_nodes=dict(enumerate(engine_at)),
-        )
-        return cls(plan, destination.buffers, dtype, directory)
+            layouts = f"Training layout: {training.words}. Engine layout: {engine.words}."
+            raise WeightSyncError(f"{error} {layouts}") from error
+        return cls(planned.plan, planned.buffers, dtype, directory)
 
     def folder(self, version: int) -> Path:
         """Where a version's files are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,7 +13,7 @@ import pytest
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
-from penstock.platform import controller
+from penstock.platform import controller, mismatch_trend
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluation
 from penstock.platform.observability.bad_batches import MAX_KEPT, BadBatches
@@ -35,13 +35,17 @@ class Trainer:
     bad: set[int]
     version: int = 0
     num_steps: int = 0
+    mismatches: list[float] = field(default_factory=list)
 
     async def step(self, batch):
         assert len([group async for group in batch]) == GROUPS
         is_bad = self.num_steps in self.bad
+        metrics = {"loss/grad_norm": math.inf if is_bad else 1.0}
+        if self.mismatches:
+            metrics["mismatch/abs_logprob_mean"] = self.mismatches[self.num_steps]
         self.num_steps += 1
         self.version += not is_bad
-        return StepReport(self.version, is_bad, {"loss/grad_norm": math.inf if is_bad else 1.0}, busy_s=1.0)
+        return StepReport(self.version, is_bad, metrics, busy_s=1.0)
 
     async def save(self, path: str) -> None:
         """Nothing to save."""
@@ -129,6 +133,17 @@ async def test_a_good_step_between_bad_ones_starts_the_count_anew(tmp_path: Path
     run = run_of({0, 1, 3, 4, 6, 7}, tmp_path, [])
     await controller.train(run)
     assert (run.version, run.trainer.num_steps) == (STEPS, 10)
+
+
+async def test_a_mismatch_that_rises_is_a_metric_and_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mismatch_trend, "WINDOW_STEPS", 1)
+    notes: list[str] = []
+    run, seen = run_of(set(), tmp_path, notes), []
+    run.trainer.mismatches = [0.01] + [0.05] * (STEPS - 1)
+    run._instruments.hub.log = lambda _, metrics: seen.append(metrics.get("mismatch/trend"))
+    await controller.train(run)
+    assert [trend for trend in seen if trend is not None] == [pytest.approx(5.0)] * (STEPS - 1)
+    assert sum("mismatch/abs_logprob_mean has risen from 0.01" in note for note in notes) == 1
 
 
 async def test_the_density_of_delta_reaches_the_metrics_of_a_step_and_is_left_out_where_nobody_counted(

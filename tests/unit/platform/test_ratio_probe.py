@@ -12,8 +12,9 @@ from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import GenerateRequest, PublishReport, SamplingParams, TokenDelta
 from penstock.dataflow.versions import Span
-from penstock.platform.ratio_probe import RatioProbe, with_probe
+from penstock.platform.ratio_probe import TOLERANCE, RatioProbe, with_probe
 from penstock.rollout.pool import EnginePool
+from penstock.weights.model_config import DType
 
 
 @dataclass
@@ -45,10 +46,10 @@ class Teacher:
         return np.array([-t / 10 for _, tokens in examples for t in tokens])
 
 
-def probe_of(*engines: Answering) -> tuple[RatioProbe, Teacher]:
+def probe_of(*engines: Answering, dtype: DType = "float32") -> tuple[RatioProbe, Teacher]:
     teacher = Teacher()
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
-    return RatioProbe(pool, teacher, [(5,), (6, 7)], SamplingParams(8), "float32", timeout_s=5.0), teacher
+    return RatioProbe(pool, teacher, [(5,), (6, 7)], SamplingParams(8), dtype, timeout_s=5.0), teacher
 
 
 async def test_every_engine_at_the_version_is_compared() -> None:
@@ -63,6 +64,15 @@ async def test_a_difference_names_the_engine_and_both_numbers(error: float) -> N
     with pytest.raises(
         WeightSyncError, match=rf"at v3: b gives token 8 .* {-0.8 + error:.4f}, the trainer -0\.8000.*0\.001"
     ):
+        await probe.check(3)
+
+
+@pytest.mark.parametrize(("dtype", "explained", "too_much"), [("float32", 9e-4, 2e-3), ("bfloat16", 0.24, 0.26)])
+async def test_what_rounding_explains_depends_on_the_precision(dtype: DType, explained: float, too_much: float) -> None:
+    probe, _ = probe_of(Answering(EngineId("a"), error=explained), dtype=dtype)
+    assert await probe.check(3) == pytest.approx(explained)
+    probe, _ = probe_of(Answering(EngineId("a"), error=too_much), dtype=dtype)
+    with pytest.raises(WeightSyncError, match=rf"a gives token 8 .* rounding explains {TOLERANCE[dtype]:g}\."):
         await probe.check(3)
 
 
