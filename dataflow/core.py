@@ -60,6 +60,7 @@ class Dataflow:
     Attributes:
         retries: Retries granted, by kind of failure.
         ignored: Reports that changed nothing, by why.
+        newest_ignored: The group that the newest of them was about.
     """
 
     def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0, ledger: Ledger | None = None) -> None:
@@ -69,6 +70,7 @@ class Dataflow:
         self.ledger = ledger or Ledger()
         self.retries: Counter[FailureKind] = Counter()
         self.ignored: Counter[Ignored] = Counter()
+        self.newest_ignored: GroupId | None = None
         self._gate = ConsumptionGate(limits)
         self._ready: dict[GroupId, GroupRef] = {}
         self._in_training: list[GroupRef] = []
@@ -237,6 +239,7 @@ class Dataflow:
         record = self.ledger.get(group_id)
         if record is not None and record.state in states:
             return record
+        self.newest_ignored = group_id
         if record is None:
             self.ignored["ended" if self.ledger.was_admitted(group_id) else "unknown"] += 1
         else:

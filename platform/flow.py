@@ -9,6 +9,8 @@ virtual time.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,6 +28,10 @@ from penstock.platform.group_run import GroupRun
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.rollout.runner import Runs
 
+logger = logging.getLogger(__name__)
+
+LOG_IGNORED_EVERY_S = 60.0
+"""Ignored reports are logged together, at most so often."""
 FEWEST_FAILURES = 8
 """Failed groups in a row that stop the run, where the admission window is smaller."""
 
@@ -85,6 +91,8 @@ class Flow:
         self._ending: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
         self._failures_in_a_row = 0
+        self._ignored_logged = 0
+        self._ignored_logged_at = -math.inf
 
     async def __aenter__(self) -> Self:
         self._admission = asyncio.create_task(self._admit(), name="admission")
@@ -189,6 +197,7 @@ class Flow:
 
     def _settle(self) -> None:
         """Carry out what the core has decided, and let admission and trainer look again."""
+        self._log_ignored()
         for cancelled in self.core.take_cancelled():
             run = self._groups.pop(cancelled.group_id, None)
             self.stats.group_dropped(cancelled.group_id)
@@ -200,6 +209,24 @@ class Flow:
                     self._tasks.requeue(run.queued, self.core.ledger)
         self._credits.set()
         self._changed.set()
+
+    def _log_ignored(self) -> None:
+        """Say that reports came which changed nothing, and why; not one by one."""
+        core, now = self.core, asyncio.get_running_loop().time()
+        if (
+            total := core.ignored.total()
+        ) == self._ignored_logged or now < self._ignored_logged_at + LOG_IGNORED_EVERY_S:
+            return
+        logger.warning(
+            "dataflow: %d reports changed nothing, %d since this was last said: %s since the start; the newest was "
+            "about group %s of %d admitted. Nothing of them is trained. Who answers twice or too late sends such.",
+            total,
+            total - self._ignored_logged,
+            ", ".join(f"{count} {why}" for why, count in sorted(core.ignored.items())),
+            core.newest_ignored,
+            core.ledger.num_admitted,
+        )
+        self._ignored_logged, self._ignored_logged_at = total, now
 
     async def _admit(self) -> None:
         try:

@@ -10,7 +10,7 @@ from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import LengthLimits, TaskLine, TaskStream
+from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimits, TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
@@ -33,7 +33,10 @@ def make_flow(
     batch: int = 2,
     eta: int = 1,
     steps: int = 4,
+    group_size: int = 2,
+    min_group_size: int = 2,
     retries: int = 1,
+    engine_retries: int = 1,
     timeout_s: float = 5.0,
     silence_s: float = 5.0,
     slots: int = 64,
@@ -42,19 +45,23 @@ def make_flow(
     filters: Sequence[GroupFilter] = (),
     max_refills: int = 100,
     streams: Sequence[TaskStream] = (),
+    max_requeues: int = 3,
+    max_live: int | None = None,
     lengths: LengthLimits | None = None,
+    sizing: GroupSizing | None = None,
+    curriculum: Curriculum | None = None,
     streamed: bool = False,
     gang: bool = False,
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
 ) -> Flow:
     """Groups of two over `engines`; what is not said is small and quick."""
-    limits = FlowLimits(batch, eta, steps, surplus, on_expiry)
-    core = Dataflow(limits, GroupRules(2, 2, max_retries=retries, max_engine_retries=retries))
+    limits = FlowLimits(batch, eta, steps, surplus, on_expiry, max_requeues, max_live)
+    core = Dataflow(limits, GroupRules(group_size, min_group_size, retries, engine_retries))
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
     ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher)
-    line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size=2, lengths=lengths)
+    line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
     return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))
 

@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.cli import app
 from penstock.platform.cli_simulate import parse_seeds
-from penstock.platform.simulator.comparisons import prefix_routing, redundant_groups, rollout_granularity
+from penstock.platform.simulator.comparisons import (
+    LONGTAIL,
+    MODELS,
+    prefix_routing,
+    redundant_groups,
+    rollout_granularity,
+    split,
+    step_seconds,
+    with_train_share,
+)
 from penstock.platform.simulator.config import parse_simulation
 
 SMALL = ["profile=short", "pools=2x8+1", "batch=2", "group_size=2", "steps=4"]
@@ -63,3 +72,18 @@ def test_environments_are_busy_without_a_barrier() -> None:
     figures = rollout_granularity(range(1))
     assert figures["eta=4"]["utilisation"] >= 0.8
     assert figures["eta=4"]["ratio"] >= 2.0
+
+
+def test_asynchrony_pays_against_the_best_synchronous_arrangement() -> None:
+    """One model, one split and one seed of compare=async-vs-sync, where a streamed split is the best of seven."""
+    base = with_train_share({**LONGTAIL, **MODELS["constant step"]})
+    synchronous = step_seconds(split(base, 26, eta=0, stream=True), range(1))
+    speed = {eta: synchronous / step_seconds(split(base, 26, eta=eta, stream=True), range(1)) for eta in (2, 4)}
+    assert speed[2] >= 2.5
+    assert speed[4] >= 2.8
+
+
+def test_updates_in_flight_pay_against_draining() -> None:
+    flight = split(with_train_share({**LONGTAIL, **MODELS["constant step"]}), 24, eta=1)
+    drain = flight.model_copy(update={"update_mode": "drain"})
+    assert step_seconds(drain, range(1)) / step_seconds(flight, range(1)) >= 1.5

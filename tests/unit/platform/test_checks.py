@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.checks import check_config
+from penstock.platform.config.checks_flow import DROP_BIAS
 from penstock.platform.config.compose import compose_config
+
+POLICIES = Path(__file__).parents[3] / "docs" / "concepts" / "policies.md"
 
 
 def refused(experiment: str, *overrides: str, command: str = "train", several: bool = False) -> str:
@@ -33,6 +39,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["rollout.sampling.top_k=50"], ["top_k=50"]),
         (["rollout.sampling.max_new_tokens=128"], ["max_new_tokens=128", "max_context_tokens=128", "no room"]),
         (["model.path=null"], ["model.path is not set"]),
+        (["dataflow.max_staleness=-1"], ["dataflow.max_staleness=-1", "must be >= 0"]),
         (["model.from_scratch=true"], ["penstock sft"]),
         (["model.shape.num_kv_heads=3"], ["num_heads=4", "num_kv_heads=3"]),
         (["cluster.trainer_pool=cpus"], ["cluster.trainer_pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
@@ -211,3 +218,20 @@ def test_what_works_but_hurts_is_a_warning(override, words):
     (finding,) = check_config(config, "train")
     assert finding.severity == "warning"
     assert words in finding.message
+
+
+@pytest.mark.parametrize(("eta", "measured"), [(0, 1), (1, 1), (3, 2), (4, 4), (9, 8)])
+def test_dropping_says_what_bias_was_measured(eta, measured):
+    overrides = ["dataflow.on_expiry=drop", f"dataflow.max_staleness={eta}"]
+    config = compose_config(["experiment=arithmetic", *overrides])
+    (finding,) = [found for found in check_config(config, "train") if "on_expiry=drop" in found.message]
+    length, longest = DROP_BIAS[measured]
+    assert finding.severity == "warning"
+    assert f"had {length:.2f} of the mean length" in finding.message
+    assert f"{longest:.2f} of the longest percent, at max_staleness={measured}" in finding.message
+
+
+def test_the_measured_bias_is_that_of_the_table():
+    table = re.findall(r"\| drop streamed \| (\d+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|", POLICIES.read_text())
+    assert {int(eta): (float(length), float(longest)) for eta, length, longest in table} == DROP_BIAS
+    assert 1 in DROP_BIAS

@@ -58,7 +58,7 @@ async def test_a_tasks_own_length_limit_is_what_the_engine_gets() -> None:
 
 async def test_a_lost_request_is_resumed_and_costs_no_retry() -> None:
     engines = [FakeEngine(fail_first=2)]
-    flow = make_flow(engines, FakeRewards(), steps=2, retries=2)
+    flow = make_flow(engines, FakeRewards(), steps=2, engine_retries=2)
     await train_all(flow, engines)
     assert flow.ports.runner.stats.interruptions == {"lost": 2}
     assert flow.core.retries.total() == flow.counts().failed == 0
@@ -100,7 +100,7 @@ async def test_a_batch_that_never_closes_names_what_it_waits_for() -> None:
 
 async def test_a_silent_engine_costs_its_time_limit_not_the_run() -> None:
     engine = FakeEngine(silent=True)
-    flow = make_flow([engine], FakeRewards(), retries=0, silence_s=0.02, timeout_s=0.2)
+    flow = make_flow([engine], FakeRewards(), retries=0, engine_retries=0, silence_s=0.02, timeout_s=0.2)
     async with flow:
         with pytest.raises(PenstockError):
             await next_groups(flow)

@@ -156,9 +156,10 @@ async def test_a_failed_member_is_never_a_reward_of_zero() -> None:
     assert flow.counts().failed > 0
 
 
-async def test_a_gang_runs_on_one_engine() -> None:
+async def test_a_gang_runs_on_one_engine_from_one_version_on() -> None:
     engines = [FakeEngine(engine_id=EngineId(f"fake-{index}")) for index in range(3)]
     served_by: dict[str, set[str]] = {}
+    started_at: dict[str, list[int]] = {}
 
     def remember(engine: FakeEngine) -> None:
         generate = engine.generate
@@ -166,6 +167,7 @@ async def test_a_gang_runs_on_one_engine() -> None:
         def spy(request: GenerateRequest) -> AsyncIterator[TokenDelta]:
             group = request.request_id.partition("/")[0]
             served_by.setdefault(group, set()).add(engine.engine_id)
+            started_at.setdefault(group, []).append(engine.version)
             return generate(request)
 
         engine.generate = spy  # type: ignore[method-assign]
@@ -175,5 +177,7 @@ async def test_a_gang_runs_on_one_engine() -> None:
     flow = make_flow(engines, FakeRewards(), batch=4, eta=1, steps=6, gang=True, slots=4)
     await train_all(flow, engines)
     assert all(len(names) == 1 for names in served_by.values())
+    assert all(len(versions) == 2 and len(set(versions)) == 1 for versions in started_at.values())
+    assert {versions[0] for versions in started_at.values()} > {0, 1}, "gangs start at several versions"
     assert len(set.union(*served_by.values())) == 3, "gangs are spread over the engines"
     assert all(engine.most_running <= 4 for engine in engines)

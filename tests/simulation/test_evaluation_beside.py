@@ -1,0 +1,47 @@
+"""Evaluations share the engines and stand outside the ledger; the first and the last are answered by one version."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.platform.evaluation import Evaluation
+from penstock.platform.simulator.config import parse_simulation
+from penstock.platform.simulator.simulation import Simulation
+from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
+
+STEPS, BATCH = 8, 2
+LONG_ANSWERS = ["profile=longtail", "engines=2", "slots=8", "group_size=2", f"batch={BATCH}", f"steps={STEPS}"]
+
+
+def simulated(overrides: list[str]) -> Simulation:
+    simulation = Simulation(parse_simulation([*LONG_ANSWERS, "eval_every=1", *overrides]), seed=0)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(simulation.main())
+    return simulation
+
+
+def evaluations(simulation: Simulation) -> list[Evaluation]:
+    assert simulation.run is not None
+    return simulation.run.evaluations
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("mode", ["keep_kv", "multi_version"])
+def test_one_version_answers_the_first_and_the_last_evaluation(mode: str, overlap: str) -> None:
+    first, *beside, last = evaluations(simulated([f"update_mode={mode}", f"overlap={overlap}"]))
+    assert (first.version_min, first.version_max) == (0, 0)
+    assert (last.version_min, last.version_max) == (STEPS, STEPS)
+    if mode == "keep_kv":
+        assert any(one.version_min < one.version_max for one in beside), "others see publishes, and say so"
+
+
+def test_evaluations_never_enter_the_ledger_and_train_nothing() -> None:
+    simulation = simulated([])
+    assert len(evaluations(simulation)) > 2
+    assert simulation.core is not None
+    counts = simulation.core.ledger.counts()
+    assert counts.admitted == counts.trained == STEPS * BATCH
+    assert simulation.trainer is not None
+    assert simulation.trainer.trained.tasks == set(range(STEPS * BATCH))

@@ -1,0 +1,63 @@
+"""What each filter takes out, and when refilling is given up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.filters import FilterChain, overlong, user, zero_variance
+from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ledger import Reason
+from penstock.dataflow.trajectory import FinishReason, Trajectory
+from penstock.dataflow.versions import Span
+
+
+def member(reward: float, *, correct: float = 0.0, finish_reason: FinishReason = "stop") -> Trajectory:
+    return Trajectory(
+        trajectory_id=TrajectoryId("0/0"),
+        task_id=TaskId("t"),
+        token_ids=np.array([5, 6], np.int32),
+        loss_mask=np.array([False, True]),
+        behavior_logprobs=np.array([0.0, -1.0], np.float32),
+        spans=(Span(0, 1),),
+        prompt="",
+        response="",
+        finish_reason=finish_reason,
+        reward=reward,
+        reward_parts={"correct": correct},
+    )
+
+
+def test_zero_variance_takes_out_groups_without_a_difference() -> None:
+    assert zero_variance()([member(0.5), member(0.5)]) is Reason.ZERO_VARIANCE
+    assert zero_variance()([member(0.5), member(1.0)]) is None
+
+
+def test_zero_variance_of_a_part_looks_at_nothing_else() -> None:
+    judge = zero_variance("correct")
+    assert judge([member(0.1), member(0.2)]) is Reason.ZERO_VARIANCE
+    assert judge([member(0.5, correct=0.0), member(0.5, correct=1.0)]) is None
+
+
+@pytest.mark.parametrize(("num_cut", "reason"), [(0, None), (1, None), (2, None), (3, Reason.OVERLONG)])
+def test_overlong_takes_out_groups_with_more_than_the_share_cut_off(num_cut: int, reason: Reason | None) -> None:
+    members = [member(0.0, finish_reason="length" if index < num_cut else "stop") for index in range(4)]
+    assert overlong(0.5)(members) is reason
+
+
+def test_user_takes_out_what_the_users_function_does_not_want() -> None:
+    judge = user(lambda members: members[0].reward == 1.0)
+    assert judge([member(1.0)]) is None
+    assert judge([member(0.0)]) is Reason.USER
+
+
+def test_the_first_reason_counts_and_refills_end_with_the_batch() -> None:
+    chain = FilterChain([zero_variance(), user(lambda _members: False)], max_refills=2)
+    assert chain.judge([member(0.0), member(0.0)]) is Reason.ZERO_VARIANCE
+    assert chain.judge([member(0.0), member(1.0)]) is Reason.USER
+    chain.batch_closed()
+    assert chain.judge([member(0.0), member(1.0)]) is Reason.USER
+    assert chain.judge([member(0.0), member(1.0)]) is Reason.USER
+    with pytest.raises(PenstockError, match=r"3 groups were filtered .*max_refills is 2; 3 of them by the filter user"):
+        chain.judge([member(0.0), member(1.0)])

@@ -1,0 +1,219 @@
+"""The rules of a flow at work: budgets, requeues, small groups, filters, hooks at admission, reports to be ignored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pytest
+
+from penstock.dataflow.errors import FailureKind, TrajectoryError
+from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason
+from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.dataflow.streams import LengthLimits, TaskStream
+from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.platform import flow as shipping
+from penstock.platform.config.dataflow import FilterConfig
+from penstock.platform.flow import Flow
+from penstock.platform.flow_parts import make_filters
+from tests.fakes import FakeEngine, FakeRewards
+from tests.flows import make_flow, next_groups, tasks, train_all
+
+LONG_TAIL = [2, 3, 2, 40, 2, 3, 2, 2]
+
+
+def failing_first(*kinds: FailureKind) -> FakeRewards:
+    """Each trajectory fails in these ways, one attempt after another, before it is scored."""
+    scripts: dict[str, Iterator[FailureKind]] = {}
+
+    def score(trajectory: Trajectory) -> float | TrajectoryError:
+        kind = next(scripts.setdefault(trajectory.trajectory_id, iter(kinds)), None)
+        return 1.0 if kind is None else TrajectoryError(kind, "planted")
+
+    return FakeRewards(score)
+
+
+async def test_a_trajectory_may_use_up_the_budget_of_each_kind() -> None:
+    flow = make_flow(
+        engines := [FakeEngine()], failing_first("engine", "reward", "engine"), steps=1, retries=1, engine_retries=2
+    )
+    trained = await train_all(flow, engines)
+    members = 2 * flow.counts().admitted
+    assert len(trained) == flow.counts().admitted == 2
+    assert flow.core.retries == {"engine": 2 * members, "reward": members}
+
+
+@pytest.mark.parametrize(("kinds", "reason"), [(("reward",) * 2, Reason.REWARD), (("engine",) * 3, Reason.ENGINE)])
+async def test_one_failure_beyond_the_budget_of_its_kind_fails_the_group(
+    kinds: tuple[FailureKind, ...], reason: Reason
+) -> None:
+    flow = make_flow([FakeEngine()], failing_first(*kinds), steps=1, retries=1, engine_retries=2)
+    async with flow:
+        with pytest.raises(Exception, match="8 groups in a row failed"):
+            await next_groups(flow)
+    assert flow.core.ledger.reasons[GroupState.FAILED, reason] == flow.counts().failed >= 8
+
+
+@pytest.mark.parametrize("max_requeues", [0, 1])
+async def test_a_late_task_starts_again_no_more_often_than_it_may(max_requeues: int) -> None:
+    engines = [FakeEngine(length=lambda serial: LONG_TAIL[serial % len(LONG_TAIL)])]
+    flow = make_flow(engines, FakeRewards(), steps=20, on_expiry=ExpiryPolicy.DROP, max_requeues=max_requeues)
+    starts: Counter[str] = Counter()
+    flow.core.ledger.sink = lambda event: starts.update(started_task(event))
+    await train_all(flow, engines)
+    assert flow.core.ledger.reasons[GroupState.DROPPED, Reason.STALE] > 0
+    assert max(starts.values()) == 1 + max_requeues
+
+
+def started_task(event: JournalEntry) -> list[str]:
+    is_start = isinstance(event, LedgerEvent) and event.state is GroupState.GENERATING
+    return [event.task_id] if is_start else []  # type: ignore[union-attr]
+
+
+async def test_the_survivors_of_a_group_train_if_they_are_enough() -> None:
+    flow = make_flow(engines := [FakeEngine()], unlucky(members={2}), group_size=3, steps=3, retries=0)
+    trained = await train_all(flow, engines)
+    assert {len(group.rewards) for group in trained} == {2}
+    assert flow.counts().failed == 0
+
+
+async def test_a_group_with_too_few_survivors_fails() -> None:
+    rewards = unlucky(members={1, 2}, groups=2)
+    flow = make_flow(engines := [FakeEngine()], rewards, group_size=3, steps=3, retries=0)
+    trained = await train_all(flow, engines)
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.REWARD] == flow.counts().failed == 2
+    assert {len(group.rewards) for group in trained} == {3}
+
+
+def unlucky(members: set[int], groups: int = 1_000_000) -> FakeRewards:
+    """These members of the first groups are never scored."""
+
+    def score(trajectory: Trajectory) -> float | TrajectoryError:
+        group, member = map(int, trajectory.trajectory_id.split("/"))
+        return TrajectoryError("reward", "planted") if member in members and group < groups else 1.0
+
+    return FakeRewards(score)
+
+
+class AtMostEight:
+    def max_new_tokens(self, task: Task, stream: str) -> int:
+        return 8
+
+
+def one_long(members: Sequence[Trajectory]) -> bool:
+    """What the user wants to train."""
+    return any(member.num_sampled_tokens > 4 for member in members)
+
+
+def none_cut(members: Sequence[Trajectory]) -> bool:
+    return all(member.finish_reason != "length" for member in members)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason", "is_kept"),
+    [
+        (FilterConfig(max_overlong_share=0.4), Reason.OVERLONG, none_cut),
+        (FilterConfig(user=f"{__name__}:one_long"), Reason.USER, one_long),
+    ],
+    ids=["overlong", "user"],
+)
+async def test_each_filter_takes_its_groups_out_and_they_are_replaced(
+    config: FilterConfig, reason: Reason, is_kept: Callable[[Sequence[Trajectory]], bool]
+) -> None:
+    engines = [FakeEngine(length=lambda serial: 9 if serial % 5 == 0 else 3)]
+    lengths = LengthLimits(5000, AtMostEight())
+    flow = make_flow(engines, FakeRewards(), steps=8, filters=make_filters(config).filters, lengths=lengths)
+    trained = await train_all(flow, engines)
+    assert len(trained) == 16
+    assert flow.core.ledger.reasons[GroupState.FILTERED, reason] == flow.counts().filtered > 0
+    assert all(is_kept(group.handle.trajectories) for group in trained)
+
+
+class EvenTasksGetTwo:
+    def group_size(self, task: Task, stream: str) -> int:
+        return 2 if int(task.task_id[1:]) % 2 == 0 else 3
+
+
+async def test_group_sizes_are_decided_at_admission() -> None:
+    flow = make_flow(engines := [FakeEngine()], FakeRewards(), group_size=3, steps=4, sizing=EvenTasksGetTwo())
+    admitted: dict[str, int] = {}
+    flow.core.ledger.sink = lambda event: admitted.update(admitted_size(event))
+    trained = await train_all(flow, engines)
+    sizes = {group.task_id: len(group.rewards) for group in trained}
+    assert sizes == admitted == {f"t{number}": 2 + number % 2 for number in range(8)}
+
+
+def admitted_size(event: JournalEntry) -> dict[str, int]:
+    return {event.task_id: event.group_size} if isinstance(event, LedgerEvent) else {}
+
+
+class HardFromTheSecondVersionOn:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.rewards: dict[int, Mapping[str, Sequence[float]]] = {}
+
+    def weights(self, version: int, rewards: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
+        self.rewards[version] = rewards
+        return {"easy": 1.0} if version < 2 else {"hard": 1.0}
+
+
+async def test_a_curriculum_decides_what_is_admitted_after_each_publish() -> None:
+    streams = [TaskStream("easy", tasks("easy")), TaskStream("hard", tasks("hard"), weight=0.0)]
+    curriculum = HardFromTheSecondVersionOn()
+    rewards = FakeRewards(lambda trajectory: 0.25 if trajectory.task_id.startswith("easy") else 0.75)
+    flow = make_flow(engines := [FakeEngine()], rewards, eta=0, steps=4, streams=streams, curriculum=curriculum)
+    trained = await train_all(flow, engines)
+    assert [group.task_id[:4] for group in trained] == ["easy"] * 4 + ["hard"] * 4
+    assert list(curriculum.rewards) == [1, 2, 3, 4]
+    assert curriculum.rewards[3] == {"easy": (0.25,) * 4, "hard": (0.75,) * 2}
+
+
+async def test_what_is_live_never_takes_more_than_its_room() -> None:
+    flow = make_flow(engines := [FakeEngine()], FakeRewards(), batch=2, eta=4, steps=6, max_live=5)
+    most: list[int] = []
+    flow.core.ledger.sink = lambda _event: most.append(flow.core.ledger.live_trajectories)
+    await train_all(flow, engines)
+    assert max(most) == 4
+    assert flow.counts().trained == 12
+
+
+async def test_a_pool_that_reports_twice_or_out_of_order_is_counted_and_logged_and_nothing_trains_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flow = make_flow(engines := [FakeEngine()], FakeRewards(), steps=4)
+    trained: list[int] = []
+    async with flow:
+        for version in range(1, 5):
+            batch = await next_groups(flow)
+            trained += [group.group_id for group in batch]
+            report_again(flow, batch)
+            flow.advance(version)
+            engines[0].version = version
+    assert len(set(trained)) == 8 == flow.counts().trained
+    assert flow.core.ignored == {"repeated": 16, "unknown": 4}
+    (said,) = [record.getMessage() for record in caplog.records if record.name == shipping.__name__]
+    assert "5 reports changed nothing, 5 since this was last said: 4 repeated, 1 unknown since the start" in said
+    assert "group 1000 of 4 admitted" in said
+
+
+def report_again(flow: Flow, batch: Sequence[GroupRef]) -> None:
+    """Five reports that must change nothing."""
+    for group in batch:
+        assert not flow.core.ready(group)
+        flow.core.generated(group.group_id)
+    flow.core.member_at(GroupId(1000), 0, 0)
+
+
+async def test_ignored_reports_are_logged_together(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipping, "LOG_IGNORED_EVERY_S", 0.0)
+    flow = make_flow([FakeEngine()], FakeRewards(), steps=2)
+    async with flow:
+        for version in (1, 2):
+            report_again(flow, await next_groups(flow))
+            flow.advance(version)
+    said = [record.getMessage() for record in caplog.records if record.name == shipping.__name__]
+    assert ["10 reports changed nothing, 5 since" in line for line in said] == [False, True]
