@@ -60,7 +60,7 @@ class SimulatedEngine:
             stream.put(EngineLostError(f"{self.engine_id} is down or has no weights"))
             return stream
         world = self._world
-        world.on_request(self.engine_id, self.version)
+        world.on_request(self.engine_id, self.version, request.request_id)
         task = task_of(request.prompt_token_ids[0])
         start = len(request.prompt_token_ids) - world.prompt_tokens
         left = max(1, world.lengths.length(task, member_of(request.request_id)) - start)
@@ -126,6 +126,7 @@ class SimulatedEngine:
         """Every request is lost, with its KV and the weights."""
         self._advance()
         self._health.is_lost = True
+        self._world.left(self.engine_id)
         lost = EngineLostError(f"{self.engine_id} died")
         for sequence in self._batch.clear():
             sequence.stream.put(lost)

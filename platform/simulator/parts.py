@@ -1,41 +1,25 @@
-"""The simulated parts beside the engines: tasks, tokenizer, rewards, trainer, payload store, trajectory table."""
+"""The simulated parts beside the engines: tokenizer, rewards, trainer, payload store, trajectory table."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.simulator.checks import check_step
+from penstock.platform.simulator.tasks import EVALUATION_TASKS
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
 from penstock.rollout.tokenizers import TokenCodec
-
-EVALUATION_TASKS = 1_000_000
-"""Evaluation tasks are numbered from here, away from those that train."""
-
-
-def training_tasks() -> Iterator[Task]:
-    """Endless; the task's number is all there is to it."""
-    return (make_task(number) for number in itertools.count())
-
-
-def held_out_tasks(count: int) -> list[Task]:
-    return [make_task(EVALUATION_TASKS + number) for number in range(count)]
-
-
-def make_task(number: int) -> Task:
-    return Task(TaskId(f"simulated/{number}"), str(number))
 
 
 class SimulatedCodec(TokenCodec):

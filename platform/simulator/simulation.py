@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import math
-import traceback
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import Ledger, LedgerCounts
-from penstock.dataflow.ports import PublishReport, SamplingParams, WeightManifest
+from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.streams import TaskLine
 from penstock.platform import controller
 from penstock.platform.colocation import TakesTurns
 from penstock.platform.engine_monitor import EngineMonitor
@@ -34,6 +29,7 @@ from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.run import Parts, Run, Side
+from penstock.platform.simulator.around_run import describe, rare_collections
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
@@ -48,10 +44,10 @@ from penstock.platform.simulator.parts import (
     SimulatedStore,
     SimulatedTrainer,
     Trained,
-    held_out_tasks,
-    training_tasks,
 )
+from penstock.platform.simulator.publishing import WatchedPublisher
 from penstock.platform.simulator.quiet_run import HELD_OUT_TASKS, instruments, run_config
+from penstock.platform.simulator.tasks import held_out_tasks, make_filters, make_task_line, promises
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, Trace, World
 from penstock.rollout.pool import EnginePool
@@ -63,6 +59,8 @@ SILENCE_S = 120.0
 PUBLISH_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 36_000.0
 MAX_REQUEUES = 3
+EVALUATION_RESUMES = 1000
+"""A run whose held-out tasks cannot be answered is supposed to stop, which is no finding here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,7 @@ class Seams:
     pool: type[EnginePool] = EnginePool
     publisher: type[ActorWeightPublisher] = ActorWeightPublisher
     disk: type[DurableState] = DurableState
+    line: type[TaskLine] = TaskLine
 
 
 @dataclass(slots=True)
@@ -105,35 +104,6 @@ class Outcome:
     tokens_generated: int = 0
 
 
-class WatchedPublisher:
-    """The shipping publisher; tells the world what is published (I8).
-
-    Attributes:
-        is_publishing: Held during a publish; an engine that comes back waits for its end.
-    """
-
-    def __init__(self, publisher: ActorWeightPublisher, world: World) -> None:
-        self.is_publishing = asyncio.Lock()
-        self._publisher = publisher
-        self._world = world
-
-    async def publish(self, version: int) -> PublishReport:
-        async with self.is_publishing:
-            report = await self._publisher.publish(version)
-        self._world.published = version
-        self._world.note(f"published v{version} to {len(report.acks)} engines")
-        return report
-
-    async def delivered(self) -> PublishReport:
-        return await self._publisher.delivered()
-
-    async def catch_up(self, engine: SimulatedEngine) -> None:
-        """Give a restarted engine the version that is published, between two publishes."""
-        async with self.is_publishing:
-            version = self._world.published
-            await engine.update_weights(WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7))
-
-
 @dataclass(slots=True)
 class Simulation:
     """A run that is put together inside its virtual-time loop."""
@@ -154,7 +124,9 @@ class Simulation:
         lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain)
         trace = Trace() if self.is_checked else None
         self.disk = self.seams.disk(MAX_REQUEUES)
-        self.world = World(lengths, math.ceil(config.prompt_tokens / config.grain), self.seed, trace)
+        prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
+        told = promises(config, flow_limits(config))
+        self.world = World(lengths, prompt_tokens, self.seed, trace, promises=told)
 
     async def main(self) -> None:
         """Train to the end; a driver that dies is followed by one that resumes from what is on disk."""
@@ -174,7 +146,9 @@ class Simulation:
         self.engines += engines
         policy = PrefixAware(self.seed) if config.routing == "prefix_aware" else LeastLoaded(self.seed)
         pool = self.seams.pool(engines, config.slots, self.seed, policy=policy)
-        runner = self.seams.runner(pool, SimulatedCodec(world.prompt_tokens), SILENCE_S)
+        codec = SimulatedCodec(world.prompt_tokens)
+        runner = self.seams.runner(pool, codec, SILENCE_S)
+        examined = self.seams.runner(pool, codec, SILENCE_S, max_resumes=EVALUATION_RESUMES)
         rewards = SimulatedRewards(world, config.reward_mean_s, config.reward_workers)
         trainer = self.trainer = self.seams.trainer(
             world,
@@ -190,17 +164,17 @@ class Simulation:
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 
         def make_flow(stats: FlowStats) -> Flow:
-            line = TaskLine([TaskStream("", training_tasks())], core.limits.window, config.group_size)
+            line = make_task_line(config, core.limits, self.seams.line)
             line.resume(core.ledger, restored.resumed.restarts)
-            options = FlowOptions(config.batch_timeout_s, config.stream)
-            return self.seams.flow(core, line, FilterChain([], 1_000_000), ports, stats, options)
+            options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
+            return self.seams.flow(core, line, make_filters(config), ports, stats, options)
 
         publisher = WatchedPublisher(self._make_publisher(pool), world)
         side = Side(
             runner,
             trainer=TakesTurns(trainer, engines, pool) if config.colocated else trainer,
             publisher=publisher,
-            evaluator=Evaluator(runner, rewards, world.lengths.max_length),
+            evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=EngineMonitor(pool),
         )
         parts = Parts(side, held_out_tasks(HELD_OUT_TASKS), make_flow)
@@ -254,10 +228,7 @@ class Simulation:
 
     def _make_core(self, restored: Restored) -> Dataflow:
         config = self.config
-        limits = FlowLimits(
-            config.batch, config.eta, config.steps, config.surplus, ExpiryPolicy(config.on_expiry), MAX_REQUEUES
-        )
-        rules = GroupRules(config.group_size, 2, config.max_retries, config.max_retries)
+        limits, rules = flow_limits(config), group_rules(config)
         if not self.is_checked:
             return Dataflow(limits, rules)
         return self.seams.core(limits, rules, self.world, config.check_every, self.disk, restored)
@@ -273,6 +244,24 @@ class Simulation:
         return self.seams.publisher(pool, weights, export)
 
 
+def flow_limits(config: SimulationConfig) -> FlowLimits:
+    """The bounds of the flow."""
+    return FlowLimits(
+        batch_groups=config.batch,
+        max_staleness=config.eta,
+        total_steps=config.steps,
+        surplus=config.surplus,
+        on_expiry=ExpiryPolicy(config.on_expiry),
+        max_requeues=MAX_REQUEUES,
+        max_live_trajectories=config.max_live,
+    )
+
+
+def group_rules(config: SimulationConfig) -> GroupRules:
+    """How groups are formed."""
+    return GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
+
+
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:
     """Run one seed to its end. A violation or a failed run is an outcome, not an exception."""
     simulation = Simulation(config, seed, seams or Seams(), is_checked)
@@ -285,31 +274,6 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
             violation = describe(error)
     return outcome_of(simulation, loop, violation)
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: with 10,000 live groups the collector took a quarter of the time and found nothing."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-def describe(error: BaseException) -> str:
-    """One line: what broke, and for unexpected errors where."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    cause: BaseException | None = error
-    while cause is not None:
-        error, cause = (cause if isinstance(cause, InvariantError) else error), cause.__context__
-    if isinstance(error, InvariantError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{where}: {error}"
 
 
 def outcome_of(simulation: Simulation, loop: VirtualTimeLoop, violation: str | None) -> Outcome:
