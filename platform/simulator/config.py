@@ -64,6 +64,7 @@ class SimulationConfig(BaseModel):
         routing: Which engine a request goes to.
         update_mode: How weights reach engines that generate.
         overlap: The trainer goes on while they do.
+        adaptive_concurrency: Engines hold fewer requests while their KV cache is full.
         reward_mean_s: Mean latency of a reward, seconds; exponential.
         reward_workers: Rewards computed at once.
         steps: Batches trained.
@@ -113,6 +114,7 @@ class SimulationConfig(BaseModel):
     routing: Literal["prefix_aware", "least_loaded"] = "prefix_aware"
     update_mode: UpdateMode = "keep_kv"
     overlap: bool = False
+    adaptive_concurrency: bool = False
     reward_mean_s: float = Field(default=0.1, ge=0)
     reward_workers: int = Field(default=64, ge=1)
     steps: int = Field(default=12, ge=1)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.dataflow.ports import PublishReport, WeightManifest
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.world import World
+from penstock.rollout.update_modes import send
+from penstock.weights.config import WeightsConfig
+
+if TYPE_CHECKING:
+    from penstock.rollout.pool import EnginePool
 
 
 class WatchedPublisher:
@@ -17,8 +23,10 @@ class WatchedPublisher:
         is_publishing: Held during a publish; an engine that comes back waits for its end.
     """
 
-    def __init__(self, publisher: ActorWeightPublisher, world: World) -> None:
+    def __init__(self, publisher: ActorWeightPublisher, pool: EnginePool, weights: WeightsConfig, world: World) -> None:
         self.is_publishing = asyncio.Lock()
+        self._pool = pool
+        self._weights = weights
         self._publisher = publisher
         self._world = world
 
@@ -32,8 +40,9 @@ class WatchedPublisher:
     async def delivered(self) -> PublishReport:
         return await self._publisher.delivered()
 
-    async def catch_up(self, engine: SimulatedEngine) -> None:
-        """Give a restarted engine the version that is published, between two publishes."""
+    async def catch_up(self, engine: SimulatedEngine) -> bool:
+        """Give a restarted engine the version that is published, between two publishes; says whether it took it."""
         async with self.is_publishing:
             version = self._world.published
-            await engine.update_weights(WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7))
+            manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
+            return await send(engine, manifest, None, self._pool, self._weights) is not None

@@ -39,6 +39,7 @@ from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import (
+    RankDiedError,
     SimulatedCodec,
     SimulatedRewards,
     SimulatedStore,
@@ -117,6 +118,7 @@ class Simulation:
     engines: list[SimulatedEngine] = field(default_factory=list)
     trainer: SimulatedTrainer | None = None
     core: Dataflow | None = None
+    monitor: EngineMonitor | None = None
     run: Run | None = None
 
     def __post_init__(self) -> None:
@@ -169,13 +171,16 @@ class Simulation:
             options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
             return self.seams.flow(core, line, make_filters(config), ports, stats, options)
 
-        publisher = WatchedPublisher(self._make_publisher(pool), world)
+        weights = weights_config(config)
+        export = GatherExport(cast("TrainerClient", trainer), pool, weights)
+        publisher = WatchedPublisher(self.seams.publisher(pool, weights, export), pool, weights, world)
+        self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         side = Side(
             runner,
             trainer=TakesTurns(trainer, engines, pool) if config.colocated else trainer,
             publisher=publisher,
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
-            monitor=EngineMonitor(pool),
+            monitor=self.monitor,
         )
         parts = Parts(side, held_out_tasks(HELD_OUT_TASKS), make_flow)
         self.run = Run(run_config(config), parts, instruments())
@@ -183,24 +188,17 @@ class Simulation:
         return Targets(engines, pool, rewards, trainer, publisher.catch_up)
 
     async def _live(self, targets: Targets) -> bool:
-        """Train until the end (True) or until the driver dies (False)."""
+        """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
         assert self.run is not None
-        rates = RATES.get(self.config.faults)
-        if rates is None:
-            await self._run_loop(self.run)
-            return True
-        injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
-        injector.arm()
-        assert isinstance(self.core, CheckedDataflow)
-        trouble = asyncio.create_task(injector.run(self.core), name="faults")
-        death = asyncio.create_task(injector.driver_dies(), name="death of the driver")
         training = asyncio.create_task(self._run_loop(self.run), name="controller")
-        jobs = (trouble, death, training)
+        jobs = [training, *self._beside(targets)]
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             written = self.disk.length
+            has_rank_died = training in done and isinstance(training.exception(), RankDiedError)
             for job in done:
-                job.result()
+                if job is not training or not has_rank_died:
+                    job.result()
         finally:
             for job in jobs:
                 job.cancel()
@@ -208,17 +206,34 @@ class Simulation:
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
-        if training not in done:
-            await self._bury(targets, written)
-        return training in done
+        is_over = training in done and not has_rank_died
+        if not is_over:
+            await self._bury(targets, written, is_torn=not has_rank_died)
+        return is_over
 
-    async def _bury(self, targets: Targets, written: int) -> None:
-        """The driver died when its journal had `written` lines; every process it started dies with it."""
+    def _beside(self, targets: Targets) -> list[asyncio.Task[None]]:
+        """What goes on beside training: the engines' monitor, faults, and the death of the driver."""
+        start, jobs = asyncio.create_task, []
+        if self.config.adaptive_concurrency:
+            assert self.monitor is not None
+            jobs.append(start(self.monitor.poll_on(), name="engine monitor"))
+        rates = RATES.get(self.config.faults)
+        if rates is not None:
+            injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
+            injector.arm()
+            assert isinstance(self.core, CheckedDataflow)
+            jobs.append(start(injector.run(self.core), name="faults"))
+            jobs.append(start(injector.driver_dies(), name="death of the driver"))
+        return jobs
+
+    async def _bury(self, targets: Targets, written: int, *, is_torn: bool) -> None:
+        """The driver ended when its journal had `written` lines; every process it started ends with it."""
         assert self.run is not None
         await self.run.close()
         for engine in targets.engines:
             engine.crash()
-        self.disk.tear(written, self.world.rng("torn"))
+        if is_torn:
+            self.disk.tear(written, self.world.rng("torn"))
         self.world.begin_again()
 
     async def _run_loop(self, run: Run) -> None:
@@ -233,16 +248,6 @@ class Simulation:
             return Dataflow(limits, rules)
         return self.seams.core(limits, rules, self.world, config.check_every, self.disk, restored)
 
-    def _make_publisher(self, pool: EnginePool) -> ActorWeightPublisher:
-        weights = WeightsConfig(
-            update_mode=self.config.update_mode,
-            overlap=self.config.overlap,
-            timeout_s=PUBLISH_TIMEOUT_S,
-            drain_timeout_s=DRAIN_TIMEOUT_S,
-        )
-        export = GatherExport(cast("TrainerClient", self.trainer), pool, weights)
-        return self.seams.publisher(pool, weights, export)
-
 
 def flow_limits(config: SimulationConfig) -> FlowLimits:
     """The bounds of the flow."""
@@ -254,6 +259,16 @@ def flow_limits(config: SimulationConfig) -> FlowLimits:
         on_expiry=ExpiryPolicy(config.on_expiry),
         max_requeues=MAX_REQUEUES,
         max_live_trajectories=config.max_live,
+    )
+
+
+def weights_config(config: SimulationConfig) -> WeightsConfig:
+    """How weights reach the engines."""
+    return WeightsConfig(
+        update_mode=config.update_mode,
+        overlap=config.overlap,
+        timeout_s=PUBLISH_TIMEOUT_S,
+        drain_timeout_s=DRAIN_TIMEOUT_S,
     )
 
 
