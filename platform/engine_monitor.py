@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
@@ -42,7 +41,7 @@ class EngineMonitor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EngineMonitor]:
         """Poll for as long as the context is open."""
-        job = asyncio.create_task(self._run(), name="engine monitor")
+        job = asyncio.create_task(self.poll_on(), name="engine monitor")
         try:
             yield self
         finally:
@@ -53,12 +52,13 @@ class EngineMonitor:
         """Ask every engine once; one that does not answer is left out, the pool will notice."""
         answers = await asyncio.gather(*(_ask(engine) for engine in self._pool.engines()))
         loads = {engine_id: load for engine_id, load in answers if load is not None}
-        self._update(time.monotonic(), list(loads.values()))
+        self._update(asyncio.get_running_loop().time(), list(loads.values()))
         if self._adapts_concurrency:
             for engine_id, load in loads.items():
                 self._adapt(engine_id, load)
 
-    async def _run(self) -> None:
+    async def poll_on(self) -> None:
+        """Poll until cancelled."""
         while True:
             await self.poll()
             await asyncio.sleep(self._period_s)

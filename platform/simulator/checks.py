@@ -10,12 +10,13 @@
     I8  an engine serves only what it has acknowledged                     requests, deltas (simulator/world.py)
     I9  one normaliser per optimizer step, over its whole batch            when a batch trains
 
+and what the run was told to keep: quotas of streams, trajectories under way, gangs, filters (`Promises`).
 The cheap checks run after every event; comparing every live group runs every `every` events.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,82 +24,25 @@ import numpy as np
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason, VersionMark
+from penstock.dataflow.ledger import GroupState, JournalEntry, Reason, VersionMark
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import versions_per_token
-from penstock.platform.simulator.world import POSITION_BITS, InvariantError, World, member_of, task_of, true_reward
+from penstock.platform.simulator.ledger_model import LedgerModel
+from penstock.platform.simulator.tasks import is_refused, number_of
+from penstock.platform.simulator.world import (
+    POSITION_BITS,
+    InvariantError,
+    World,
+    member_of,
+    task_of,
+    true_reward,
+)
 
 if TYPE_CHECKING:
     from penstock.platform.simulator.durable import DurableState, Restored
 
-_NEXT = {
-    "admitted": {"generating"},
-    "generating": {"scoring"},
-    "scoring": {"ready"},
-    "ready": {"training"},
-    "training": {"trained"},
-}
 RECENT = 32
-_LIVE = frozenset({"generating", "scoring", "ready", "training"})
-_ENDS_TRAINING = frozenset({Reason.BAD_STEP, Reason.ROLLBACK, Reason.RUN_END, Reason.ZERO_VARIANCE})
-_UNTRAINED = frozenset({"dropped", "filtered", "failed"})
-
-
-class LedgerModel:
-    """Follows the ledger's events and knows what may come next.
-
-    Attributes:
-        live: Group -> state.
-        ended: Terminal state -> groups.
-        trained: Every group that trained.
-        rolled_back: Tasks that were under way when the driver died, and have not started again.
-    """
-
-    def __init__(self, limits: FlowLimits) -> None:
-        self.live: dict[int, str] = {}
-        self.ended: Counter[str] = Counter()
-        self.trained: set[int] = set()
-        self.rolled_back: set[str] = set()
-        self.num_admitted = 0
-        self._limits = limits
-
-    def follow(self, event: LedgerEvent) -> None:
-        """Check one event and take it over."""
-        group, state = int(event.group_id), str(event.state)
-        if state == "generating":
-            if group != self.num_admitted:
-                raise InvariantError("I3", f"group {group} was admitted after {self.num_admitted} others")
-            self.num_admitted += 1
-            self.live[group] = state
-            self.rolled_back.discard(event.task_id)
-            return
-        before = self.live.get(group)
-        if before is None:
-            raise InvariantError("I2", f"group {group} goes to {state}, but it has ended or never was")
-        if state in _UNTRAINED:
-            self._may_end(group, before, event)
-            if event.reason is Reason.ROLLBACK:
-                self.rolled_back.add(event.task_id)
-        elif state not in _NEXT[before]:
-            raise InvariantError("I2", f"group {group} goes from {before} to {state}")
-        if state in _LIVE:
-            self.live[group] = state
-            return
-        del self.live[group]
-        self.ended[state] += 1
-        if state == "trained":
-            if group in self.trained:
-                raise InvariantError("I5", f"group {group} is trained a second time")
-            self.trained.add(group)
-
-    def _may_end(self, group: int, before: str, event: LedgerEvent) -> None:
-        if event.reason is Reason.STALE and self._limits.on_expiry == "wait":
-            raise InvariantError("I1", f"group {group} was dropped as stale under on_expiry=wait")
-        if event.reason is Reason.REDUNDANT and self._limits.surplus == 0:
-            raise InvariantError("I6", f"group {group} was dropped as redundant, but there is no surplus")
-        if before == "training" and event.reason not in _ENDS_TRAINING:
-            raise InvariantError("I2", f"group {group} ended as {event.state}({event.reason}) while it trained")
 
 
 class CheckedDataflow(Dataflow):
@@ -112,7 +56,7 @@ class CheckedDataflow(Dataflow):
         self, limits: FlowLimits, rules: GroupRules, world: World, every: int, disk: DurableState, restored: Restored
     ) -> None:
         super().__init__(limits, rules, restored.version, restored.resumed.ledger)
-        self.model = LedgerModel(limits)
+        self.model = LedgerModel(limits, world.promises)
         for event in restored.history:
             self.model.follow(event)
         self.ledger.sink = self._on_ledger
@@ -182,6 +126,9 @@ class CheckedDataflow(Dataflow):
             limits.window - counts.live,
             limits.total_steps * limits.batch_groups + limits.surplus - (counts.admitted - sum(expected[1:])),
         )
+        if limits.max_live_trajectories is not None:
+            places = limits.max_live_trajectories - model.live_trajectories
+            free = min(free, max(0, places) // self.rules.group_size)
         if limits.surplus == 0 and self.free_credits != free:
             raise InvariantError(
                 "I6", f"{self.free_credits} free credits, but {free} are: a credit leaked or was made up"
@@ -214,7 +161,9 @@ class CheckedDataflow(Dataflow):
     def _check_group(self, group: GroupRef) -> None:
         payload = group.handle
         assert isinstance(payload, GroupPayload)
-        if len(payload.trajectories) < self.rules.min_group_size or len(group.spans) != len(payload.trajectories):
+        size = self.model.sizes[int(group.group_id)]
+        is_allowed = min(self.rules.min_group_size, size) <= len(payload.trajectories) <= size
+        if not is_allowed or len(group.spans) != len(payload.trajectories):
             raise InvariantError("I2", f"group {group.group_id} is ready with {len(payload.trajectories)} members")
         if [member.spans for member in payload.trajectories] != list(group.spans):
             raise InvariantError("I4", f"group {group.group_id} reports other spans than its payload holds")
@@ -230,6 +179,8 @@ class CheckedDataflow(Dataflow):
                 raise InvariantError("I5", f"group {group.group_id} goes into a second batch")
             if self.model.live.get(int(group.group_id)) != "training":
                 raise InvariantError("I2", f"group {group.group_id} is in a batch and not in training")
+            if is_refused(number_of(group.task_id), self._world.promises.filter_share):
+                raise InvariantError("filter", f"group {group.group_id} of {group.task_id} trains, its task is refused")
 
 
 def check_trajectory(trajectory: Trajectory, world: World) -> None:

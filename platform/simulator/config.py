@@ -7,6 +7,7 @@ with overhead); a token prefills in 2 · 7e9 FLOP at 500 TFLOP/s = 28 µs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, Literal
@@ -63,6 +64,7 @@ class SimulationConfig(BaseModel):
         routing: Which engine a request goes to.
         update_mode: How weights reach engines that generate.
         overlap: The trainer goes on while they do.
+        adaptive_concurrency: Engines hold fewer requests while their KV cache is full.
         reward_mean_s: Mean latency of a reward, seconds; exponential.
         reward_workers: Rewards computed at once.
         steps: Batches trained.
@@ -71,6 +73,12 @@ class SimulationConfig(BaseModel):
         eta: η, max_staleness, versions.
         on_expiry: What happens to groups that would become too old.
         surplus: Redundant groups beyond the credits.
+        min_group_size: A group whose failed members are gone still trains with this many.
+        sizing: Groups get 2 to `group_size` trajectories, by their task.
+        gang: All members of a group start on one engine.
+        max_live: Trajectories under way at once (what `dataflow.max_live_gib` comes to); none is no limit.
+        streams: Task streams, of weights 1, 2, …; several have quotas of 1.2 ÷ streams each.
+        filter_share: Share of tasks whose groups the user's filter refuses.
         stream: The trainer computes on the first groups of a batch while the rest is generated.
         max_retries: Retries of one trajectory.
         faults: How much goes wrong.
@@ -106,6 +114,7 @@ class SimulationConfig(BaseModel):
     routing: Literal["prefix_aware", "least_loaded"] = "prefix_aware"
     update_mode: UpdateMode = "keep_kv"
     overlap: bool = False
+    adaptive_concurrency: bool = False
     reward_mean_s: float = Field(default=0.1, ge=0)
     reward_workers: int = Field(default=64, ge=1)
     steps: int = Field(default=12, ge=1)
@@ -114,6 +123,12 @@ class SimulationConfig(BaseModel):
     eta: int = Field(default=2, ge=0)
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
     surplus: int = Field(default=0, ge=0)
+    min_group_size: int = Field(default=2, ge=1)
+    sizing: bool = False
+    gang: bool = False
+    max_live: int | None = Field(default=None, ge=1)
+    streams: int = Field(default=1, ge=1)
+    filter_share: float = Field(default=0.0, ge=0, le=0.9)
     stream: bool = False
     max_retries: int = Field(default=4, ge=0)
     faults: FaultLevel = FaultLevel.NONE
@@ -162,9 +177,25 @@ def parse_simulation(overrides: list[str]) -> SimulationConfig:
         problems += [f"{'.'.join(map(str, e['loc']))}={e['input']}: {e['msg']}." for e in error.errors()]
     if problems:
         raise ConfigError(problems)
-    if config.colocated and config.eta:
-        raise ConfigError([f"colocated=true with eta={config.eta}: taking turns is synchronous. Set eta=0."])
+    problems = list(_contradictions(config))
+    if problems:
+        raise ConfigError(problems)
     return config
+
+
+def _contradictions(config: SimulationConfig) -> Iterator[str]:
+    """Keys that are right alone and wrong together."""
+    if config.colocated and config.eta:
+        yield f"colocated=true with eta={config.eta}: taking turns is synchronous. Set eta=0."
+    if config.gang and config.group_size > config.slots:
+        yield f"gang=true with group_size={config.group_size}: engines have slots={config.slots}. Raise slots."
+    if config.gang and config.surplus:
+        yield f"gang=true with surplus={config.surplus}: gangs are not given up for faster ones. Set surplus=0."
+    if config.min_group_size > config.group_size:
+        yield f"min_group_size={config.min_group_size} is above group_size={config.group_size}. Lower it."
+    batch = config.batch * config.group_size
+    if config.max_live is not None and config.max_live < batch:
+        yield f"max_live={config.max_live} is below the {batch} trajectories of a batch: none could close. Raise it."
 
 
 def _pools(value: str, problems: list[str]) -> dict[str, int]:

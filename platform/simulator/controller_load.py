@@ -24,11 +24,13 @@ from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.simulator.around_run import rare_collections
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.lengths import LengthTable
-from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks
-from penstock.platform.simulator.simulation import rare_collections, simulate
+from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore
+from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import rounded
+from penstock.platform.simulator.tasks import training_tasks
 from penstock.platform.simulator.world import World
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner

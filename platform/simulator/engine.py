@@ -19,6 +19,8 @@ from penstock.platform.simulator.decoding import DELTA_TOKENS, Counters, DecodeB
 from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.world import World, member_of, sampled_ids, task_of
 
+LOAD_TIMEOUT_S = 60.0
+"""Longest wait for `load`, as the client of an engine has it (actors/engine_client.py)."""
 _LOGPROBS = tuple((-1.0,) * count for count in range(DELTA_TOKENS + 1))
 
 
@@ -36,14 +38,21 @@ class SimulatedEngine:
     """`Engine` that also takes weights, sleeps and fails.
 
     Attributes:
-        version: The version it has acknowledged; -1 before the first.
+        version: The version whose acknowledgement the driver has heard; -1 before the first.
         node_id: Where the publisher thinks it runs.
+        clock_rate: Of its own clock, relative to the driver's: every duration that it reports is measured with it.
+        lost_acks: Probability that the first acknowledgement of a version is not heard.
     """
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         self.engine_id = engine_id
         self.node_id = "simulated"
         self.version = -1
+        self.clock_rate = 1.0
+        self.lost_acks = 0.0
+        self._loaded = -1
+        self._unheard = -1
+        self._rng = world.rng(f"acknowledgements of {engine_id}")
         self._world = world
         self._batch = DecodeBatch(cost, world.prompt_tokens, self._emit)
         self._health = _Health(speed)
@@ -60,13 +69,13 @@ class SimulatedEngine:
             stream.put(EngineLostError(f"{self.engine_id} is down or has no weights"))
             return stream
         world = self._world
-        world.on_request(self.engine_id, self.version)
+        world.on_request(self.engine_id, self.version, request.request_id)
         task = task_of(request.prompt_token_ids[0])
         start = len(request.prompt_token_ids) - world.prompt_tokens
         left = max(1, world.lengths.length(task, member_of(request.request_id)) - start)
         limit = request.sampling.max_new_tokens
         reason: FinishReason = "length" if left > limit else "stop"
-        sequence = Sequence(request, stream, task, start, min(left, limit), reason, self.version)
+        sequence = Sequence(request, stream, task, start, min(left, limit), reason, self._loaded)
         self._batch.waiting.append(sequence)
         self._touch()
         return stream
@@ -78,22 +87,27 @@ class SimulatedEngine:
         self._touch()
 
     async def load(self) -> EngineLoad:
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._health.responds.wait()
+        except TimeoutError:
+            raise EngineLostError(f"{self.engine_id}: load() took longer than {LOAD_TIMEOUT_S:.0f} s") from None
         if self._health.is_lost:
             raise EngineLostError(f"{self.engine_id}: load() failed")
         self._advance()
         batch = self._batch
         return EngineLoad(
-            version=self.version,
+            version=self._loaded,
             num_running=len(batch.running),
             num_waiting=len(batch.waiting),
             kv_cache_usage=min(batch.kv_used / batch.cost.kv_tokens, 1.0),
             tokens_generated=batch.counters.tokens,
-            busy_s=batch.counters.busy_s,
+            busy_s=batch.counters.busy_s * self.clock_rate,
             num_preemptions=batch.counters.preempted,
         )
 
     async def update_weights(self, manifest: WeightManifest, _payload: Any = None) -> WeightAck:
-        """Stage beside generation, freeze, swap, acknowledge, go on.
+        """Stage beside generation, freeze, swap, acknowledge, go on; an acknowledgement may get lost, once.
 
         Raises:
             EngineLostError: If the engine is or goes down. It stays frozen if only the caller gave up.
@@ -105,12 +119,18 @@ class SimulatedEngine:
         self._reschedule()
         await self._answering(cost.swap_s, manifest)
         self._advance()
-        if manifest.version != self.version:
+        if manifest.version != self._loaded:
             self._batch.swap(manifest.version)
-        self.version = manifest.version
+        self._loaded = manifest.version
         health.is_frozen = False
         self._touch()
-        return WeightAck(self.engine_id, manifest.version, manifest.checksum, cost.stage_s, cost.swap_s)
+        if self._unheard != manifest.version and self._rng.random() < self.lost_acks:
+            self._unheard = manifest.version
+            self._world.faults["acknowledgement lost"] += 1
+            await asyncio.Event().wait()  # until the caller gives up; it sends the version once more
+        self.version = manifest.version
+        rate = self.clock_rate
+        return WeightAck(self.engine_id, manifest.version, manifest.checksum, cost.stage_s * rate, cost.swap_s * rate)
 
     async def sleep(self) -> None:
         """Give the devices to the trainer (colocated)."""
@@ -126,6 +146,7 @@ class SimulatedEngine:
         """Every request is lost, with its KV and the weights."""
         self._advance()
         self._health.is_lost = True
+        self._world.left(self.engine_id)
         lost = EngineLostError(f"{self.engine_id} died")
         for sequence in self._batch.clear():
             sequence.stream.put(lost)
@@ -135,7 +156,7 @@ class SimulatedEngine:
     def restart(self) -> None:
         """Up again, without weights: it serves nothing until a version is published to it."""
         self._advance()
-        self.version = -1
+        self.version = self._loaded = -1
         self._health.is_lost = self._health.is_frozen = False
 
     def hang(self) -> None:
@@ -196,7 +217,7 @@ class SimulatedEngine:
         self._is_settling = False
         self._advance()
         if self._is_working:
-            self._batch.settle(self.version, self._health.speed)
+            self._batch.settle(self._loaded, self._health.speed)
         self._reschedule()
 
     def _reschedule(self) -> None:
@@ -222,7 +243,7 @@ class SimulatedEngine:
             if count or reason is not None:
                 truth = self._batch.true_spans(sequence, stop)
                 spans = self.stamp(truth)
-                self._world.on_tokens(self.engine_id, self.version, spans)
+                self._world.on_tokens(self.engine_id, self._loaded, spans)
                 ids = sampled_ids(truth, sequence.start + sequence.emitted)
                 sequence.emitted = stop
                 self._batch.counters.tokens += count

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.trajectory import GroupRef
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from penstock.rollout.pool import EnginePool
 
 
-MAX_DRIVER_DEATHS = 2
+MAX_DEATHS = 2
+"""Incarnations that end before their time; the next one lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,17 @@ class FaultRates:
         outage_steps: Mean time an engine stays so, in expected step times.
         reward_raises: Probability per score.
         reward_hangs: Probability per score.
-        trainer_crashes: Probability per step.
+        scores_lost: Probability per score that it is computed and never arrives.
+        bad_steps: Probability per step that its numbers are not finite.
+        trainer_crashes: Probability per step that a rank dies.
         lost: Probability per delta that this and all later messages of its request are lost.
+        acks_lost: Probability per engine and version that its first acknowledgement is not heard.
         delayed: Probability per completion that it arrives late.
+        duplicated: Probability per completion that it arrives a second time, later.
         stray_steps: Mean time between two duplicated, late or senseless reports, in expected step times.
         driver_steps: Mean time until the driver dies, in expected step times.
-        skew: Largest relative error of an engine's clock, so of its speed.
+        speed_spread: Largest relative difference of an engine's speed from what it should be.
+        skew: Largest relative error of the rate of an engine's clock.
     """
 
     engine_steps: float
@@ -53,17 +58,56 @@ class FaultRates:
     outage_steps: float
     reward_raises: float
     reward_hangs: float
+    scores_lost: float
+    bad_steps: float
     trainer_crashes: float
     lost: float
+    acks_lost: float
     delayed: float
+    duplicated: float
     stray_steps: float
     driver_steps: float
+    speed_spread: float
     skew: float
 
 
 RATES: dict[FaultLevel, FaultRates] = {
-    FaultLevel.LIGHT: FaultRates(20.0, (1, 1, 2), 1.0, 0.01, 0.002, 0.02, 0.0005, 0.01, 2.0, 100.0, 0.01),
-    FaultLevel.HEAVY: FaultRates(5.0, (2, 2, 1), 1.5, 0.05, 0.01, 0.1, 0.003, 0.05, 0.3, 25.0, 0.05),
+    FaultLevel.LIGHT: FaultRates(
+        engine_steps=20.0,
+        kinds=(1, 1, 2),
+        outage_steps=1.0,
+        reward_raises=0.01,
+        reward_hangs=0.002,
+        scores_lost=0.001,
+        bad_steps=0.02,
+        trainer_crashes=0.005,
+        lost=0.0005,
+        acks_lost=0.01,
+        delayed=0.01,
+        duplicated=0.01,
+        stray_steps=2.0,
+        driver_steps=100.0,
+        speed_spread=0.01,
+        skew=0.01,
+    ),
+    FaultLevel.HEAVY: FaultRates(
+        engine_steps=5.0,
+        kinds=(2, 2, 1),
+        outage_steps=1.5,
+        reward_raises=0.05,
+        reward_hangs=0.01,
+        scores_lost=0.005,
+        bad_steps=0.1,
+        trainer_crashes=0.05,
+        lost=0.003,
+        acks_lost=0.03,
+        delayed=0.05,
+        duplicated=0.05,
+        stray_steps=0.3,
+        driver_steps=25.0,
+        speed_spread=0.05,
+        skew=0.05,
+    ),
 }
 
 
@@ -75,7 +119,7 @@ class Targets:
     pool: EnginePool
     rewards: SimulatedRewards
     trainer: SimulatedTrainer
-    catch_up: Callable[[SimulatedEngine], Awaitable[None]]
+    catch_up: Callable[[SimulatedEngine], Awaitable[bool]]
 
 
 class FaultInjector:
@@ -94,17 +138,26 @@ class FaultInjector:
         rates, targets = self._rates, self._targets
         targets.rewards.faults.raises = rates.reward_raises
         targets.rewards.faults.hangs = rates.reward_hangs
-        targets.trainer.crash_rate = rates.trainer_crashes
+        targets.rewards.faults.lost = rates.scores_lost
+        targets.trainer.bad_step_rate = rates.bad_steps
+        targets.trainer.death_rate = rates.trainer_crashes if self._may_die else 0.0
         for engine in targets.engines:
-            engine.set_speed(engine.speed * (1 + rates.skew * (2 * self._rng.random() - 1)))
+            engine.set_speed(engine.speed * (1 + rates.speed_spread * (2 * self._rng.random() - 1)))
+            engine.clock_rate = 1 + rates.skew * (2 * self._rng.random() - 1)
+            engine.lost_acks = rates.acks_lost
+            self._world.faults["clock skewed"] += 1
         self._world.deliver = self._deliver
 
     async def driver_dies(self) -> None:
-        """Return when the driver dies; one that came back `MAX_DRIVER_DEATHS` times lives."""
-        if self._world.incarnation >= MAX_DRIVER_DEATHS:
+        """Return when the driver dies."""
+        if not self._may_die:
             await asyncio.Event().wait()
         await asyncio.sleep(self._rng.expovariate(1 / (self._rates.driver_steps * self._step_s)))
         self._world.faults["driver crash"] += 1
+
+    @property
+    def _may_die(self) -> bool:
+        return self._world.incarnation < MAX_DEATHS
 
     async def run(self, core: CheckedDataflow) -> None:
         """Let engines fail and stray reports arrive."""
@@ -154,23 +207,24 @@ class FaultInjector:
         """As a supervisor does: restart, catch up with the published version, join the pool."""
         engine.crash()
         engine.restart()
-        try:
-            await self._targets.catch_up(engine)
-        except EngineLostError:
-            return
-        self._targets.pool.add(engine)
-        self._world.note(f"{engine.engine_id} rejoins at v{engine.version}")
+        if await self._targets.catch_up(engine):
+            self._targets.pool.add(engine)
+            self._world.note(f"{engine.engine_id} rejoins at v{engine.version}")
 
     def _deliver(self, stream: TokenStream, delta: TokenDelta) -> None:
-        if self._rng.random() < self._rates.lost:
+        rates, draw = self._rates, self._rng.random()
+        if self._rng.random() < rates.lost:
             self._world.faults["message lost"] += 1
             stream.cut()
-        elif delta.finish_reason is not None and self._rng.random() < self._rates.delayed:
-            self._world.faults["completion delayed"] += 1
+            return
+        if delta.finish_reason is not None and draw < rates.delayed + rates.duplicated:
+            is_late = draw < rates.delayed
+            self._world.faults["completion delayed" if is_late else "completion duplicated"] += 1
             delay_s = self._rng.expovariate(1 / self._step_s)
             asyncio.get_running_loop().call_later(delay_s, stream.deliver, delta)
-        else:
-            stream.deliver(delta)
+            if is_late:
+                return
+        stream.deliver(delta)
 
     async def _stray_reports(self, core: CheckedDataflow, rng: random.Random) -> None:
         """Completions that arrive twice, out of order or for groups that never were."""

@@ -1,41 +1,25 @@
-"""The simulated parts beside the engines: tasks, tokenizer, rewards, trainer, payload store, trajectory table."""
+"""The simulated parts beside the engines: tokenizer, rewards, trainer, payload store, trajectory table."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.errors import TrainingError, TrajectoryError
+from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.simulator.checks import check_step
+from penstock.platform.simulator.tasks import EVALUATION_TASKS
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
 from penstock.rollout.tokenizers import TokenCodec
-
-EVALUATION_TASKS = 1_000_000
-"""Evaluation tasks are numbered from here, away from those that train."""
-
-
-def training_tasks() -> Iterator[Task]:
-    """Endless; the task's number is all there is to it."""
-    return (make_task(number) for number in itertools.count())
-
-
-def held_out_tasks(count: int) -> list[Task]:
-    return [make_task(EVALUATION_TASKS + number) for number in range(count)]
-
-
-def make_task(number: int) -> Task:
-    return Task(TaskId(f"simulated/{number}"), str(number))
 
 
 class SimulatedCodec(TokenCodec):
@@ -107,10 +91,13 @@ class RewardFaults:
 
     raises: float = 0.0
     hangs: float = 0.0
+    lost: float = 0.0
     timeout_s: float = 30.0
 
 
 NO_FAULTS = RewardFaults()
+SCORE_SILENCE_S = 80.0
+"""After which the client takes a worker for dead that has not answered (actors/reward_client.py)."""
 
 
 class SimulatedRewards:
@@ -129,7 +116,8 @@ class SimulatedRewards:
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         task_number = task_of(int(trajectory.token_ids[0]))
         draw, faults = self._rng.random(), self.faults if task_number < EVALUATION_TASKS else NO_FAULTS
-        if self._mean_s == 0 and draw >= faults.hangs + faults.raises:
+        fails = faults.hangs + faults.raises
+        if self._mean_s == 0 and draw >= fails + faults.lost:
             return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
         async with self._free:
             if draw < faults.hangs:
@@ -138,10 +126,18 @@ class SimulatedRewards:
                 raise TrajectoryError("reward", f"{task.task_id}: no score within {faults.timeout_s:.0f} s")
             if self._mean_s:
                 await asyncio.sleep(self._rng.expovariate(1 / self._mean_s))
-            if draw < faults.hangs + faults.raises:
+            if draw < fails:
                 self._world.faults["reward exception"] += 1
                 raise TrajectoryError("reward", f"{task.task_id}: ValueError: planted")
+        if draw < fails + faults.lost:
+            self._world.faults["score lost"] += 1
+            await asyncio.sleep(SCORE_SILENCE_S)
+            raise TrajectoryError("reward", f"reward worker died: it did not answer for {SCORE_SILENCE_S:.0f} s")
         return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
+
+
+class RankDiedError(TrainingError):
+    """A planted death of one of the trainer's ranks. The run ends, and a new incarnation resumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +181,8 @@ class SimulatedTrainer:
     """`TrainerGroup`, and the export that the publisher asks for.
 
     Attributes:
-        crash_rate: Probability that a step is lost.
+        bad_step_rate: Probability that the numbers of a step are not finite: it is not taken.
+        death_rate: Probability that a rank dies in a step.
         trained: What was trained into the policy it holds.
         checkpoint: Told every version that is saved.
     """
@@ -194,7 +191,8 @@ class SimulatedTrainer:
         self, world: World, cost: TrainerCost, max_staleness: int, *, is_checked: bool, version: int, trained: Trained
     ) -> None:
         self.node_id = "simulated"
-        self.crash_rate = 0.0
+        self.bad_step_rate = 0.0
+        self.death_rate = 0.0
         self.trained = trained
         self.checkpoint: Callable[[int, Trained], None] = lambda _version, _trained: None
         self._world = world
@@ -214,9 +212,15 @@ class SimulatedTrainer:
         busy_s, left_s = self._cost.step_s(num_tokens), done_at - clock() + self._cost.fixed_s
         if self._is_checked:
             check_step(groups, self.loss_weights(groups), self._version, self._max_staleness)
-        if self._rng.random() < self.crash_rate:
+        draw = self._rng.random()
+        if draw < self.death_rate:
             self._world.faults["trainer crash"] += 1
-            self._world.note(f"trainer lost the step at v{self._version}")
+            await asyncio.sleep(left_s * self._rng.random())
+            self._world.note(f"a rank of the trainer died at v{self._version}")
+            raise RankDiedError(f"trainer: step: a process died at v{self._version}: planted")
+        if draw < self.death_rate + self.bad_step_rate:
+            self._world.faults["bad step"] += 1
+            self._world.note(f"the step at v{self._version} had numbers that are not finite")
             await asyncio.sleep(left_s * self._rng.random())
             return StepReport(self._version, skipped=True, metrics={}, busy_s=busy_s)
         await asyncio.sleep(left_s)

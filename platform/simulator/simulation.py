@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import math
-import traceback
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import Ledger, LedgerCounts
-from penstock.dataflow.ports import PublishReport, SamplingParams, WeightManifest
+from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.streams import TaskLine
 from penstock.platform import controller
 from penstock.platform.colocation import TakesTurns
 from penstock.platform.engine_monitor import EngineMonitor
@@ -34,6 +29,7 @@ from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.run import Parts, Run, Side
+from penstock.platform.simulator.around_run import describe, rare_collections
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
@@ -43,15 +39,16 @@ from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import (
+    RankDiedError,
     SimulatedCodec,
     SimulatedRewards,
     SimulatedStore,
     SimulatedTrainer,
     Trained,
-    held_out_tasks,
-    training_tasks,
 )
+from penstock.platform.simulator.publishing import WatchedPublisher
 from penstock.platform.simulator.quiet_run import HELD_OUT_TASKS, instruments, run_config
+from penstock.platform.simulator.tasks import held_out_tasks, make_filters, make_task_line, promises
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, Trace, World
 from penstock.rollout.pool import EnginePool
@@ -63,6 +60,8 @@ SILENCE_S = 120.0
 PUBLISH_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 36_000.0
 MAX_REQUEUES = 3
+EVALUATION_RESUMES = 1000
+"""A run whose held-out tasks cannot be answered is supposed to stop, which is no finding here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,7 @@ class Seams:
     pool: type[EnginePool] = EnginePool
     publisher: type[ActorWeightPublisher] = ActorWeightPublisher
     disk: type[DurableState] = DurableState
+    line: type[TaskLine] = TaskLine
 
 
 @dataclass(slots=True)
@@ -105,35 +105,6 @@ class Outcome:
     tokens_generated: int = 0
 
 
-class WatchedPublisher:
-    """The shipping publisher; tells the world what is published (I8).
-
-    Attributes:
-        is_publishing: Held during a publish; an engine that comes back waits for its end.
-    """
-
-    def __init__(self, publisher: ActorWeightPublisher, world: World) -> None:
-        self.is_publishing = asyncio.Lock()
-        self._publisher = publisher
-        self._world = world
-
-    async def publish(self, version: int) -> PublishReport:
-        async with self.is_publishing:
-            report = await self._publisher.publish(version)
-        self._world.published = version
-        self._world.note(f"published v{version} to {len(report.acks)} engines")
-        return report
-
-    async def delivered(self) -> PublishReport:
-        return await self._publisher.delivered()
-
-    async def catch_up(self, engine: SimulatedEngine) -> None:
-        """Give a restarted engine the version that is published, between two publishes."""
-        async with self.is_publishing:
-            version = self._world.published
-            await engine.update_weights(WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7))
-
-
 @dataclass(slots=True)
 class Simulation:
     """A run that is put together inside its virtual-time loop."""
@@ -147,6 +118,7 @@ class Simulation:
     engines: list[SimulatedEngine] = field(default_factory=list)
     trainer: SimulatedTrainer | None = None
     core: Dataflow | None = None
+    monitor: EngineMonitor | None = None
     run: Run | None = None
 
     def __post_init__(self) -> None:
@@ -154,7 +126,9 @@ class Simulation:
         lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain)
         trace = Trace() if self.is_checked else None
         self.disk = self.seams.disk(MAX_REQUEUES)
-        self.world = World(lengths, math.ceil(config.prompt_tokens / config.grain), self.seed, trace)
+        prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
+        told = promises(config, flow_limits(config))
+        self.world = World(lengths, prompt_tokens, self.seed, trace, promises=told)
 
     async def main(self) -> None:
         """Train to the end; a driver that dies is followed by one that resumes from what is on disk."""
@@ -174,7 +148,9 @@ class Simulation:
         self.engines += engines
         policy = PrefixAware(self.seed) if config.routing == "prefix_aware" else LeastLoaded(self.seed)
         pool = self.seams.pool(engines, config.slots, self.seed, policy=policy)
-        runner = self.seams.runner(pool, SimulatedCodec(world.prompt_tokens), SILENCE_S)
+        codec = SimulatedCodec(world.prompt_tokens)
+        runner = self.seams.runner(pool, codec, SILENCE_S)
+        examined = self.seams.runner(pool, codec, SILENCE_S, max_resumes=EVALUATION_RESUMES)
         rewards = SimulatedRewards(world, config.reward_mean_s, config.reward_workers)
         trainer = self.trainer = self.seams.trainer(
             world,
@@ -190,18 +166,21 @@ class Simulation:
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 
         def make_flow(stats: FlowStats) -> Flow:
-            line = TaskLine([TaskStream("", training_tasks())], core.limits.window, config.group_size)
+            line = make_task_line(config, core.limits, self.seams.line)
             line.resume(core.ledger, restored.resumed.restarts)
-            options = FlowOptions(config.batch_timeout_s, config.stream)
-            return self.seams.flow(core, line, FilterChain([], 1_000_000), ports, stats, options)
+            options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
+            return self.seams.flow(core, line, make_filters(config), ports, stats, options)
 
-        publisher = WatchedPublisher(self._make_publisher(pool), world)
+        weights = weights_config(config)
+        export = GatherExport(cast("TrainerClient", trainer), pool, weights)
+        publisher = WatchedPublisher(self.seams.publisher(pool, weights, export), pool, weights, world)
+        self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         side = Side(
             runner,
             trainer=TakesTurns(trainer, engines, pool) if config.colocated else trainer,
             publisher=publisher,
-            evaluator=Evaluator(runner, rewards, world.lengths.max_length),
-            monitor=EngineMonitor(pool),
+            evaluator=Evaluator(examined, rewards, world.lengths.max_length),
+            monitor=self.monitor,
         )
         parts = Parts(side, held_out_tasks(HELD_OUT_TASKS), make_flow)
         self.run = Run(run_config(config), parts, instruments())
@@ -209,24 +188,17 @@ class Simulation:
         return Targets(engines, pool, rewards, trainer, publisher.catch_up)
 
     async def _live(self, targets: Targets) -> bool:
-        """Train until the end (True) or until the driver dies (False)."""
+        """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
         assert self.run is not None
-        rates = RATES.get(self.config.faults)
-        if rates is None:
-            await self._run_loop(self.run)
-            return True
-        injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
-        injector.arm()
-        assert isinstance(self.core, CheckedDataflow)
-        trouble = asyncio.create_task(injector.run(self.core), name="faults")
-        death = asyncio.create_task(injector.driver_dies(), name="death of the driver")
         training = asyncio.create_task(self._run_loop(self.run), name="controller")
-        jobs = (trouble, death, training)
+        jobs = [training, *self._beside(targets)]
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             written = self.disk.length
+            has_rank_died = training in done and isinstance(training.exception(), RankDiedError)
             for job in done:
-                job.result()
+                if job is not training or not has_rank_died:
+                    job.result()
         finally:
             for job in jobs:
                 job.cancel()
@@ -234,17 +206,34 @@ class Simulation:
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
-        if training not in done:
-            await self._bury(targets, written)
-        return training in done
+        is_over = training in done and not has_rank_died
+        if not is_over:
+            await self._bury(targets, written, is_torn=not has_rank_died)
+        return is_over
 
-    async def _bury(self, targets: Targets, written: int) -> None:
-        """The driver died when its journal had `written` lines; every process it started dies with it."""
+    def _beside(self, targets: Targets) -> list[asyncio.Task[None]]:
+        """What goes on beside training: the engines' monitor, faults, and the death of the driver."""
+        start, jobs = asyncio.create_task, []
+        if self.config.adaptive_concurrency:
+            assert self.monitor is not None
+            jobs.append(start(self.monitor.poll_on(), name="engine monitor"))
+        rates = RATES.get(self.config.faults)
+        if rates is not None:
+            injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
+            injector.arm()
+            assert isinstance(self.core, CheckedDataflow)
+            jobs.append(start(injector.run(self.core), name="faults"))
+            jobs.append(start(injector.driver_dies(), name="death of the driver"))
+        return jobs
+
+    async def _bury(self, targets: Targets, written: int, *, is_torn: bool) -> None:
+        """The driver ended when its journal had `written` lines; every process it started ends with it."""
         assert self.run is not None
         await self.run.close()
         for engine in targets.engines:
             engine.crash()
-        self.disk.tear(written, self.world.rng("torn"))
+        if is_torn:
+            self.disk.tear(written, self.world.rng("torn"))
         self.world.begin_again()
 
     async def _run_loop(self, run: Run) -> None:
@@ -254,23 +243,38 @@ class Simulation:
 
     def _make_core(self, restored: Restored) -> Dataflow:
         config = self.config
-        limits = FlowLimits(
-            config.batch, config.eta, config.steps, config.surplus, ExpiryPolicy(config.on_expiry), MAX_REQUEUES
-        )
-        rules = GroupRules(config.group_size, 2, config.max_retries, config.max_retries)
+        limits, rules = flow_limits(config), group_rules(config)
         if not self.is_checked:
             return Dataflow(limits, rules)
         return self.seams.core(limits, rules, self.world, config.check_every, self.disk, restored)
 
-    def _make_publisher(self, pool: EnginePool) -> ActorWeightPublisher:
-        weights = WeightsConfig(
-            update_mode=self.config.update_mode,
-            overlap=self.config.overlap,
-            timeout_s=PUBLISH_TIMEOUT_S,
-            drain_timeout_s=DRAIN_TIMEOUT_S,
-        )
-        export = GatherExport(cast("TrainerClient", self.trainer), pool, weights)
-        return self.seams.publisher(pool, weights, export)
+
+def flow_limits(config: SimulationConfig) -> FlowLimits:
+    """The bounds of the flow."""
+    return FlowLimits(
+        batch_groups=config.batch,
+        max_staleness=config.eta,
+        total_steps=config.steps,
+        surplus=config.surplus,
+        on_expiry=ExpiryPolicy(config.on_expiry),
+        max_requeues=MAX_REQUEUES,
+        max_live_trajectories=config.max_live,
+    )
+
+
+def weights_config(config: SimulationConfig) -> WeightsConfig:
+    """How weights reach the engines."""
+    return WeightsConfig(
+        update_mode=config.update_mode,
+        overlap=config.overlap,
+        timeout_s=PUBLISH_TIMEOUT_S,
+        drain_timeout_s=DRAIN_TIMEOUT_S,
+    )
+
+
+def group_rules(config: SimulationConfig) -> GroupRules:
+    """How groups are formed."""
+    return GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
 
 
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:
@@ -285,31 +289,6 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
             violation = describe(error)
     return outcome_of(simulation, loop, violation)
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: with 10,000 live groups the collector took a quarter of the time and found nothing."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-def describe(error: BaseException) -> str:
-    """One line: what broke, and for unexpected errors where."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    cause: BaseException | None = error
-    while cause is not None:
-        error, cause = (cause if isinstance(cause, InvariantError) else error), cause.__context__
-    if isinstance(error, InvariantError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{where}: {error}"
 
 
 def outcome_of(simulation: Simulation, loop: VirtualTimeLoop, violation: str | None) -> Outcome:

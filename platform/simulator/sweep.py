@@ -13,6 +13,7 @@ import numpy as np
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.simulation import Outcome, Seams, simulate
+from penstock.platform.simulator.tasks import size_of
 
 MAX_LISTED = 20
 
@@ -35,7 +36,8 @@ class Bias:
         table = LengthTable(config.lengths, config.group_size, outcome.seed, config.grain)
         self.trained += outcome.trained.lengths
         for task in range(max(outcome.trained.tasks) + 1):
-            self.population += table.group(task)
+            size = size_of(task, config.group_size) if config.sizing else config.group_size
+            self.population += table.group(task)[:size]
 
     @property
     def length_bias(self) -> float | None:

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.dataflow.errors import PenstockError
@@ -26,6 +26,8 @@ from penstock.platform.simulator.stream import TokenStream
 POSITION_BITS = 12
 _POSITIONS = 1 << POSITION_BITS
 TAIL_EVENTS = 40
+EVALUATION = "eval"
+"""Where the ids of evaluation trajectories begin (platform/evaluation.py)."""
 
 
 class InvariantError(PenstockError):
@@ -69,6 +71,21 @@ class Trace:
 Deliver = Callable[[TokenStream, TokenDelta], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """What a run is told to keep, beside I1 to I9.
+
+    Attributes:
+        quotas: Stream -> most groups of it that may live; empty if there is one stream.
+        filter_share: Share of tasks that must not train.
+        has_gangs: The members of a group start on one engine.
+    """
+
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    filter_share: float = 0.0
+    has_gangs: bool = False
+
+
 @dataclass(slots=True)
 class World:
     """One simulated run.
@@ -81,6 +98,7 @@ class World:
         incarnation: Drivers that died before this one.
         faults: What was planted so far, by name.
         deliver: How deltas reach the platform; faults replace it.
+        promises: What it was told to keep.
     """
 
     lengths: LengthTable
@@ -91,6 +109,9 @@ class World:
     incarnation: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     deliver: Deliver = TokenStream.deliver
+    promises: Promises = field(default_factory=Promises)
+    _homes: dict[str, EngineId] = field(default_factory=dict)
+    _started: set[str] = field(default_factory=set)
 
     def rng(self, purpose: str) -> random.Random:
         """A stream of randomness of its own, so that one part's draws never shift another's."""
@@ -102,18 +123,37 @@ class World:
         self.incarnation += 1
         self.published = -1
         self.deliver = TokenStream.deliver
+        self._homes.clear()
+        self._started.clear()
 
     def note(self, event: str) -> None:
         """Add an event to the trace."""
         if self.trace is not None:
             self.trace.add(asyncio.get_running_loop().time(), event)
 
-    def on_request(self, engine_id: EngineId, version: int) -> None:
-        """I8: nothing is routed to an engine that has not acknowledged what was published."""
+    def on_request(self, engine_id: EngineId, version: int, request_id: RequestId) -> None:
+        """I8: nothing is routed to an engine that has not acknowledged what was published. Gangs start together."""
         if version < self.published:
             raise InvariantError(
                 "I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published"
             )
+        if self.promises.has_gangs:
+            self._check_gang(engine_id, request_id)
+
+    def _check_gang(self, engine_id: EngineId, request_id: RequestId) -> None:
+        """The first request of every member goes to the engine of the first member, unless that one has died."""
+        member = request_id.partition("#")[0]
+        group = member.rpartition("/")[0]
+        if member in self._started or group == EVALUATION:
+            return
+        self._started.add(member)
+        home = self._homes.setdefault(group, engine_id)
+        if home != engine_id:
+            raise InvariantError("gang", f"{request_id} starts on {engine_id}, its group on {home}")
+
+    def left(self, engine_id: EngineId) -> None:
+        """An engine died: the gangs on it are free."""
+        self._homes = {group: home for group, home in self._homes.items() if home != engine_id}
 
     def on_tokens(self, engine_id: EngineId, version: int, spans: Spans) -> None:
         """I8: an engine labels no token with a version it has not acknowledged. I4: labels never decrease."""

@@ -15,11 +15,13 @@ import pytest
 
 from penstock.dataflow.core import Dataflow
 from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.journal import Resumed
-from penstock.dataflow.ledger import GroupState, JournalEntry
+from penstock.dataflow.ledger import GroupState, JournalEntry, Ledger
 from penstock.dataflow.ports import Engine
+from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.platform.flow import Flow
@@ -30,7 +32,9 @@ from penstock.platform.simulator.durable import DurableState
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.rollout.lease import Lease
 from penstock.rollout.pool import EnginePool
+from penstock.rollout.routing import EngineView
 
 SEEDS = 12
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
@@ -197,6 +201,40 @@ class OldVersionsStart(EnginePool):
         pass
 
 
+class QuotasForgotten(TaskLine):
+    """A stream takes all the room there is."""
+
+    def _has_room(self, _stream: TaskStream, _ledger: Ledger) -> bool:
+        return True
+
+
+class BytesForgotten(Dataflow):
+    """Groups are admitted by count alone."""
+
+    @property
+    def free_credits(self) -> int:
+        bounded, self.limits = self.limits, replace(self.limits, max_live_trajectories=None)
+        free = super().free_credits
+        self.limits = bounded
+        return free
+
+
+class FilterForgotten(Flow):
+    """What the user's filter refuses is trained."""
+
+    async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
+        self._filters = FilterChain([], 1)
+        await super().group_finished(run, outcomes)
+
+
+class GangScattered(EnginePool):
+    """Members of a gang go wherever there is an engine."""
+
+    def join(self, lease: Lease, _view: EngineView) -> None:
+        views = self.views()
+        super().join(lease, views[self._num_leases % len(views)])
+
+
 @dataclass(frozen=True)
 class Case:
     seams: Seams
@@ -225,6 +263,10 @@ CASES = {
     "requests start below a version that is on its way": Case(
         Seams(pool=OldVersionsStart), "I8", ("overlap=true", "publish_bytes_per_s=1e9")
     ),
+    "a stream exceeds its quota": Case(Seams(line=QuotasForgotten), "quota", ("streams=3",)),
+    "more trajectories live than fit": Case(checked(BytesForgotten), "I6", ("max_live=13", "eta=3")),
+    "a filtered group trains": Case(Seams(flow=FilterForgotten), "filter", ("filter_share=0.3",)),
+    "a gang starts on several engines": Case(Seams(pool=GangScattered), "gang", ("gang=true",)),
     "the normaliser is computed per micro-batch": Case(Seams(trainer=NormalisedPerMicroBatch), "I9", ()),
 }
 

@@ -51,6 +51,12 @@ def test_mistakes_are_named_all_at_once() -> None:
     assert any("Did you mean profile?" in violation for violation in raised.value.violations)
 
 
+def test_keys_that_contradict_each_other_are_named() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_simulation(["gang=true", "surplus=1", "slots=2", "min_group_size=5", "max_live=15"])
+    assert len(raised.value.violations) == 4
+
+
 def test_seeds_are_a_range_or_one_seed() -> None:
     assert parse_seeds("3:5") == range(3, 5)
     assert parse_seeds("7") == range(7, 8)
