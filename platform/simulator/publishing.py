@@ -9,7 +9,7 @@ from penstock.actors.publisher import ActorWeightPublisher
 from penstock.dataflow.ports import PublishReport, WeightManifest
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.world import World
-from penstock.rollout.update_modes import send
+from penstock.rollout.update_modes import last_attempt
 from penstock.weights.config import WeightsConfig
 
 if TYPE_CHECKING:
@@ -45,4 +45,4 @@ class WatchedPublisher:
         async with self.is_publishing:
             version = self._world.published
             manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
-            return await send(engine, manifest, None, self._pool, self._weights) is not None
+            return await last_attempt(engine, manifest, None, self._pool, self._weights.timeout_s) is not None
