@@ -63,8 +63,12 @@ class GroupExport:
         self._crossing: Crossing | None = None
         self._generation = self._num_sent = 0
         self._transfer: ShardTransfer | None = None
+        self._begun: int | None = None
 
     async def begin(self, version: int) -> Departure:
+        if version == self._begun:
+            self._crossing = None  # it is damaged somewhere: codecs begin anew, so that all of it is sent
+        self._begun = version
         if self._crossing is None or set(self._crossing.nodes) != set(self._nodes()):
             try:
                 await self._meet()

@@ -7,20 +7,27 @@ fenced off, so that one slow engine never stops the run (DESIGN §12).
 Overlapped, a publish returns when the version has left the training ranks: its delivery goes on beside the next step.
 The bound on staleness holds all the same, because from then on no request starts below that version: those that would
 start wait for the first engine to have it. The next publish waits for the delivery of the one before.
+
+What an engine refuses may be damaged where all of them read it. While the publish is waited for, the trainer still has
+the version, and writes it once more before anyone is fenced off; overlapped it has gone on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable
+from typing import Any
 
 from penstock.actors.exports import Departure, Export
 from penstock.dataflow.errors import PenstockError, WeightSyncError
-from penstock.dataflow.ports import PublishReport
+from penstock.dataflow.ports import PublishReport, WeightManifest
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.update_modes import make_updater
 from penstock.weights.config import WeightsConfig
+
+logger = logging.getLogger(__name__)
 
 
 class ActorWeightPublisher:
@@ -59,11 +66,12 @@ class ActorWeightPublisher:
         await self._updater.settle()  # the export removes the version before
         started = time.monotonic()
         departure = await self._export.begin(version)
-        delivery = self._deliver(version, departure, started, time.monotonic() - started)
+        export_s = time.monotonic() - started
         if not self._config.overlap or self.last is None:
-            self.last = await delivery
+            self.last = await self._deliver(version, departure, started, export_s, may_repeat=True)
         else:
             self._pool.raise_floor(version)
+            delivery = self._deliver(version, departure, started, export_s, may_repeat=False)
             self._delivery = asyncio.create_task(self._beside(delivery), name=f"deliver v{version}")
         return self.last
 
@@ -96,9 +104,19 @@ class ActorWeightPublisher:
                 await self._pool.fence(engine.engine_id, str(error))
             raise
 
-    async def _deliver(self, version: int, departure: Departure, started: float, export_s: float) -> PublishReport:
-        parcel = await departure
-        acks = await self._updater.update(parcel.manifest, parcel.payload)
+    async def _deliver(
+        self, version: int, departure: Departure, started: float, export_s: float, *, may_repeat: bool
+    ) -> PublishReport:
+        parcel, rewrites = await departure, 0
+
+        async def write_again() -> tuple[WeightManifest, Any]:
+            nonlocal rewrites
+            rewrites += 1
+            logger.warning("publish v%d: it was refused, so the trainer writes it once more", version)
+            repeated = await (await self._export.begin(version))
+            return repeated.manifest, repeated.payload
+
+        acks = await self._updater.update(parcel.manifest, parcel.payload, write_again if may_repeat else None)
         if not acks:
             raise WeightSyncError(f"publish v{version}: no engine acknowledged it: {self._pool.fenced}")
         return PublishReport(
@@ -109,4 +127,5 @@ class ActorWeightPublisher:
             acks=acks,
             drain_timeouts=self._updater.drain_timeouts,
             sent_bytes=parcel.sent_bytes,
+            rewrites=rewrites,
         )

@@ -237,6 +237,7 @@ class PublishReport:
         drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
         probe_nat: Largest difference between a logprob of an engine and of the trainer, if this version was probed.
         sent_bytes: By the training ranks to other processes; 0 through shared memory.
+        rewrites: Times that the version was written once more because an engine had refused it.
     """
 
     version: int
@@ -247,6 +248,7 @@ class PublishReport:
     drain_timeouts: int = 0
     probe_nat: float | None = None
     sent_bytes: int = 0
+    rewrites: int = 0
 
     @property
     def max_stall_s(self) -> float:

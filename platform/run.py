@@ -235,5 +235,6 @@ class Run:
             "weights/stage_s": max(ack.stage_s for ack in self._last_publish.acks),
             "weights/stall_s": self._last_publish.max_stall_s,
             "weights/drain_timeouts": self._last_publish.drain_timeouts,
+            "weights/rewrites": self._last_publish.rewrites,
             **({} if self._last_publish.probe_nat is None else {"weights/probe_nat": self._last_publish.probe_nat}),
         }

@@ -12,15 +12,19 @@ the moment its update begins to its acknowledgement; it is *paused* while it get
 
 An engine that does not drain in time is frozen with its requests inside, which is what `keep_kv` does: slower
 requests may then hold two versions, nothing is lost. No engine serves a version that it has not acknowledged (I8).
+
+Every engine gets two attempts. If one has refused its first, what it found may be damaged where all read it: while the
+trainer still has the version, it is written once more before anyone's second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
-from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.rollout.pool import EnginePool
@@ -28,7 +32,8 @@ from penstock.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 2
+WriteAgain = Callable[[], Awaitable[tuple[WeightManifest, Any]]]
+"""Has the trainer write a version once more; returns what engines are told of it, manifest and payload."""
 
 
 class UpdatableEngine(Protocol):
@@ -62,8 +67,16 @@ class WeightUpdater(Protocol):
         """End what is left of the version before: its bytes are about to go."""
         ...
 
-    async def update(self, manifest: WeightManifest, payload: Any) -> list[WeightAck]:
-        """Bring the engines to a version; returns when new work is sampled from it, with those that have it by then."""
+    async def update(
+        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
+    ) -> list[WeightAck]:
+        """Bring the engines to a version; returns when new work is sampled from it, with those that have it by then.
+
+        Args:
+            manifest: The version.
+            payload: What else engines need to fetch it.
+            write_again: Called at most once, and not after the return; None if the trainer has it no more.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -80,9 +93,17 @@ class InFlight:
     async def settle(self) -> None:
         """Nothing is ever left."""
 
-    async def update(self, manifest: WeightManifest, payload: Any) -> list[WeightAck]:
-        sent = (send(engine, manifest, payload, self._pool, self._config) for engine in in_service(self._pool))
-        acks = [ack for ack in await asyncio.gather(*sent) if ack is not None]
+    async def update(
+        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
+    ) -> list[WeightAck]:
+        engines, timeout_s = in_service(self._pool), self._config.timeout_s
+        answers = await asyncio.gather(*(attempt(engine, manifest, payload, timeout_s) for engine in engines))
+        acks = [answer for answer in answers if isinstance(answer, WeightAck)]
+        failed = [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, WeightAck)]
+        if write_again is not None and is_refused(answers):
+            manifest, payload = await write_again()
+        last = (last_attempt(engine, manifest, payload, self._pool, timeout_s) for engine in failed)
+        acks += [ack for ack in await asyncio.gather(*last) if ack is not None]
         if acks:
             self._pool.raise_floor(manifest.version)
         return acks
@@ -94,7 +115,9 @@ class InFlight:
 class Drain(InFlight):
     """All engines at once, after their requests have ended. Waits for: the requests, at most `drain_timeout_s`."""
 
-    async def update(self, manifest: WeightManifest, payload: Any) -> list[WeightAck]:
+    async def update(
+        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
+    ) -> list[WeightAck]:
         names = [engine.engine_id for engine in in_service(self._pool)]
         for name in names:
             self._pool.pause(name)
@@ -104,7 +127,7 @@ class Drain(InFlight):
         except TimeoutError:
             self.drain_timeouts += _report_late(self._pool, names, manifest, self._config)
         try:
-            return await super().update(manifest, payload)
+            return await super().update(manifest, payload, write_again)
         finally:
             for name in names:
                 self._pool.resume(name)
@@ -129,11 +152,14 @@ class Rolling:
             self._taken_over.set()
             await roll
 
-    async def update(self, manifest: WeightManifest, payload: Any) -> list[WeightAck]:
+    async def update(
+        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
+    ) -> list[WeightAck]:
         await self.settle()
         self._taken_over.clear()
         first: asyncio.Future[WeightAck | None] = asyncio.get_running_loop().create_future()
-        self._roll = asyncio.create_task(self._run(manifest, payload, first), name=f"roll to v{manifest.version}")
+        roll = self._run(manifest, payload, first, write_again)
+        self._roll = asyncio.create_task(roll, name=f"roll to v{manifest.version}")
         either: set[asyncio.Future[Any]] = {first, self._roll}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
@@ -148,7 +174,13 @@ class Rolling:
             self._roll.cancel()
             await asyncio.gather(self._roll, return_exceptions=True)
 
-    async def _run(self, manifest: WeightManifest, payload: Any, first: asyncio.Future[WeightAck | None]) -> None:
+    async def _run(
+        self,
+        manifest: WeightManifest,
+        payload: Any,
+        first: asyncio.Future[WeightAck | None],
+        write_again: WriteAgain | None,
+    ) -> None:
         now = asyncio.get_running_loop().time
         drained_by = now() + self._config.drain_timeout_s
         asked: set[EngineId] = set()
@@ -158,7 +190,15 @@ class Rolling:
             try:
                 if not await self._drained(engine, manifest, drained_by - now()):
                     return
-                ack = await send(engine, manifest, payload, self._pool, self._config)
+                answer = await attempt(engine, manifest, payload, self._config.timeout_s)
+                if write_again is not None and not first.done() and is_refused([answer]):
+                    manifest, payload = await write_again()
+                    write_again = None
+                ack = (
+                    answer
+                    if isinstance(answer, WeightAck)
+                    else await last_attempt(engine, manifest, payload, self._pool, self._config.timeout_s)
+                )
             finally:
                 self._pool.resume(engine.engine_id)
             if ack is not None:
@@ -204,21 +244,34 @@ def in_service(pool: EnginePool) -> list[UpdatableEngine]:
     return cast("list[UpdatableEngine]", pool.engines())
 
 
-async def send(
-    engine: UpdatableEngine, manifest: WeightManifest, payload: Any, pool: EnginePool, config: WeightsConfig
+async def attempt(
+    engine: UpdatableEngine, manifest: WeightManifest, payload: Any, timeout_s: float
+) -> WeightAck | PenstockError:
+    """Update one engine; its acknowledgement, or why there is none."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await engine.update_weights(manifest, payload)
+    except TimeoutError:
+        return EngineLostError(f"publish v{manifest.version} took longer than {timeout_s:.0f} s")
+    except (WeightSyncError, EngineLostError) as error:
+        logger.warning("%s has not taken v%d: %s", engine.engine_id, manifest.version, error)
+        return error
+
+
+async def last_attempt(
+    engine: UpdatableEngine, manifest: WeightManifest, payload: Any, pool: EnginePool, timeout_s: float
 ) -> WeightAck | None:
-    """Update one engine, in a second attempt if need be; then it is fenced off and the run goes on with the rest."""
-    failure = ""
-    for _ in range(ATTEMPTS):
-        try:
-            async with asyncio.timeout(config.timeout_s):
-                return await engine.update_weights(manifest, payload)
-        except TimeoutError:
-            failure = f"publish v{manifest.version} took longer than {config.timeout_s:.0f} s"
-        except (WeightSyncError, EngineLostError) as error:
-            failure = str(error)
-    await pool.fence(engine.engine_id, failure)
+    """Update one engine; if that fails it is fenced off, and the run goes on with the rest."""
+    answer = await attempt(engine, manifest, payload, timeout_s)
+    if isinstance(answer, WeightAck):
+        return answer
+    await pool.fence(engine.engine_id, str(answer))
     return None
+
+
+def is_refused(answers: Sequence[WeightAck | PenstockError]) -> bool:
+    """Whether an engine has seen the version and would not take it."""
+    return any(isinstance(answer, WeightSyncError) for answer in answers)
 
 
 def _report_late(pool: EnginePool, names: list[EngineId], manifest: WeightManifest, config: WeightsConfig) -> int:

@@ -88,6 +88,68 @@ async def test_a_refusal_is_tried_again(mode: str) -> None:
     assert not pool.fenced
 
 
+class CountedExport(GatherExport):
+    """Keeps the versions that the trainer was asked to write."""
+
+    def __init__(self, trainer: FakeTrainer, pool: EnginePool, config: WeightsConfig) -> None:
+        super().__init__(trainer, pool, config)  # type: ignore[arg-type]
+        self.written: list[int] = []
+
+    async def begin(self, version: int) -> Departure:
+        self.written.append(version)
+        return await super().begin(version)
+
+
+@dataclass
+class Shared(Receiver):
+    """Refuses a version for as long as it was written once."""
+
+    written: list[int] = field(default_factory=list)
+
+    async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
+        if self.written.count(manifest.version) < 2:
+            self.received.append((manifest.version, payload))
+            raise WeightSyncError("what arrived differs")
+        return await super().update_weights(manifest, payload)
+
+
+@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain", "multi_version"])
+async def test_a_version_that_is_damaged_where_all_read_it_is_written_once_more_and_nobody_is_fenced(mode: str) -> None:
+    engines = [Shared(EngineId(name)) for name in "abc"]
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    config = WeightsConfig(timeout_s=5.0, update_mode=mode)  # type: ignore[arg-type]
+    export = CountedExport(FakeTrainer(), pool, config)
+    for engine in engines:
+        engine.written = export.written
+    publish = ActorWeightPublisher(pool, config, export)
+    for version in (1, 2):
+        report = await publish.publish(version)
+        assert (report.version, report.rewrites) == (version, 1)
+    await publish._updater.settle()
+    assert export.written == [1, 1, 2, 2], "once more, however many refuse"
+    assert not pool.fenced
+    assert max(engine.version for engine in engines) == 2
+    await publish.close()
+
+
+async def test_what_stays_damaged_is_written_twice_and_fences_off_who_cannot_take_it() -> None:
+    broken = Receiver(EngineId("broken"), refuse=9)
+    publish, pool, _ = publisher(Receiver(EngineId("a")), broken)
+    report = await publish.publish(1)
+    assert ([ack.engine_id for ack in report.acks], report.rewrites) == (["a"], 1)
+    assert "planted refusal" in pool.fenced[EngineId("broken")]
+    assert (await publish.publish(2)).rewrites == 0
+
+
+async def test_overlapped_a_version_is_not_written_again_from_weights_that_have_gone_on() -> None:
+    publish, pool, engine = await on_the_way()
+    engine.refuse = len(engine.received) + 1
+    engine.may_take.set()
+    assert (await publish.delivered()).rewrites == 0
+    assert not pool.fenced, "its second attempt went well"
+    await publish.close()
+
+
 async def test_a_hanging_engine_is_fenced_off_and_the_rest_go_on() -> None:
     slow = Receiver(EngineId("slow"), hang=True)
     publish, pool, _ = publisher(Receiver(EngineId("a")), slow)

@@ -1,0 +1,151 @@
+"""What goes wrong in a publish on one node, with a real trainer and real engines: damage in shared memory, an engine
+that is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+import ray
+import torch
+
+from penstock.actors.cluster import Resources, start_engines, start_trainer
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.exports import Departure, SharedMemoryExport
+from penstock.actors.processes import end_processes, ray_processes
+from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.ids import EngineId
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.pool import EnginePool
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.spec import TrainerSpec
+from penstock.weights.config import WeightsConfig
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.model_config import ModelConfig
+from penstock.weights.transport.shards import ShardFiles
+from penstock.weights.transport.shared_memory import remove_directories_of
+from tests.command_line import ENVIRONMENT
+
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+WAIT_S = 120.0
+EXAMPLES = [((1, 2, 3), (4, 5, 6, 7)), ((3, 2), (1, 0, 9))]
+
+
+class Node(NamedTuple):
+    trainer: TrainerClient
+    model: ModelConfig
+
+    async def engines(self, prefix: str) -> list[RemoteEngine]:
+        """Two of them."""
+        return await start_engines(
+            [engine_spec(self.model, f"{prefix}-{n}") for n in range(2)], [Resources()] * 2, WAIT_S
+        )
+
+
+def engine_spec(model: ModelConfig, name: str) -> EngineSpec:
+    return EngineSpec(
+        engine_id=EngineId(name),
+        model_path=str(model.path),
+        model=model,
+        engine=TorchEngineConfig(type="torch", max_num_seqs=4),
+        device="cpu",
+        update_mode="keep_kv",
+        seed=0,
+        threads=1,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(tiny_model_config: ModelConfig) -> AsyncIterator[Node]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "RAY_USAGE_STATS_ENABLED"):
+            patch.setenv(name, ENVIRONMENT.get(name, "1"))
+        ray.init(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+        try:
+            spec = TrainerSpec(
+                model_path=str(tiny_model_config.path),
+                model=tiny_model_config,
+                trainer=TrainerConfig(
+                    backend="torch", max_tokens_per_micro_batch=512, optimizer=OptimizerConfig(lr=1e-3)
+                ),
+                algorithm=AlgorithmConfig(),
+                device="cpu",
+                threads=1,
+                seed=0,
+                temperature=1.0,
+                max_new_tokens=8,
+            )
+            yield Node(await start_trainer(spec, [Resources()], {"DS_ACCELERATOR": "cpu"}), tiny_model_config)
+        finally:
+            processes = ray_processes()
+            ray.shutdown()
+            end_processes(processes)
+            remove_directories_of(process.pid for process in processes)
+
+
+class DamagedOnce(SharedMemoryExport):
+    """One bit of `version` changes where all engines read it, after it was written for the first time."""
+
+    def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
+        super().__init__(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+        self._damaged: int | None = version
+
+    async def begin(self, version: int) -> Departure:
+        departure = await super().begin(version)
+        if version == self._damaged:
+            assert self._transfer is not None
+            buffers = list(ShardFiles(self._transfer).buffers(version, 0).values())
+            buffers[len(buffers) // 2].view(torch.int32)[3] ^= 1
+            self._damaged = None
+        return departure
+
+
+async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_every_engine(node: Node) -> None:
+    engines = await node.engines("damaged")
+    pool = EnginePool(engines, 4)
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), DamagedOnce(node, engines, 1))
+    reports = []
+    for version in range(4):
+        reports.append(await publisher.publish(version))  # acknowledged is what was read back from live parameters
+        await node.trainer.supervised_step(EXAMPLES)
+    assert [report.rewrites for report in reports] == [0, 1, 0, 0]
+    assert [len(report.acks) for report in reports] == [2, 2, 2, 2]
+    assert not pool.fenced
+    await publisher.close()
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
+    engines = await node.engines("stopped")
+    pool = EnginePool(engines, 4)
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
+    await publisher.publish(0)
+    await publisher.close()
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=2.0), export)
+    stopped = await pid_of(engines[1])
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for version in (1, 2):
+            await node.trainer.supervised_step(EXAMPLES)
+            report = await publisher.publish(version)
+            assert [ack.engine_id for ack in report.acks] == ["stopped-0"]
+            assert pool.fenced == {EngineId("stopped-1"): "publish v1 took longer than 2 s"}
+            assert pool.views()[0].version == version
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    await publisher.close()
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def pid_of(engine: RemoteEngine) -> int:
+    actor: Any = engine._actor
+    return int(await actor.__ray_call__.remote(lambda _: os.getpid()))
