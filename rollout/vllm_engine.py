@@ -181,7 +181,7 @@ class VllmEngine:
             return self._ack
         update = encode(manifest)
         started = time.monotonic()
-        entries = await self._stage(manifest, update) if manifest.num_shards else manifest.entries
+        entries = await self._stage(manifest, update)
         staged = time.monotonic()
         checksum = await self._swap(replace(manifest, entries=entries), update)
         stall_s = time.monotonic() - staged
@@ -195,8 +195,10 @@ class VllmEngine:
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         answers = await llm.collective_rpc("penstock_live_checksums", args=(update,))
-        live = {(rank, name): int(value, 16) for answer in answers for rank, name, value in answer}
+        live = {(rank, name): int(value, 16) for rows, _ in answers for rank, name, value in rows}
         self._version, self._ack = UNPUBLISHED, None
+        if wrong := [words for _, words in answers if words]:
+            raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {wrong[0]}")
         await llm.finish_weight_update(weight_version=str(manifest.version))
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self._version = manifest.version
@@ -204,7 +206,7 @@ class VllmEngine:
         return checksum
 
     async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
-        """Let the workers fetch and check their shards while requests go on; returns what their parameters must be."""
+        """Let the workers fetch and check their part while requests go on; returns what their parameters must be."""
         llm, started = self._open(), time.monotonic()
         refusals = await llm.collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
         if any(refusals):

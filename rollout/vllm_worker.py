@@ -8,8 +8,8 @@ away after loading, and a later reload would silently leave a tied lm_head with 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +21,8 @@ from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
+from penstock.rollout.vllm_live import LiveTensors
 from penstock.weights.adapters import BaseWeights
-from penstock.weights.checksum import tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
@@ -84,7 +84,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         if manifest.num_shards:
             swap_shard(self.model, _staging.pop(manifest.version).take())
         else:
-            self.model.load_weights(read_version(manifest, self.device))
+            self.model.load_weights(iter(_staging.pop(manifest.version).take().items()))
 
     def finish_weight_update(self) -> None:
         pass
@@ -132,13 +132,15 @@ def decode_entries(rows: Sequence[EntryRow]) -> tuple[TensorEntry, ...]:
 
 
 def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
-    """Why a version cannot be copied into the live parameters; empty if it can."""
+    """Why a version cannot get into the live parameters; empty if it can."""
     live = {name: (parameter.numel(), parameter.dtype) for name, parameter in model.named_parameters()}
     if current_platform.is_cpu() and any(".routed_experts." in name for name in live):
         return (
             "vLLM's CPU build keeps a packed copy of expert weights, which an update would not reach, and the old "
             "experts would go on serving. Use rollout/engine=torch, or a GPU."
         )
+    if not manifest.num_shards:
+        return LiveTensors(model, manifest).refusal()
     mine = [entry for entry in manifest.entries if entry.rank == rank]
     planned = {entry.name: (entry.shape[0], TORCH_DTYPES[entry.dtype]) for entry in mine}
     for name in sorted(live.keys() | planned.keys()):
@@ -190,7 +192,8 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         wrong = what_is_wrong(model, manifest, rank)
         if not wrong:
-            device = self.device if stage_on == "device" else torch.device("cpu")
+            is_whole = not manifest.num_shards  # the loader copies tensor by tensor: two models would not fit
+            device = torch.device("cpu") if is_whole or stage_on == "host" else self.device
             base = _base.setdefault(model, BaseWeights(rank))
             live = dict(model.named_parameters())
             _staging[manifest.version] = Staging(manifest, rank, device, base, live, _slot.get(model))
@@ -203,46 +206,12 @@ class WorkerExtension:
             return False, "", []
         return True, staging.error(), _rows(staging.entries)
 
-    def penstock_live_checksums(self, update: Mapping[str, Any]) -> list[tuple[int, str, str]]:
-        """Read live parameters back and return (rank, name, checksum in hex) for this worker's entries."""
-        manifest = decode(SharedMemoryUpdate(**update))
-        model, rank = self.model_runner.get_model(), get_tensor_model_parallel_rank()
-        live = LiveTensors(model, manifest)
-        return [
-            (entry.rank, entry.name, f"{tensor_checksum(live.find(entry)):x}")
-            for entry in manifest.entries
-            if entry.rank == rank
-        ]
-
-
-class LiveTensors:
-    """Finds what a live vLLM model holds of an entry: a parameter, or the slice of it that holds an HF-named tensor.
-
-    vLLM fuses q/k/v and gate/up by stacking rows in the order of the model's `packed_modules_mapping`,
-    pads the vocabulary with rows at the end, and shares tied embeddings.
-    """
-
-    def __init__(self, model: torch.nn.Module, manifest: WeightManifest) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._is_sharded = manifest.num_shards > 0
-        self._rows = {entry.name: entry.shape[0] for entry in manifest.entries}
-        packed = cast("Mapping[str, Sequence[str]]", model.packed_modules_mapping)
-        self._fused = {part: (fused, parts) for fused, parts in packed.items() for part in parts}
-
-    def find(self, entry: TensorEntry) -> torch.Tensor:
-        """The live tensor, in the shape of `entry`.
-
-        Raises:
-            KeyError: If the model has no such parameter, fused or not.
-        """
-        if self._is_sharded:
-            return self._parameters[entry.name]
-        if entry.name in self._parameters:
-            return self._parameters[entry.name][: entry.shape[0]]
-        if entry.name == "lm_head.weight":
-            return self._parameters["model.embed_tokens.weight"][: entry.shape[0]]
-        owner, part, leaf = entry.name.rsplit(".", 2)
-        fused, parts = self._fused[part]
-        before = parts[: list(parts).index(part)]
-        start = sum(self._rows[f"{owner}.{other}.{leaf}"] for other in before)
-        return self._parameters[f"{owner}.{fused}.{leaf}"][start : start + entry.shape[0]]
+    def penstock_live_checksums(self, update: Mapping[str, Any]) -> tuple[list[tuple[int, str, str]], str]:
+        """Read live parameters back: (rank, name, checksum in hex) of this worker's entries, and what is wrong."""
+        manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
+        mine = replace(manifest, entries=tuple(entry for entry in manifest.entries if entry.rank == rank))
+        live = LiveTensors(self.model_runner.get_model(), mine)
+        unplaced = {entry.name for entry in live.unplaced}
+        sent = {name: tensor for name, tensor in read_version(manifest) if name in unplaced} if unplaced else {}
+        found, wrong = live.checksums(sent)
+        return [(rank, name, f"{checksum:x}") for name, checksum in found.items()], wrong

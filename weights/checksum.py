@@ -87,6 +87,17 @@ def _positions(sums: torch.Tensor) -> int:
     return int((sums * torch.arange(sums.numel(), device=sums.device)).sum())
 
 
+def unordered_sums(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Σ w and Σ w² mod 2^64 over the words of all tensors together: the same however elements are split and ordered."""
+    total = squares = 0
+    for tensor in tensors:
+        for words in tensor.detach().contiguous().view(_WORDS[tensor.element_size()]).flatten().split(1 << 20):
+            wide = words.to(torch.int64)
+            total += int(wide.sum())
+            squares += int((wide * wide).sum())
+    return total & _MASK, squares & _MASK
+
+
 def entry_key(rank: int, name: str) -> str:
     """Under which name an entry of a manifest is combined."""
     return f"{rank}/{name}"

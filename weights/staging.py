@@ -1,10 +1,10 @@
 """A version on its way into one rank of an engine, while that rank goes on decoding.
 
-Consumes: the shard in its slot, or the adapters that make it (weights/adapters.py). Waits for: nothing; a thread
-compares them with the manifest and, if the device is a GPU, first copies what is in shared memory there, on a stream
-of its own. What training ranks have written into device memory stays where it is. Unblocked by: the thread's end, which
-the engine polls. Only then are running requests frozen, so a damaged version harms nothing and the freeze lasts for one
-copy within the device.
+Consumes: the shard in its slot, the whole tensors of a file, or the adapters that make it (weights/adapters.py). Waits
+for: nothing; a thread compares them with the manifest and, if the device is a GPU, first copies what is in shared
+memory there, on a stream of its own. What training ranks have written into device memory stays where it is. Unblocked
+by: the thread's end, which the engine polls. Only then are running requests frozen, so a damaged version harms nothing
+and the freeze lasts for one copy within the device, or for the loading of the file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import check_arrived
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
+from penstock.weights.transport.shared_memory import read_version
 
 
 class Staging:
@@ -109,7 +110,10 @@ class Staging:
             merged = self._base.merge(self._manifest, self._live, self._device)
             self.entries = entries_of(self._manifest, self._rank, merged)
             return merged
-        arrived = dict(read_shard(self._manifest, self._rank, self._slot))
+        if self._manifest.num_shards:
+            arrived = dict(read_shard(self._manifest, self._rank, self._slot))
+        else:
+            arrived = dict(read_version(self._manifest))
         if self._device.type == "cuda":
             arrived = {name: values.to(self._device) for name, values in arrived.items()}
         check_arrived(arrived, self.entries, self._manifest.version, f" for rank {self._rank}")

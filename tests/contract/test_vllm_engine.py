@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
+from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.vllm_environment import vllm_environment
+from penstock.weights.transport.shared_memory import write_version
 
 from .engine_contract import EngineContract
 from .engine_harness import (
@@ -15,6 +22,8 @@ from .engine_harness import (
     MAX_NUM_SEQS,
     Harness,
     OpenHarness,
+    prompt_of,
+    within,
 )
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
@@ -58,3 +67,36 @@ async def harness(
 
 class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract):
     """The contract on vLLM's CPU build, in both update modes, over one worker and two, with slots of both kinds."""
+
+
+async def test_whole_tensors_go_through_vllms_own_loader(
+    harness: Harness, tiny_tensors: Callable[[int], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """`weights.mode=gather`. Refused before anything freezes: what is damaged, and what the model has no place for."""
+    if harness.spec.engine.tensor_parallel_size > 1:
+        pytest.skip(
+            "refused by the configuration: whole tensors cannot be compared with what each worker holds of them"
+        )
+
+    def whole(**more: torch.Tensor) -> WeightManifest:
+        version = harness.next_version
+        harness.seed_of_version[version] = version
+        return write_version((tiny_tensors(version) | more).items(), version, "float32", tmp_path)
+
+    for _ in range(2):
+        manifest = whole()
+        ack = await within(harness.engine.update_weights(manifest))
+        assert (ack.version, ack.checksum) == (manifest.version, manifest.checksum)
+        output = await harness.sample(prompt_of(7), max_new_tokens=20)
+        np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
+    serving = harness.engine.version
+    with pytest.raises(WeightSyncError, match=r"layers\.0\.attn\.Wqkv has no place in this engine's model"):
+        await within(harness.engine.update_weights(whole(**{"layers.0.attn.Wqkv": torch.ones(4, 4)})))
+    manifest = whole()
+    entries = (replace(manifest.entries[0], checksum=1), *manifest.entries[1:])
+    with pytest.raises(WeightSyncError, match=r"what arrived of .* checksum"):
+        await within(harness.engine.update_weights(replace(manifest, entries=entries)))
+    output = await harness.sample(prompt_of(7), max_new_tokens=20)
+    assert output.spans == ((serving, 20),), "the old version serves on"
+    np.testing.assert_allclose(output.logprobs, harness.expected(prompt_of(7), output), atol=1e-4)
+    await harness.publish()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ import pytest
 import torch
 import yaml
 
+from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.vllm_environment import vllm_environment
+from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.training import training_layout
@@ -166,6 +169,72 @@ def test_what_vllm_loads_is_where_the_layout_says(name: str, tp: int, build: Bui
             np.testing.assert_array_equal(held[~is_padding], values[~is_padding], err_msg=f"rank {rank}: {buffer}")
             assert (held[is_padding] <= 0).all(), f"rank {rank}: {buffer} holds more than the layout says"
             assert not is_padding.any() or buffer.endswith(("embed_tokens.weight", "lm_head.weight"))
+
+
+def gpt2() -> Case:
+    """Neither our layouts nor the names of a fused parameter know it; its linear weights lie the other way round."""
+    shape = small(hidden_size=32, num_heads=4, num_kv_heads=4, head_dim=8, vocab_size=131)
+    hidden = shape.hidden_size
+    block = {"ln_1.weight": (hidden,), "ln_1.bias": (hidden,), "ln_2.weight": (hidden,), "ln_2.bias": (hidden,)}
+    block |= {"attn.c_attn.weight": (hidden, 3 * hidden), "attn.c_attn.bias": (3 * hidden,)}
+    block |= {"attn.c_proj.weight": (hidden, hidden), "attn.c_proj.bias": (hidden,)}
+    block |= {"mlp.c_fc.weight": (hidden, 4 * hidden), "mlp.c_fc.bias": (4 * hidden,)}
+    block |= {"mlp.c_proj.weight": (4 * hidden, hidden), "mlp.c_proj.bias": (hidden,)}
+    tensors = [TensorSpec("transformer.wte.weight", (131, hidden)), TensorSpec("transformer.wpe.weight", (32, hidden))]
+    tensors += [TensorSpec(f"transformer.h.{i}.{name}", size) for i in (0, 1) for name, size in block.items()]
+    tensors += [TensorSpec(f"transformer.ln_f.{part}", (hidden,)) for part in ("weight", "bias")]
+    config = {"n_embd": hidden, "n_head": 4, "n_layer": 2, "n_positions": 32, "tie_word_embeddings": True}
+    return Case("gpt2", "GPT2LMHeadModel", shape, tensors, config)
+
+
+GATHERED = CASES | {"gpt2": gpt2()}
+
+
+def gathered(case: Case) -> tuple[dict[str, torch.Tensor], WeightManifest]:
+    """A version of whole tensors, in none of which two elements are equal, and its manifest."""
+    sent = {name: torch.from_numpy(values).float() + 1 for name, values in numbered(case.tensors).items()}
+    entries = tuple(
+        TensorEntry(name, "float32", tuple(tensor.shape), tensor_checksum(tensor)) for name, tensor in sent.items()
+    )
+    return sent, WeightManifest(1, "nowhere", entries, 0, 0)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name: str, build: Build) -> None:
+    from penstock.rollout.vllm_live import LiveTensors
+
+    case = GATHERED[name]
+    sent, manifest = gathered(case)
+    model = build(case, 1, 0, "cpu")
+    live = LiveTensors(model, manifest)
+    is_known = name in ("qwen2", "qwen2_tied", "qwen3", "llama", "gemma3")
+    assert bool(live.unplaced) == bool(live.unaccounted) == (not is_known)
+    assert live.refusal() == ""
+    model.load_weights(iter(sent.items()))
+    found, wrong = live.checksums(sent)
+    assert wrong == ""
+    assert found == {entry.name: entry.checksum for entry in manifest.entries}
+    stale = dict(model.named_parameters())[next(iter(live.unaccounted), "model.norm.weight")]
+    stale.data.view(-1)[1] += 1
+    again, wrong = live.checksums(sent)
+    if is_known:
+        assert [tensor for tensor in again if again[tensor] != found[tensor]] == ["model.norm.weight"]
+    else:
+        assert f"vLLM's loader took {live.unplaced[0].name}" in wrong
+
+
+def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name(build: Build) -> None:
+    from penstock.rollout.vllm_live import LiveTensors
+
+    case = CASES["qwen3"]
+    model = build(case, 1, 0, "meta")
+    _, manifest = gathered(case)
+    foreign = TensorEntry("model.layers.0.attn.Wqkv.weight", "float32", (8, 28), 0)
+    more = LiveTensors(model, replace(manifest, entries=(*manifest.entries, foreign)))
+    assert "model.layers.0.attn.Wqkv.weight has no place in this engine's model" in more.refusal()
+    assert "1 such tensors have 224 elements, this engine has room for 0" in more.refusal()
+    less = LiveTensors(model, replace(manifest, entries=manifest.entries[:-1]))
+    assert f"parameter {manifest.entries[-1].name} of this engine is not in the version" in less.refusal()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ class EngineSide:
     model: ModelShape
     tp_size: int = 1
 
+    @property
+    def words(self) -> str:
+        """For messages."""
+        return f"vllm, tensor-parallel over {self.tp_size}" if self.type == "vllm" else "torch, whole"
+
     def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
         """Where one engine's workers hold `tensors`."""
         return vllm_layout(tensors, self.model, self.tp_size) if self.type == "vllm" else training_layout(tensors)
@@ -42,6 +47,13 @@ class TrainingSide:
     is_partitioned: bool = False
     tp_size: int = 1
     num_kv_heads: int | None = None
+
+    @property
+    def words(self) -> str:
+        """For messages."""
+        held = "partitioned (ZeRO-3)" if self.is_partitioned else "replicated (ZeRO 0 to 2)"
+        split = f"AutoTP over {self.tp_size}, " if self.tp_size > 1 else ""
+        return f"{split}{held} over {self.num_replicas} ranks"
 
     def layout(self) -> Layout:
         """Where the ranks hold the model."""

@@ -76,9 +76,14 @@ class ShardTransfer:
         Raises:
             WeightSyncError: If the layout of a tensor is not known on one of the sides.
         """
-        destination = engine.layout(training.tensors)
+        try:
+            source, destination = training.layout(), engine.layout(training.tensors)
+        except WeightSyncError as error:
+            raise WeightSyncError(
+                f"{error} Training layout: {training.words}. Engine layout: {engine.words}."
+            ) from error
         plan = make_plan(
-            training.layout(),
+            source,
             destination,
             DTYPE_BYTES[dtype],
             source_nodes=dict(enumerate(training_at)),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
+from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.layout.training import fsdp_layout, training_layout
 from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import Plan, lower_bound_bytes, make_plan
 from penstock.weights.planner.relay import depth, relay_tree
+from penstock.weights.transport.shards import ShardTransfer
 from tests.unit.weights.models import PADDING, buffers_of, numbered, strided, tensors_of, vllm_rank
 
 Sources = Callable[[list[TensorSpec], int, int], Layout | None]
@@ -182,6 +185,30 @@ def test_unknown_tensors_and_uneven_splits_are_named() -> None:
         vllm_layout([t for t in tensors if "q_proj" in t.name], model, 16)
     with pytest.raises(WeightSyncError, match="stacked experts"):
         training_layout(tensors_of("moe")[1], tp_size=2, num_kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("training", "engine", "told"),
+    [
+        ({}, ("vllm", 2), r"replicated \(ZeRO 0 to 2\) over 1 ranks\. Engine layout: vllm, tensor-parallel over 2"),
+        (
+            {"num_replicas": 2, "is_partitioned": True},
+            ("vllm", 1),
+            r"partitioned \(ZeRO-3\) over 2 ranks\. Eng.* over 1",
+        ),
+        ({"tp_size": 2, "num_kv_heads": 2}, ("torch", 1), r"AutoTP over 2, replicated .* over 1 ranks.*: torch, whole"),
+    ],
+)
+def test_what_cannot_be_planned_names_the_tensor_both_layouts_and_the_way_out(
+    training: dict[str, Any], engine: tuple[Any, int], told: str
+) -> None:
+    model, tensors = tensors_of("qwen2")
+    foreign = TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))
+    side = TrainingSide((*tensors, foreign), **training)
+    with pytest.raises(
+        WeightSyncError, match=rf"mixer\.in_proj\.weight .*weights\.mode=gather.*Training layout: {told}"
+    ):
+        ShardTransfer.between(side, EngineSide(engine[0], model, engine[1]), "float32", None)
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 3), (3, 4, 5)])
