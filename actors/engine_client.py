@@ -130,6 +130,12 @@ class RemoteEngine:
             async with asyncio.timeout(timeout_s):
                 await self._actor.shutdown.remote()
 
+    def kill(self) -> None:
+        """End its process now; what it had of requests is lost."""
+        self._poll.cancel()
+        self._lose("was ended, to be started anew")
+        ray.kill(self._actor)
+
     def _flush(self) -> None:
         requests, self._outgoing = self._outgoing, []
         self._spawn(self._call("submit", requests))

@@ -20,11 +20,12 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
-from penstock.actors.exports import Departure, Export
-from penstock.dataflow.errors import PenstockError, WeightSyncError
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.exports import Departure, Export, Parcel
+from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSyncError
 from penstock.dataflow.ports import PublishReport, WeightManifest
 from penstock.rollout.pool import EnginePool
-from penstock.rollout.update_modes import make_updater
+from penstock.rollout.update_modes import attempt, make_updater
 from penstock.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,27 @@ class ActorWeightPublisher:
         self._export = export
         self._updater = make_updater(pool, config)
         self._delivery: asyncio.Task[PublishReport] | None = None
+        self._publishing = asyncio.Lock()
+        self._parcel: Parcel | None = None
         self.last: PublishReport | None = None
+
+    async def catch_up(self, engine: RemoteEngine) -> None:
+        """Give an engine that joins what the others serve, then let it serve. The next publish waits for it.
+
+        What it cannot fetch now (slots on its own device are written by the next publish) it gets with the next
+        version: until then nothing is routed to it, because it is below the floor.
+
+        Raises:
+            EngineLostError: If it died, or did not answer within `timeout_s`.
+        """
+        async with self._publishing:
+            if self._delivery is not None:
+                await asyncio.wait([self._delivery])
+            if self._parcel is not None:
+                answer = await attempt(engine, self._parcel.manifest, self._parcel.payload, self._config.timeout_s)
+                if isinstance(answer, EngineLostError):
+                    raise answer
+            self._pool.add(engine)
 
     async def publish(self, version: int) -> PublishReport:
         """Make `version` what new requests are sampled from.
@@ -61,6 +82,17 @@ class ActorWeightPublisher:
         Raises:
             WeightSyncError: If no engine took it; overlapped, if none took the version before.
         """
+        while True:
+            await self._pool.someone()
+            try:
+                async with self._publishing:
+                    return await self._publish(version)
+            except WeightSyncError as error:
+                if not self._pool.num_returning:
+                    raise
+                logger.warning("%s Engines are being started anew, and get v%d then.", error, version)
+
+    async def _publish(self, version: int) -> PublishReport:
         if self._delivery is not None:
             await self.delivered()
         await self._updater.settle()  # the export removes the version before
@@ -108,12 +140,13 @@ class ActorWeightPublisher:
         self, version: int, departure: Departure, started: float, export_s: float, *, may_repeat: bool
     ) -> PublishReport:
         parcel, rewrites = await departure, 0
+        self._parcel = parcel
 
         async def write_again() -> tuple[WeightManifest, Any]:
             nonlocal rewrites
             rewrites += 1
             logger.warning("publish v%d: it was refused, so the trainer writes it once more", version)
-            repeated = await (await self._export.begin(version))
+            self._parcel = repeated = await (await self._export.begin(version))
             return repeated.manifest, repeated.payload
 
         acks = await self._updater.update(parcel.manifest, parcel.payload, write_again if may_repeat else None)

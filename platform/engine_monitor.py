@@ -34,6 +34,11 @@ class EngineMonitor:
         self.idle_share = 0.0
         self.num_preemptions = 0
 
+    @property
+    def num_restarts(self) -> int:
+        """Of all engines since the run began; absolute."""
+        return self._pool.num_returned
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EngineMonitor]:
         """Poll for as long as the context is open."""

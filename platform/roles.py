@@ -65,6 +65,19 @@ class RunActors:
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)
 
+    async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
+        """End what is left of an engine, and start it anew: a process with the model of `model.path`, in no pool yet.
+
+        Raises:
+            PlacementError: If it is not up within `rollout.start_timeout_s`.
+            EngineLostError: If it fails to start.
+        """
+        index = [engine.engine_id for engine in self.engines].index(engine_id)
+        self.engines[index].kill()
+        spec, need = engine_specs(config)[index], resources(config, "engine", "train")[index]
+        (self.engines[index],) = await start_engines([spec], [need], config.rollout.start_timeout_s)
+        return self.engines[index]
+
     def _export(self, pool: EnginePool, config: RunConfig) -> Export:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
         weights, layout, dtype = config.weights, engine_side(config), config.model.dtype

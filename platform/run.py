@@ -214,6 +214,7 @@ class Run:
             "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
             "flow/resumed_tokens": flow.ports.runner.stats.tokens,
             "flow/preemptions": monitor.num_preemptions,
+            "flow/engine_restarts": monitor.num_restarts,
             "flow/ignored_reports": flow.core.ignored.total(),
             "throughput/generated_tokens_per_s": generated / wall_s,
             "throughput/trained_tokens_per_s": last.num_tokens / wall_s,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.dataflow.ports import SamplingParams
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.engine_restarts import EngineRestarts
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.ratio_probe import RatioProbe, with_probe
 from penstock.platform.roles import RunActors
@@ -41,8 +43,14 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
     runner = TrajectoryRunner(pool, asking.codec, limit_s, rollout.max_resumes, asking.episodes)
     probe = RatioProbe(pool, actors.trainer, asking.probes, asking.sampling, config.model.dtype, limit_s)
     publisher = actors.publisher(pool, config)
+    # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
+    most = 0 if config.cluster.colocated else rollout.max_engine_restarts
+    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)
     try:
-        async with EngineMonitor(pool, adapts_concurrency=rollout.adaptive_concurrency).running() as monitor:
+        async with (
+            restarts.running(),
+            EngineMonitor(pool, adapts_concurrency=rollout.adaptive_concurrency).running() as monitor,
+        ):
             yield Side(
                 runner,
                 trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,

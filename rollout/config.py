@@ -107,6 +107,8 @@ class RolloutConfig(BaseModel):
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
         max_resumes: Interruptions that one trajectory survives, going on from its tokens (rollout/runner.py).
+        max_engine_restarts: Times that an engine which was lost, or fenced off, is started anew; it gets the version in
+            service before it serves (platform/engine_restarts.py). Colocated engines are not.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
             (rollout/routing.py).
         adaptive_concurrency: Lower the number of requests of an engine that runs out of KV cache, and raise it again
@@ -120,6 +122,7 @@ class RolloutConfig(BaseModel):
     sampling: SamplingConfig
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_resumes: int = Field(default=3, ge=0)
+    max_engine_restarts: int = Field(default=2, ge=0)
     routing: RoutingName = "prefix_aware"
     adaptive_concurrency: bool = True
     start_timeout_s: float = Field(default=300.0, gt=0)

@@ -1,16 +1,16 @@
 """The engines as one pool: slots of engines, leased to trajectories.
 
 Consumes: leases. Waits for: an engine with a free slot, new enough. Unblocked by: a lease given back, an engine that
-joins or gets newer weights, the loss of the last engine (then every waiter gets the error), the time limit for a
-version that no engine has. A lease is a context manager, so a slot cannot leak. Who gets what is decided in
-rollout/dispatch.py; here are only the futures.
+joins or gets newer weights, the loss of the last engine that serves or is coming back (then every waiter gets the
+error), the time limit for a version that no engine has. A lease is a context manager, so a slot cannot leak. Who gets
+what is decided in rollout/dispatch.py; here are only the futures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
@@ -33,6 +33,7 @@ class EnginePool:
     Attributes:
         max_per_engine: Requests one engine holds at once; more wait here, not yet bound to a version.
         version_timeout_s: Longest wait for an engine with a version that none in service has.
+        num_returned: Times that an engine which had been fenced off came back.
     """
 
     def __init__(
@@ -53,6 +54,10 @@ class EnginePool:
         self._idle = asyncio.Event()
         self._idle.set()
         self._quiet: dict[EngineView, asyncio.Event] = {}
+        self._brings_back: Callable[[EngineId], bool] | None = None
+        self._returning: set[EngineId] = set()
+        self._joined = asyncio.Event()
+        self.num_returned = 0
         self._stall: asyncio.TimerHandle | None = None
 
     def engines(self) -> list[Engine]:
@@ -83,8 +88,32 @@ class EnginePool:
         """An engine joins, or one that was fenced off comes back; it serves once its version is the pool's."""
         known = self._dispatcher.views.get(engine.engine_id)
         assert known is None or known.fenced is not None, f"{engine.engine_id} is in service already"
+        self._returning.discard(engine.engine_id)
+        self.num_returned += known is not None
+        self._joined.set()
         slots = self.max_per_engine if max_requests is None else max_requests
         self._settle(self._dispatcher.add(EngineView(engine, slots, slots)))
+
+    def when_fenced(self, brings_back: Callable[[EngineId], bool]) -> None:
+        """Ask `brings_back` about every engine that is fenced off from now on: True promises `add` or `gave_up`."""
+        self._brings_back = brings_back
+
+    def gave_up(self, engine_id: EngineId) -> None:
+        """An engine that was to come back does not."""
+        self._returning.discard(engine_id)
+        self._joined.set()
+        self._fail_if_hopeless()
+
+    @property
+    def num_returning(self) -> int:
+        """Engines that were fenced off and are coming back."""
+        return len(self._returning)
+
+    async def someone(self) -> None:
+        """Wait until an engine is in service, or none is coming back."""
+        while self._returning and not self._dispatcher.num_serving:
+            self._joined.clear()
+            await self._joined.wait()
 
     async def fence(self, engine_id: EngineId, reason: str) -> None:
         """Take an engine out of service; its trajectories resume elsewhere, nothing new is routed to it."""
@@ -96,6 +125,8 @@ class EnginePool:
         if view.fenced is not None:
             return
         logger.warning("%s is fenced off and gets no more work: %s", engine_id, reason)
+        if self._brings_back is not None and self._brings_back(engine_id):
+            self._returning.add(engine_id)
         self._settle(self._dispatcher.fence(view, reason))
         for ticket in list(view.tickets):
             if isinstance(ticket, Lease):
@@ -104,6 +135,12 @@ class EnginePool:
             quiet.set()
         if self._dispatcher.stalled():
             self._watch_stall(self.version_timeout_s)
+        self._fail_if_hopeless()
+
+    def _fail_if_hopeless(self) -> None:
+        """Fail who waits for what no engine can give, neither one in service nor one that is coming back."""
+        if self._returning:
+            return
         largest = self._dispatcher.max_gang
         if largest == 0:
             self._fail(self._dispatcher.waiting(), EngineLostError(self._nobody()))
@@ -178,7 +215,7 @@ class EnginePool:
 
     def take(self, lease: Lease) -> bool:
         dispatcher = self._dispatcher
-        if not dispatcher.num_serving:
+        if not dispatcher.num_serving and not self._returning:
             raise EngineLostError(self._nobody())
         if dispatcher.submit(lease):
             self._num_leases += 1

@@ -1,4 +1,4 @@
-"""An engine's process is killed while it samples: the run goes on without it, and nothing is lost or trained twice."""
+"""An engine's process is killed while it samples: the run goes on without it, or once it is back; nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS, BATCH = 6, 12
 
 
-def test_a_killed_engine_costs_no_trajectory(workspace: Path, train_overrides: list[str]) -> None:
+@pytest.mark.parametrize(("engines", "restarts"), [(2, 0), (1, 2)], ids=["one_of_two_for_good", "the_only_one"])
+def test_a_killed_engine_costs_no_trajectory(
+    engines: int, restarts: int, workspace: Path, train_overrides: list[str]
+) -> None:
+    name = f"killed_one_of_{engines}"
     process = start_train(
         workspace,
         *train_overrides,
-        "name=killed_engine",
+        f"name={name}",
         "rollout/engine=torch",
-        "rollout.num_engines=2",
+        f"rollout.num_engines={engines}",
+        f"rollout.max_engine_restarts={restarts}",
         "rollout.engine.journal_interval_tokens=4",
         "rollout.engine.max_num_seqs=8",  # generation is the bottleneck: the engine is busy when it dies
         f"dataflow.batch_groups={BATCH}",
@@ -29,21 +34,22 @@ def test_a_killed_engine_costs_no_trajectory(workspace: Path, train_overrides: l
     )
     try:
         wait_for_line(process, f" 2/{STEPS}", 120)
-        engines = [child for child in psutil.Process(process.pid).children(recursive=True) if is_engine(child)]
-        assert len(engines) == 2, engines
-        engines[0].kill()
+        found = [child for child in psutil.Process(process.pid).children(recursive=True) if is_engine(child)]
+        assert len(found) == engines, found
+        found[0].kill()
         stdout, stderr = process.communicate(timeout=180)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
     assert process.returncode == 0, stderr
-    run_dir = workspace / "runs" / "killed_engine"
+    run_dir = workspace / "runs" / name
     summary = read_summary(run_dir)
     ledger = summary["ledger"]
     assert summary["status"] == "completed"
     assert ledger["trained"] == STEPS * BATCH
-    assert ledger["failed"] == 0, "trajectories resume on the other engine"
+    assert ledger["failed"] == 0, "trajectories resume on the other engine, or on the new one"
+    assert read_metric(run_dir, "flow/engine_restarts")[-1] == (1 if restarts else 0)
     assert ledger["admitted"] == sum(ledger[end] for end in ("trained", "dropped", "filtered", "failed", "live"))
     assert summary["max_staleness_seen"] <= summary["max_staleness_configured"]
     assert read_metric(run_dir, "flow/resumed_trajectories")[-1] > 0

@@ -21,7 +21,10 @@ from penstock.actors.exports import Departure, SharedMemoryExport
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.ids import EngineId
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams
+from penstock.platform.engine_restarts import EngineRestarts
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
@@ -142,6 +145,43 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
             assert pool.views()[0].version == version
     finally:
         os.kill(stopped, signal.SIGCONT)
+    await publisher.close()
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
+    engines = await node.engines("killed")
+    pool = EnginePool(engines, 4)
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
+
+    async def start(engine_id: EngineId) -> RemoteEngine:
+        engines[1].kill()
+        (engines[1],) = await start_engines([engine_spec(node.model, engine_id)], [Resources()], WAIT_S)
+        return engines[1]
+
+    async with EngineRestarts(pool, start, publisher.catch_up, most=1).running():
+        for version in (0, 1):
+            await publisher.publish(version)
+            await node.trainer.supervised_step(EXAMPLES)  # the trainer is ahead of what is in service
+        os.kill(await pid_of(engines[1]), signal.SIGKILL)
+        async with pool.lease(avoid=engines[0].engine_id) as lease:
+            request = GenerateRequest(RequestId("first"), (1, 2, 3), SamplingParams(max_new_tokens=64))
+            with pytest.raises(EngineLostError) as loss:
+                async for _ in lease.engine.generate(request):
+                    pass
+            lease.lost(loss.value)  # as a runner of trajectories does
+        lost = engines[1]
+        async with asyncio.timeout(WAIT_S):
+            while pool.num_returned < 1:  # noqa: ASYNC110 - the pool has no event for it
+                await asyncio.sleep(0.05)
+        assert engines[1] is not lost
+        assert engines[1].version == 1, "of the file in shared memory, while the trainer has gone on"
+        again = GenerateRequest(RequestId("again"), (1, 2, 3), SamplingParams(max_new_tokens=4))
+        deltas = [delta async for delta in engines[1].generate(again)]
+        assert {span.version for delta in deltas for span in delta.spans} == {1}
+        report = await publisher.publish(2)
+        assert sorted(ack.engine_id for ack in report.acks) == ["killed-0", "killed-1"]
     await publisher.close()
     await asyncio.gather(*(engine.close() for engine in engines))
 

@@ -1,0 +1,143 @@
+"""Lost engines come back with the version in service, a bounded number of times, and nobody who waits is failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from penstock.actors.exports import GatherExport
+from penstock.actors.publisher import ActorWeightPublisher
+from penstock.dataflow.errors import EngineLostError, PlacementError
+from penstock.dataflow.ids import EngineId
+from penstock.platform.engine_restarts import EngineRestarts
+from penstock.rollout.pool import EnginePool
+from penstock.weights.config import WeightsConfig
+from tests.unit.actors.test_publisher import FakeTrainer, Receiver
+
+A, B = EngineId("a"), EngineId("b")
+
+
+@dataclass
+class Starter:
+    """Starts receivers; the first `failures` starts fail."""
+
+    failures: int = 0
+    refuse: int = 0
+    started: list[Receiver] = field(default_factory=list)
+    calls: int = 0
+    may_start: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, engine_id: EngineId) -> Receiver:
+        self.calls += 1
+        await self.may_start.wait()
+        if self.calls <= self.failures:
+            raise PlacementError("planted: not up in time")
+        self.started.append(Receiver(engine_id, refuse=self.refuse))
+        return self.started[-1]
+
+
+@asynccontextmanager
+async def service(
+    *engines: Receiver, starter: Starter, most: int = 2
+) -> AsyncIterator[tuple[ActorWeightPublisher, EnginePool]]:
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    config = WeightsConfig(timeout_s=0.2)
+    publisher = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool, config))  # type: ignore[arg-type]
+    async with EngineRestarts(pool, starter, publisher.catch_up, most).running():  # type: ignore[arg-type]
+        yield publisher, pool
+    await publisher.close()
+
+
+async def until_returned(pool: EnginePool, times: int) -> None:
+    async with asyncio.timeout(5):
+        while pool.num_returned < times:  # noqa: ASYNC110 - the pool has no event for it
+            await asyncio.sleep(0)
+
+
+async def test_a_lost_engine_has_the_version_in_service_before_it_serves() -> None:
+    starter = Starter()
+    starter.may_start.set()
+    async with service(Receiver(A), Receiver(B), starter=starter) as (publisher, pool):
+        for version in (0, 1, 2):
+            await publisher.publish(version)
+        await pool.fence(A, "planted")
+        await until_returned(pool, 1)
+        assert pool.fenced == {}
+        assert starter.started[0].received == [(2, None)], "the present version, not the next one"
+        assert {view.engine_id: view.version for view in pool.views()} == {A: 2, B: 2}
+        assert len((await publisher.publish(3)).acks) == 2
+
+
+async def test_requests_and_publishes_wait_for_the_only_engine_to_come_back() -> None:
+    starter = Starter()
+    async with service(Receiver(A), starter=starter) as (publisher, pool):
+        await publisher.publish(0)
+        await pool.fence(A, "planted")
+        lease = pool.lease()
+        waiting = asyncio.ensure_future(lease.acquire())
+        publish = asyncio.ensure_future(publisher.publish(1))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        assert not publish.done()
+        starter.may_start.set()
+        await asyncio.wait_for(waiting, 5)
+        assert lease.engine is starter.started[0]
+        lease.release()
+        assert [ack.version for ack in (await publish).acks] == [1]
+        assert [version for version, _ in starter.started[0].received] == [0, 1]
+
+
+async def test_an_engine_that_is_lost_in_a_publish_gets_that_version_when_it_is_back() -> None:
+    starter = Starter()
+    starter.may_start.set()
+    async with service(Receiver(A, hang=True), starter=starter) as (publisher, pool):
+        assert [ack.version for ack in (await publisher.publish(0)).acks] == [0]
+        assert pool.num_returned == 1
+        assert pool.fenced == {}
+
+
+async def test_an_engine_that_cannot_take_the_version_now_serves_from_the_next_one_on() -> None:
+    starter = Starter(refuse=1)
+    starter.may_start.set()
+    async with service(Receiver(A), Receiver(B), starter=starter) as (publisher, pool):
+        await publisher.publish(0)
+        await pool.fence(A, "planted")
+        await until_returned(pool, 1)
+        async with pool.lease() as one, pool.lease() as two:
+            assert {one.engine.engine_id, two.engine.engine_id} == {B}, "the other one is below the floor"
+        await publisher.publish(1)
+        assert {view.version for view in pool.views()} == {1}
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, caplog: pytest.LogCaptureFixture) -> None:
+    starter = Starter(failures=failures)
+    async with service(Receiver(A), starter=starter, most=2) as (publisher, pool):
+        await publisher.publish(0)
+        await pool.fence(A, "planted")
+        waiting = asyncio.ensure_future(pool.lease().acquire())
+        await asyncio.sleep(0)
+        starter.may_start.set()
+        if failures == 1:
+            await asyncio.wait_for(waiting, 5)
+            assert "a is back in service (restart 2 of 2)" in caplog.text
+        else:
+            with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+                await asyncio.wait_for(waiting, 5)
+            assert "restart 2 of 2 failed: planted: not up in time" in caplog.text
+        assert starter.calls == 2
+        await pool.fence(A, "again")
+        assert pool.num_returning == 0, "it has had its restarts"
+
+
+async def test_without_restarts_a_lost_engine_stays_lost() -> None:
+    starter = Starter()
+    async with service(Receiver(A), Receiver(B), starter=starter, most=0) as (publisher, pool):
+        await publisher.publish(0)
+        await pool.fence(A, "planted")
+        assert (pool.num_returning, starter.calls) == (0, 0)
+        assert len((await publisher.publish(1)).acks) == 1
