@@ -55,7 +55,7 @@ class DeviceExport:
         if not self._transfers:
             raise WeightSyncError(f"publish v{version}: no engine is left to write it to: {self._pool.fenced}")
         names = [engine.engine_id for engine in self._transfers]
-        parts = await self._trainer.ask("write_slots", version, names)
+        parts = await self._trainer.leg(f"publish v{version}", self._timeout_s, "write_slots", version, names)
         first = next(iter(self._transfers.values()))  # the sums of all are the same: only who sends what differs
         return arrived(first.manifest(version, [part for some in parts for part in some]))
 
@@ -80,7 +80,9 @@ class DeviceExport:
             transfer = await asyncio.to_thread(
                 ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at
             )
-            refusals = await self._trainer.ask("open_slots", engine.engine_id, transfer, handles)
+            what = f"weights.memory=device: slots of {engine.engine_id}"
+            opening = ("open_slots", engine.engine_id, transfer, handles)
+            refusals = await self._trainer.leg(what, self._timeout_s, *opening)
             failure = next(filter(None, refusals), "")
             if not failure:
                 self._transfers[engine] = transfer

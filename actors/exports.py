@@ -123,7 +123,12 @@ class SharedMemoryExport:
     """Training ranks write each version into shared memory in the engines' own layout, by a plan made at the first."""
 
     def __init__(
-        self, trainer: TrainerClient, engines: Sequence[RemoteEngine], layout: EngineSide, dtype: DType
+        self,
+        trainer: TrainerClient,
+        engines: Sequence[RemoteEngine],
+        layout: EngineSide,
+        dtype: DType,
+        timeout_s: float,
     ) -> None:
         """Connect both sides.
 
@@ -138,13 +143,16 @@ class SharedMemoryExport:
         self._trainer = trainer
         self._layout = layout
         self._dtype: DType = dtype
+        self._timeout_s = timeout_s
         self._transfer: ShardTransfer | None = None
 
     async def begin(self, version: int) -> Departure:
+        what = f"publish v{version}"
         if self._transfer is None:
-            self._transfer = await self._trainer.plan_transfer(self._layout, self._dtype)
-            await self._trainer.ask("share_weights", ray.put(self._transfer))
-        parts = await self._trainer.ask("write_shards", version)
+            transfer = await self._trainer.plan_transfer(self._layout, self._dtype)
+            await self._trainer.leg(what, self._timeout_s, "share_weights", ray.put(transfer))
+            self._transfer = transfer
+        parts = await self._trainer.leg(what, self._timeout_s, "write_shards", version)
         return arrived(self._transfer.manifest(version, [part for some in parts for part in some]))
 
     async def close(self) -> None:

@@ -148,6 +148,14 @@ class TrainerRank:
         self._writer.write(version, tensors)
         return self._writer.sums(tensors)
 
+    @ray.method(concurrency_group="courier")
+    def writing(self) -> str:
+        """How far this rank is with what it writes for engines; answers beside the writing."""
+        writers = {engine_id: writer.progress for engine_id, writer in self._writers_of.items()}
+        if self._writer is not None:
+            return self._writer.progress
+        return "; ".join(f"{engine_id}: {progress}" for engine_id, progress in writers.items()) or "not begun"
+
     def device(self) -> str:
         """Identity of the device that this rank computes on."""
         return device_identity(torch.device(self._spec.device))

@@ -25,6 +25,8 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
 
+PROGRESS_S = 2.0
+"""A rank that is late is asked for so long how far it is."""
 _DESYNCHRONISED = "rank/desynchronised"
 
 
@@ -138,6 +140,42 @@ class TrainerClient:
             return await self._all(method, *arguments, timeout_s=timeout_s)
         except TrainingError as error:
             raise WeightSyncError(str(error)) from error
+
+    async def leg(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
+        """`ask`, for one leg of a publish.
+
+        Args:
+            what: The publish, for messages.
+            timeout_s: Longest wait, seconds.
+            method: What every rank is to do.
+            arguments: Of it.
+
+        Raises:
+            WeightSyncError: If a rank fails or dies, or is too late: then it says which ranks are, and how far.
+        """
+        calls = [asyncio.ensure_future(call) for call in self._call(method, *arguments)]
+        done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        for call in late:
+            call.cancel()
+        with ray_boundary(WeightSyncError, f"{what}: {method} on the training ranks"):
+            answers = [call.result() for call in calls if call in done]
+        if not late:
+            return answers
+        ranks = [rank for rank, call in enumerate(calls) if call in late]
+        progress = await asyncio.gather(*(self._progress(rank) for rank in ranks))
+        told = ", ".join(f"training rank {rank} ({words})" for rank, words in zip(ranks, progress, strict=True))
+        raise WeightSyncError(
+            f"{what}: {method} is not over after {timeout_s:g} s (weights.timeout_s). Missing: "
+            f"{told}. A rank hangs, or the memory it writes to is too slow; raise weights.timeout_s if it only is slow."
+        )
+
+    async def _progress(self, rank: int) -> str:
+        try:
+            async with asyncio.timeout(PROGRESS_S):
+                words: str = await self._ranks[rank].writing.remote()
+        except (TimeoutError, ray.exceptions.RayError):
+            return "its process does not answer"
+        return words
 
     def read_back(self, manifest: WeightManifest) -> ray.ObjectRef:
         """Handle of the version's bytes in the object store."""

@@ -91,7 +91,7 @@ class RunActors:
         if slots_on(config) == "device":
             return DeviceExport(self.trainer, pool, layout, dtype, weights)
         if is_shared or weights.transport == "shared_memory":
-            return SharedMemoryExport(self.trainer, self.engines, layout, dtype)
+            return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s)
         return GroupExport(self.trainer, pool, layout, dtype, weights)
 
 
@@ -228,6 +228,7 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
             stage_on=config.weights.stage_on,
+            stage_timeout_s=0.9 * config.weights.timeout_s,  # it tells more than the driver, who waits for all of it
             publish_in=config.weights.directory,
             seed=config.seed + index,
             threads=cluster.threads_per_process,

@@ -28,6 +28,7 @@ class EngineSpec:
         threads: CPU threads of this process.
         publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
         stage_on: Where a version that has arrived waits for the swap.
+        stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
     """
 
     engine_id: EngineId
@@ -39,6 +40,7 @@ class EngineSpec:
     seed: int
     threads: int
     stage_on: Literal["device", "host"] = "device"
+    stage_timeout_s: float = 120.0
     publish_in: str | None = None
 
 

@@ -47,7 +47,6 @@ from penstock.weights.transport.device_memory import SlotHandle
 
 UNPUBLISHED = -1
 STAGE_POLL_S = 0.002
-STAGE_TIMEOUT_S = 600.0
 
 
 class CacheUsage(StatLoggerBase):
@@ -218,9 +217,11 @@ class VllmEngine:
                 raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
             if all(is_done for is_done, _, _ in answers):
                 return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
-            if time.monotonic() - started > STAGE_TIMEOUT_S:
+            if time.monotonic() - started > self._spec.stage_timeout_s:
+                late = [str(rank) for rank, (is_done, _, _) in enumerate(answers) if not is_done]
                 raise WeightSyncError(
-                    f"publish v{manifest.version}: {self.engine_id} has no shard after {STAGE_TIMEOUT_S:.0f} s."
+                    f"publish v{manifest.version}: rank {', '.join(late)} of {self.engine_id} has not fetched and "
+                    f"compared its part after {self._spec.stage_timeout_s:g} s (weights.timeout_s)."
                 )
             await asyncio.sleep(STAGE_POLL_S)
 

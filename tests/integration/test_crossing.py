@@ -1,8 +1,12 @@
-"""Weights across nodes: two Ray nodes on one machine, trainer ranks and engines on both, and a landing that is lost."""
+"""Weights across nodes: two Ray nodes on one machine, trainer ranks and engines on both, and a landing that is lost in
+the middle of a version.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -131,14 +135,21 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
         await trainer.supervised_step(EXAMPLES)
     pid = export._pids[engines[1].node_id]
     assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
-    ray.kill(export._landings[engines[1].node_id])
+    os.kill(pid, signal.SIGSTOP)  # the others begin, and wait for it in the middle of the version
     started = time.monotonic()
-    report = await publisher.publish(3)
+    publish = asyncio.create_task(publisher.publish(3))
+    await asyncio.sleep(1.0)
+    assert not publish.done()
+    os.kill(pid, signal.SIGKILL)
+    report = await publish
     assert time.monotonic() - started < config.timeout_s, "a death is no time-out"
     assert [ack.engine_id for ack in report.acks] == ["engine-0"]
     assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
     assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
-    assert (await publisher.publish(4)).acks[0].version == 4
+    for version in (4, 5):
+        await trainer.supervised_step(EXAMPLES)
+        report = await publisher.publish(version)
+        assert [(ack.engine_id, ack.version) for ack in report.acks] == [("engine-0", version)], "training goes on"
     await publisher.close()
     await trainer.close()
     await asyncio.gather(*(engine.close() for engine in engines))

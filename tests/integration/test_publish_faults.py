@@ -21,7 +21,7 @@ from penstock.actors.exports import Departure, SharedMemoryExport
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
 from penstock.platform.engine_restarts import EngineRestarts
@@ -98,7 +98,7 @@ class DamagedOnce(SharedMemoryExport):
     """One bit of `version` changes where all engines read it, after it was written for the first time."""
 
     def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
-        super().__init__(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+        super().__init__(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
         self._damaged: int | None = version
 
     async def begin(self, version: int) -> Departure:
@@ -129,7 +129,7 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_e
 async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
     await publisher.publish(0)
     await publisher.close()
@@ -152,7 +152,7 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
 async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
     engines = await node.engines("killed")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32")
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
 
     async def start(engine_id: EngineId) -> RemoteEngine:
@@ -183,6 +183,26 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
         report = await publisher.publish(2)
         assert sorted(ack.engine_id for ack in report.acks) == ["killed-0", "killed-1"]
     await publisher.close()
+    await asyncio.gather(*(engine.close() for engine in engines))
+
+
+async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_it_is(node: Node) -> None:
+    engines = await node.engines("waiting")
+    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+    await export.begin(0)
+    export._timeout_s = 1.0
+    (rank,) = node.trainer._ranks
+    stopped = int(await rank.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        told = r"publish v1: write_shards is not over after 1 s .*: training rank 0 \(its process does not answer\)"
+        with pytest.raises(WeightSyncError, match=told):
+            await export.begin(1)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    export._timeout_s = WAIT_S
+    await (await export.begin(2))
+    assert await rank.writing.remote() == "v2, checksums"
     await asyncio.gather(*(engine.close() for engine in engines))
 
 

@@ -146,11 +146,17 @@ class ShardFiles:
 
 
 class ShardWriter:
-    """One training rank's part of every publish."""
+    """One training rank's part of every publish.
+
+    Attributes:
+        progress: How far it is, for messages; may be read by another thread.
+    """
 
     def __init__(self, transfer: ShardTransfer, rank: int, slots: Slots) -> None:
+        self.progress = "not begun"
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._copies = copies_of(transfer, rank)
+        self._buckets = [[copy for copy in bucket if copy.src_rank == rank] for bucket in transfer.plan.buckets]
         self._slots = slots
 
     @torch.no_grad()
@@ -161,11 +167,15 @@ class ShardWriter:
             version: Replaces the version before the last one; in device memory the last one.
             tensors: Name -> what this rank holds of it, flat; cast to the wire dtype here.
         """
-        for copy in self._copies:
-            buffer = self._slots.buffers(version, copy.dst_rank)[copy.destination.buffer]
-            target = strided_box(buffer, copy.shape, copy.destination)
-            target.copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
+        for number, bucket in enumerate(self._buckets, start=1):
+            self.progress = f"v{version}, bucket {number} of {len(self._buckets)}"
+            for copy in bucket:
+                buffer = self._slots.buffers(version, copy.dst_rank)[copy.destination.buffer]
+                target = strided_box(buffer, copy.shape, copy.destination)
+                target.copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
+        self.progress = f"v{version}, all buckets begun"
         self._slots.complete()
+        self.progress = f"v{version}, checksums"
 
     @torch.no_grad()
     def sums(self, tensors: Mapping[str, torch.Tensor]) -> list[PartialSum]:

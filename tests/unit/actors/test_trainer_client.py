@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import PenstockError, TrainingError
+from penstock.dataflow.errors import PenstockError, TrainingError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupRef
@@ -82,3 +82,27 @@ async def test_what_the_dataflow_raises_comes_out_as_it_is() -> None:
 
     with pytest.raises(PenstockError, match="no batch within 3 s"):
         await TrainerClient([FakeRank()], 10.0).step(broken())
+
+
+async def test_ranks_that_are_late_with_a_leg_of_a_publish_are_named_with_how_far_they_are() -> None:
+    class Late(FakeRank):
+        """Writes for ever."""
+
+        def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            if method == "writing":
+                answer.set_result("v7, bucket 3 of 17")
+            return answer
+
+    class Quick(FakeRank):
+        def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            answer.set_result([method, *arguments])
+            return answer
+
+    quick = TrainerClient([Quick(), Quick()], 10.0)
+    assert await quick.leg("publish v7", 5.0, "write_shards", 7) == [["write_shards", 7]] * 2
+    client = TrainerClient([Quick(), Late(), Late()], 10.0)
+    late = r"training rank 1 \(v7, bucket 3 of 17\), training rank 2 \(v7, bucket 3 of 17\)"
+    with pytest.raises(WeightSyncError, match=rf"publish v7: write_shards is not over after 0.05 s .*Missing: {late}"):
+        await client.leg("publish v7", 0.05, "write_shards", 7)
