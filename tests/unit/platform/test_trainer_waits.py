@@ -61,19 +61,19 @@ class SlowTokens(FakeEngine):
 
 
 @pytest.mark.parametrize(
-    ("engine", "rewards", "streamed", "eta", "expected"),
+    ("engine", "rewards", "options", "expected"),
     [
-        (SlowTokens(), FakeRewards(), False, 0, "too_few"),
-        (SlowTokens(), FakeRewards(), False, 1, "generating"),
-        (FakeEngine(), SlowFor(), False, 1, "scoring"),
-        (FakeEngine(), SlowFor(), True, 1, "scoring"),
+        (SlowTokens(), FakeRewards(), {"eta": 0}, "too_few"),
+        (SlowTokens(), FakeRewards(), {"eta": 1}, "generating"),
+        (FakeEngine(), SlowFor(), {"eta": 1}, "scoring"),
+        (FakeEngine(), SlowFor(), {"batch": 3, "max_live": 8, "streamed": True}, "scoring"),  # one ready is enough,
     ],
     ids=["too few", "generating", "scoring", "scoring, streamed"],
 )
 async def test_the_trainers_waiting_is_counted_by_what_it_waited_for(
-    engine: FakeEngine, rewards: FakeRewards, streamed: bool, eta: int, expected: Hold
+    engine: FakeEngine, rewards: FakeRewards, options: dict[str, int], expected: Hold
 ) -> None:
-    flow = make_flow([engine], rewards, batch=2, eta=eta, steps=4, streamed=streamed)
+    flow = make_flow([engine], rewards, steps=4, **options)  # type: ignore[arg-type]
     async with flow:
         for version in range(1, 3):
             await next_groups(flow)
