@@ -8,6 +8,7 @@ import pytest
 
 from penstock.dataflow.core import Dataflow, GroupRules, Hold
 from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.ports import Score
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
@@ -35,6 +36,22 @@ def test_the_group_due_first_says_what_the_batch_waits_for() -> None:
     core.generated(late)
     assert core.held_by(1) == "scoring"
     assert core.held_by(2) == "too_few"
+
+
+def test_once_the_awaited_group_is_gone_the_next_one_is_asked() -> None:
+    core = Dataflow(FlowLimits(1, 1, 10), GroupRules(1, 1, 1))
+    for version in range(3):
+        late, early = (core.admit(TaskId("t")) for _ in range(2))
+        for group in (late, early):
+            core.member_at(group, 0, core.version)
+        make_ready(core, early)
+        assert core.held_by(1) == "generating"
+        core.generated(late)
+        assert core.held_by(1) == "scoring"
+        core.end(late, GroupState.FAILED, Reason.REWARD)
+        assert core.held_by(1) == "too_few", "nothing is awaited"
+        core.close_batch()
+        core.advance(version + 1)
 
 
 def make_ready(core: Dataflow, group: GroupId) -> None:
