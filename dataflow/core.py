@@ -22,6 +22,8 @@ from penstock.dataflow.trajectory import GroupRef
 
 Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
 """Why a report changed nothing."""
+Hold = Literal["too_few", "generating", "scoring"]
+"""What holds a batch open: too few groups are ready; or enough are, and one that must still be in is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Dataflow:
         self._ready: dict[GroupId, GroupRef] = {}
         self._in_training: list[GroupRef] = []
         self._cancelled: list[Cancelled] = []
+        self._awaited: GroupId | None = None
 
     @property
     def free_credits(self) -> int:
@@ -223,6 +226,21 @@ class Dataflow:
             self.end(record.group_id, GroupState.DROPPED, Reason.RUN_END)
         self._in_training = []
         return self.ledger.counts()
+
+    def held_by(self, num_needed: int) -> Hold:
+        """What the trainer waits for, of which `num_needed` groups would be enough if nobody fell due.
+
+        The awaited group is looked for once, then asked for its state until it is ready or has ended.
+        """
+        if self.num_ready < num_needed:
+            return "too_few"
+        awaited = None if self._awaited is None else self.ledger.get(self._awaited)
+        if awaited is None or awaited.state not in (GroupState.GENERATING, GroupState.SCORING):
+            self._awaited = self._gate.first_unready()
+            if self._awaited is None:
+                return "too_few"
+            awaited = self.ledger.find(self._awaited)
+        return "scoring" if awaited.state is GroupState.SCORING else "generating"
 
     def waiting_for(self, most: int = 8) -> str:
         """One sentence for time-outs: what the next batch waits for."""

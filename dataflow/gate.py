@@ -111,6 +111,13 @@ class ConsumptionGate:
             heapq.heappop(self._ready)
         return None
 
+    def first_unready(self) -> GroupId | None:
+        """The group that is due first among those that are not ready; None if all are. O(groups due with it)."""
+        for deadline in sorted(self._by_deadline):
+            if self._unready_due[deadline]:
+                return next(one for one in self._by_deadline[deadline] if not self._entries[one].is_ready)
+        return next((one for one, entry in self._entries.items() if entry.deadline is None), None)
+
     def can_take(self, version: int, num_places: int) -> bool:
         """May the next ready group go into a batch that has `num_places` left, closing at `version`?
 

@@ -47,7 +47,6 @@ class Reason(StrEnum):
     """Why a group ended untrained."""
 
     STALE = "stale"
-    ABORTED = "aborted"
     REDUNDANT = "redundant"
     BAD_STEP = "bad_step"
     ROLLBACK = "rollback"
@@ -64,7 +63,6 @@ class Reason(StrEnum):
 REASONS = {
     GroupState.DROPPED: {
         Reason.STALE,
-        Reason.ABORTED,
         Reason.REDUNDANT,
         Reason.BAD_STEP,
         Reason.ROLLBACK,

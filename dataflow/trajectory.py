@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.errors import StalenessError
 from penstock.dataflow.ids import POLICY, GroupId, PolicyId, TaskId, TrajectoryId
 from penstock.dataflow.versions import Span, Spans, first_tokens, last_tokens, num_tokens
 
@@ -143,7 +144,12 @@ class Trajectory:
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
         assert not self.threads or sum(one.num_tokens for one in self.threads) == len(self.token_ids)
-        assert num_tokens(self.spans) == np.count_nonzero(self.loss_mask), "I4: spans must sum to sampled tokens"
+        labelled, masked = num_tokens(self.spans), np.count_nonzero(self.loss_mask)
+        if labelled != masked:
+            raise StalenessError(
+                f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
+                "(I4, I7). Tokens would train under a wrong version, or none that the policy sampled."
+            )
 
     def score(self, reward: float, parts: Mapping[str, float]) -> None:
         """Set its reward, once."""

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.errors import StalenessError
+
 
 class Span(NamedTuple):
     """`num_tokens` consecutive sampled tokens, all sampled by policy `version`."""
@@ -28,7 +30,7 @@ def join_spans(spans: Sequence[Span]) -> Spans:
     """Merge neighbouring spans of equal version and drop empty ones.
 
     Raises:
-        ValueError: If a version decreases (I4).
+        StalenessError: If a version decreases (I4).
     """
     if len(spans) == 1 and spans[0].num_tokens:
         return (spans[0],)
@@ -37,7 +39,11 @@ def join_spans(spans: Sequence[Span]) -> Spans:
         if span.num_tokens == 0:
             continue
         if joined and span.version < joined[-1].version:
-            raise ValueError(f"version spans decrease: {joined[-1].version} -> {span.version}")
+            raise StalenessError(
+                f"versions: tokens of v{span.version} follow tokens of v{joined[-1].version} in one sequence (I4). Its "
+                "first token would not be its oldest, and its staleness be counted too low. An engine went back to "
+                "older weights, or labels what it samples wrongly."
+            )
         if joined and span.version == joined[-1].version:
             joined[-1] = Span(span.version, joined[-1].num_tokens + span.num_tokens)
         else:

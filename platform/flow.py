@@ -117,11 +117,11 @@ class Flow:
         if self.options.streams_micro_batches:
             batch = []
             while not self.core.is_batch_complete:
-                batch.append(await self._wait_for(self.core.take_one))
+                batch.append(await self._wait_for(self.core.take_one, num_needed=1))
                 yield batch[-1]
             self._batch_closed(batch)
         else:
-            closed = await self._wait_for(self.core.close_batch)
+            closed = await self._wait_for(self.core.close_batch, self.core.limits.batch_groups)
             self._batch_closed(closed)
             for group in closed:
                 yield group
@@ -169,24 +169,24 @@ class Flow:
         self.core.ready(await self._store(run, good))
         self._settle()
 
-    async def _wait_for(self, take: Callable[[], _Taken | None]) -> _Taken:
-        """What the core hands out, as soon as it does."""
-        with self.stats.trainer_waits():
-            try:
-                async with asyncio.timeout(self.options.batch_timeout_s):
-                    while True:
-                        if self._failure is not None:
-                            raise self._failure
-                        self._changed.clear()
-                        if (taken := take()) is not None:
-                            return taken
+    async def _wait_for(self, take: Callable[[], _Taken | None], num_needed: int) -> _Taken:
+        """What the core hands out, as soon as it does; `num_needed` ready groups are the fewest that may do."""
+        try:
+            async with asyncio.timeout(self.options.batch_timeout_s):
+                while True:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._changed.clear()
+                    if (taken := take()) is not None:
+                        return taken
+                    with self.stats.trainer_waits(self.core.held_by(num_needed)):
                         await self._changed.wait()
-            except TimeoutError:
-                raise PenstockError(
-                    f"dataflow: no batch within batch_timeout_s={self.options.batch_timeout_s:.0f}: "
-                    f"{self.core.waiting_for()}. The trainer stands still until it closes. "
-                    "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
-                ) from None
+        except TimeoutError:
+            raise PenstockError(
+                f"dataflow: no batch within batch_timeout_s={self.options.batch_timeout_s:.0f}: "
+                f"{self.core.waiting_for()}. The trainer stands still until it closes. "
+                "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
+            ) from None
 
     def _batch_closed(self, batch: Sequence[GroupRef]) -> None:
         for group in batch:

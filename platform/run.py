@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from penstock.dataflow.core import Hold
 from penstock.dataflow.errors import FailureKind, TrainingError
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
@@ -63,7 +64,7 @@ class Progress:
     """Where the run stands."""
 
     last_step_at: float = 0.0
-    trainer_wait_s: float = 0.0
+    trainer_wait_for: Mapping[Hold, float] = field(default_factory=dict)
     tokens_generated: int = 0
     bad_steps_in_a_row: int = 0
     skipped_steps: int = 0
@@ -196,9 +197,10 @@ class Run:
 
     def _flow_metrics(self, flow: Flow, report: StepReport, wall_s: float) -> dict[str, float]:
         last, counts, monitor = self.stats.last, flow.counts(), self._parts.side.monitor
-        waited_s = self.stats.trainer_wait_s - self._progress.trainer_wait_s
+        before = self._progress.trainer_wait_for
+        waited_s = {held_by: total - before.get(held_by, 0.0) for held_by, total in self.stats.trainer_wait_for.items()}
         generated = self.stats.tokens_generated - self._progress.tokens_generated
-        self._progress.trainer_wait_s = self.stats.trainer_wait_s
+        self._progress.trainer_wait_for = dict(self.stats.trainer_wait_for)
         self._progress.tokens_generated = self.stats.tokens_generated
         return {
             "staleness/mean_versions": last.mean_versions,
@@ -226,7 +228,8 @@ class Run:
             "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
             "throughput/step_s": wall_s,
             "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
-            "idle/trainer_wait_s": waited_s,
+            "idle/trainer_wait_s": sum(waited_s.values()),
+            **{f"idle/trainer_wait_for/{held_by}": seconds for held_by, seconds in waited_s.items()},
             "idle/engine_share": monitor.idle_share,
         }
 

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import get_args
 
+from penstock.dataflow.core import Hold
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupRef, Trajectory
@@ -84,7 +86,7 @@ class FlowStats:
     Attributes:
         total: Staleness over all trained batches.
         last: Staleness of the newest batch.
-        trainer_wait_s: Absolute seconds the trainer waited for batches.
+        trainer_wait_for: What held its batch open -> absolute seconds the trainer waited.
         tokens_generated: Tokens sampled for training so far, trained or not.
         population: Lengths of all trajectories that were sampled to their end.
         trained: Lengths of those that were trained.
@@ -96,7 +98,7 @@ class FlowStats:
     samples_per_step: int = 16
     total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
-    trainer_wait_s: float = 0.0
+    trainer_wait_for: dict[Hold, float] = field(default_factory=lambda: dict.fromkeys(get_args(Hold), 0.0))
     tokens_generated: int = 0
     population: MeanLength = field(default_factory=MeanLength)
     trained: MeanLength = field(default_factory=MeanLength)
@@ -110,14 +112,19 @@ class FlowStats:
         """Mean length of trained trajectories ÷ of all that were sampled to their end; 1 before the first batch."""
         return self.trained.tokens / self.population.tokens if self.trained.num_trajectories else 1.0
 
+    @property
+    def trainer_wait_s(self) -> float:
+        """Absolute seconds the trainer waited for batches."""
+        return sum(self.trainer_wait_for.values())
+
     @contextmanager
-    def trainer_waits(self) -> Iterator[None]:
+    def trainer_waits(self, held_by: Hold) -> Iterator[None]:
         """Count the time inside as the trainer waiting for data."""
         started = asyncio.get_running_loop().time()
         try:
             yield
         finally:
-            self.trainer_wait_s += asyncio.get_running_loop().time() - started
+            self.trainer_wait_for[held_by] += asyncio.get_running_loop().time() - started
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         length = trajectory.num_sampled_tokens

@@ -1,5 +1,8 @@
 """Named comparisons: `penstock simulate compare=NAME`. Each returns its figures, its cost model and the ceiling.
 
+The ceiling is what the ratio beside it would be if no device or slot ever waited; of `controller-load`, what bare
+asyncio costs.
+
 Every number is simulated by the shipping controller; nothing here is fitted. Rates are those of the steady state: the
 steps while the window fills at the start and empties at the end are left out, on both sides.
 """
@@ -138,6 +141,13 @@ def perfect_step_s(config: SimulationConfig) -> float:
     return (1 + TRAIN_SHARE) * tokens * token_s / DEVICES
 
 
+def busy_step_s(config: SimulationConfig) -> float:
+    """Seconds of a step if no slot of the engines and no device of the trainer, as they are split, ever waited."""
+    token_s = (config.decode_base_s + config.decode_per_sequence_s * config.slots) / config.slots
+    tokens = config.batch * config.group_size * config.lengths.mean
+    return tokens * max(token_s / config.engines, config.train_s_per_token / config.trainer_devices)
+
+
 POLICIES = (("wait", False), ("wait", True), ("trim", True), ("drop", True))
 """(on_expiry, stream_micro_batches) compared."""
 
@@ -150,6 +160,7 @@ def evict_bias(seeds: Iterable[int]) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "cost_model": "as async-vs-sync, step grows with batch, split 26+6; 4 windows and 24 steps each",
         "sync_best": arrangement,
+        "ceiling": rounded(best / perfect_step_s(base)),
     }
     for policy, stream in POLICIES:
         for eta in (1, 2, 4, 8):
@@ -180,7 +191,7 @@ def inflight_vs_drain(seeds: Iterable[int]) -> dict[str, Any]:
         flight = step_seconds(base, seeds)
         drain = step_seconds(base.model_copy(update={"update_mode": "drain"}), seeds)
         figures[name] = {"inflight_step_s": rounded(flight), "drain_step_s": rounded(drain)}
-        figures[name]["ratio"] = rounded(drain / flight)
+        figures[name] |= {"ratio": rounded(drain / flight), "ceiling": rounded(drain / busy_step_s(base))}
     return figures
 
 
@@ -220,6 +231,7 @@ def rollout_granularity(seeds: Iterable[int]) -> dict[str, Any]:
         }
     for name in ("eta=2", "eta=4"):
         figures[name]["ratio"] = rounded(figures["barrier"]["step_s"] / figures[name]["step_s"])
+    figures["ceiling"] = {"utilisation": 1.0}
     return figures
 
 
@@ -253,6 +265,8 @@ def prefix_routing(seeds: Iterable[int]) -> dict[str, Any]:
         figures[routing] = {"makespan_s": rounded(spans[routing])}
         figures[routing]["recomputed_prefix_share"] = rounded(prefilled / total)
     figures["ratio"] = rounded(spans["least_loaded"] / spans["prefix_aware"])
+    prefill_s = base.batch * base.prompt_tokens * base.prefill_s_per_token / base.engines  # each prompt once
+    figures["ceiling"] = rounded(spans["least_loaded"] / (busy_step_s(base) + prefill_s))
     return figures
 
 
@@ -292,6 +306,7 @@ def redundant_groups(seeds: Iterable[int]) -> dict[str, Any]:
             "cancelled_groups_per_trained": rounded(cancelled),
             "wasted_token_share": rounded(wasted),
         }
+        figures["ceiling"] = rounded(1 / (busy_step_s(config) / config.batch) / rates[0])
     return figures
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from subprocess import PIPE, Popen
+
 import pytest
 
 from penstock.platform.config.dataflow import DataflowConfig
@@ -80,6 +84,20 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
     assert first.trace_hash == second.trace_hash
     assert first.num_callbacks == second.num_callbacks
     assert other.trace_hash != first.trace_hash
+
+
+def test_the_trace_does_not_depend_on_how_python_hashes_strings() -> None:
+    script = (
+        "from penstock.platform.simulator.config import parse_simulation\n"
+        "from penstock.platform.simulator.simulation import simulate\n"
+        f"print(simulate(parse_simulation({[*SMALL, 'faults=heavy']!r}), 7).trace_hash)"
+    )
+    runs = [
+        Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=PIPE, text=True)
+        for seed in ("1", "4242")
+    ]
+    traces = {run.communicate()[0].strip() for run in runs}
+    assert traces == {simulate(parse_simulation([*SMALL, "faults=heavy"]), 7).trace_hash}
 
 
 def test_every_policy_sees_the_same_lengths() -> None:

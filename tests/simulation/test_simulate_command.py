@@ -13,6 +13,7 @@ from penstock.platform.cli_simulate import parse_seeds
 from penstock.platform.simulator.comparisons import (
     LONGTAIL,
     MODELS,
+    busy_step_s,
     prefix_routing,
     redundant_groups,
     rollout_granularity,
@@ -66,17 +67,18 @@ def test_seeds_are_a_range_or_one_seed() -> None:
 
 def test_members_beside_their_prefix_finish_sooner_than_wherever_it_is_idle() -> None:
     figures = prefix_routing(range(1))
-    assert figures["ratio"] >= 1.2
+    assert 1.2 <= figures["ratio"] <= figures["ceiling"]
     assert figures["prefix_aware"]["recomputed_prefix_share"] <= 0.3
 
 
 def test_redundant_groups_raise_the_useful_rate_under_exponential_stragglers() -> None:
-    assert redundant_groups(range(1))["b=1"]["ratio"] >= 1.15
+    figures = redundant_groups(range(1))
+    assert 1.15 <= figures["b=1"]["ratio"] <= figures["b=4"]["ratio"] <= figures["ceiling"]
 
 
 def test_environments_are_busy_without_a_barrier() -> None:
     figures = rollout_granularity(range(1))
-    assert figures["eta=4"]["utilisation"] >= 0.8
+    assert 0.8 <= figures["eta=4"]["utilisation"] <= figures["ceiling"]["utilisation"]
     assert figures["eta=4"]["ratio"] >= 2.0
 
 
@@ -92,4 +94,5 @@ def test_asynchrony_pays_against_the_best_synchronous_arrangement() -> None:
 def test_updates_in_flight_pay_against_draining() -> None:
     flight = split(with_train_share({**LONGTAIL, **MODELS["constant step"]}), 24, eta=1)
     drain = flight.model_copy(update={"update_mode": "drain"})
-    assert step_seconds(drain, range(1)) / step_seconds(flight, range(1)) >= 1.5
+    drain_s = step_seconds(drain, range(1))
+    assert 1.5 <= drain_s / step_seconds(flight, range(1)) <= drain_s / busy_step_s(flight)

@@ -51,7 +51,7 @@ def test_a_stream_at_its_quota_waits_and_the_others_go_on() -> None:
     assert Counter(queued.stream for queued in admitted if queued) == {"a": 2, "b": 6}
     assert line.next(ledger) is None
     first_of_a = next(record.group_id for record in ledger.live() if record.stream == "a")
-    ledger.end(first_of_a, GroupState.DROPPED, Reason.ABORTED)
+    ledger.end(first_of_a, GroupState.DROPPED, Reason.STALE)
     assert line.next(ledger).stream == "a"  # type: ignore[union-attr]
 
 

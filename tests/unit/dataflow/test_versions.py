@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from penstock.dataflow.errors import StalenessError
 from penstock.dataflow.versions import Span, join_spans, num_tokens, versions_per_token
 
 
@@ -13,7 +14,7 @@ def test_neighbours_of_one_version_merge_and_empty_spans_vanish() -> None:
 
 
 def test_versions_never_decrease() -> None:
-    with pytest.raises(ValueError, match="4 -> 3"):
+    with pytest.raises(StalenessError, match=r"v3 follow tokens of v4 .*\(I4\)"):
         join_spans([Span(4, 1), Span(3, 1)])
 
 

@@ -157,7 +157,7 @@ async def test_a_failed_member_is_never_a_reward_of_zero() -> None:
 
 
 async def test_a_gang_runs_on_one_engine_from_one_version_on() -> None:
-    engines = [FakeEngine(engine_id=EngineId(f"fake-{index}")) for index in range(3)]
+    engines = [FakeEngine(EngineId(f"fake-{index}"), length=long_tailed().length) for index in range(3)]
     served_by: dict[str, set[str]] = {}
     started_at: dict[str, list[int]] = {}
 
@@ -174,7 +174,7 @@ async def test_a_gang_runs_on_one_engine_from_one_version_on() -> None:
 
     for engine in engines:
         remember(engine)
-    flow = make_flow(engines, FakeRewards(), batch=4, eta=1, steps=6, gang=True, slots=4)
+    flow = make_flow(engines, FakeRewards(), batch=2, eta=4, steps=20, gang=True, slots=4)
     await train_all(flow, engines)
     assert all(len(names) == 1 for names in served_by.values())
     assert all(len(versions) == 2 and len(set(versions)) == 1 for versions in started_at.values())
