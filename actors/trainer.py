@@ -97,6 +97,10 @@ class TrainerRank:
         """Add the gradient of a part of a batch whose rest is still being generated."""
         self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
 
+    def prefetch(self, payloads: list[ray.ObjectRef], version: int, references: list[ray.ObjectRef]) -> None:
+        """Forward groups of a batch that is awaited. Collective."""
+        self._running().prefetch(ray.get(payloads), version, ray.get(references))
+
     def supervised_step(self, examples: list[Example]) -> dict[str, float]:
         return dict(self._running().supervised_step(examples))
 

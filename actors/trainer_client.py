@@ -83,6 +83,11 @@ class TrainerClient:
         self.busy_s += report.busy_s
         return report
 
+    async def prefetch(self, group: GroupRef) -> None:
+        """Let the ranks forward a group of the batch that is awaited; ranks keep the order of calls."""
+        references = [] if group.reference is None else [group.reference]
+        await self._all("prefetch", [group.handle], self.version, references)
+
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         return (await self._all("supervised_step", examples))[0]
 

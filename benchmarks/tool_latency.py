@@ -1,11 +1,12 @@
 """Asynchronous against synchronous training where a tool call takes long now and then. Real runs, on this machine.
 
-    python benchmarks/tool_latency.py [--policy DIR] [--steps 20] [--rounds 1] [--eta 4]
+    python benchmarks/tool_latency.py [--policy DIR] [--steps 20] [--rounds 1] [--eta 4] [--tool-in environment]
 
-Both sides are `penstock train experiment=arithmetic` with the reward of examples/slow_tool.py: before a trajectory is
-scored a tool sleeps for a lognormal time (mean 1 s, sigma 1.25, at most 30 s). They differ in `dataflow.max_staleness`
-only. The runs alternate; measured are groups per second from the end of one step to the end of a later one, without the
-first `--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation.
+Both sides are `penstock train experiment=arithmetic` with the environment of examples/slow_environment.py: after the
+policy's turn a tool call sleeps for a lognormal time (mean 1 s, sigma 1.25, at most 30 s). With `--tool-in reward` the
+tool sleeps in the reward instead (examples/slow_tool.py). The sides differ in `dataflow.max_staleness` only. The runs
+alternate; measured are groups per second from the end of one step to the end of a later one, without the first
+`--warmup` steps of both and the last max_staleness + 1 of the asynchronous run, which need no generation.
 
 The limit beside the figure: with enough concurrency asynchronous training is limited by the trainer alone, and a
 synchronous step lasts at least as long as the slowest of its B·G tool calls, so
@@ -34,18 +35,22 @@ from slow_tool import tool_latency_s  # noqa: E402
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 BATCH, GROUP = 16, 8
+TOOL_IN = {
+    "environment": ("env.factory=slow_environment:CheckedSums", "env.episode.timeout_s=120", "reward=episode"),
+    "reward": ("reward.fn=slow_tool:exact_match_after_tool", "reward.timeout_s=120"),
+}
+"""What a run of either kind says on its command line."""
 TIMEOUT_S = 900
 console = Console(highlight=False, soft_wrap=True)
 
 
-def run(name: str, policy: str, eta: int, steps: int) -> list[dict[str, float]]:
+def run(name: str, policy: str, eta: int, steps: int, tool_in: str) -> list[dict[str, float]]:
     """One run; returns its metrics of every step."""
     command = [
         str(PENSTOCK), "train", "experiment=arithmetic", f"name={name}", f"run_dir=.bench/{name}", "overwrite=true",
         f"model.path={policy}", f"total_steps={steps}", f"dataflow.max_staleness={eta}",
         f"dataflow.batch_groups={BATCH}", f"dataflow.group_size={GROUP}",
-        "reward.fn=slow_tool:exact_match_after_tool", "reward.timeout_s=120",
-        "evaluation.every_steps=0", "evaluation.num_tasks=1",
+        *TOOL_IN[tool_in], "evaluation.every_steps=0", "evaluation.num_tasks=1",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": str(ROOT / "examples")}
     console.print(f"running {name}: {steps} steps, max_staleness {eta} …")
@@ -61,10 +66,11 @@ def groups_per_s(steps: list[dict[str, float]], warmup: int, eta: int) -> float:
     return BATCH * len(measured) / sum(step["throughput/step_s"] for step in measured)
 
 
-def expected_slowest_s(num_steps: int) -> float:
+def expected_slowest_s(num_steps: int, tool_in: str) -> float:
     """E[max of B·G latencies], over the very trajectories of the synchronous run; seconds."""
+    tasks = "arithmetic/train/" if tool_in == "environment" else ""  # drawn by task and attempt, or by group and member
     starts = range(0, num_steps * BATCH + 1, BATCH)
-    batches = [[f"{group}/{member}" for group in range(a, b) for member in range(GROUP)] for a, b in pairwise(starts)]
+    batches = [[f"{tasks}{group}/{one}" for group in range(a, b) for one in range(GROUP)] for a, b in pairwise(starts)]
     return mean(max(map(tool_latency_s, batch)) for batch in batches)
 
 
@@ -76,17 +82,19 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--eta", type=int, default=4)
+    parser.add_argument("--tool-in", choices=TOOL_IN, default="environment")
     arguments = parser.parse_args()
+    console.print(f"the tool sleeps in the {arguments.tool_in}")
     rates: dict[str, list[float]] = {"asynchronous": [], "synchronous": []}
     trainer_s: list[float] = []
     for round_ in range(arguments.rounds):
-        steps = run(f"latency-async-{round_}", arguments.policy, arguments.eta, arguments.steps)
+        steps = run(f"latency-async-{round_}", arguments.policy, arguments.eta, arguments.steps, arguments.tool_in)
         rates["asynchronous"].append(groups_per_s(steps, arguments.warmup, arguments.eta))
         trainer_s += [step["trainer/step_s"] for step in steps[arguments.warmup :]]
-        steps = run(f"latency-sync-{round_}", arguments.policy, 0, arguments.sync_steps)
+        steps = run(f"latency-sync-{round_}", arguments.policy, 0, arguments.sync_steps, arguments.tool_in)
         rates["synchronous"].append(groups_per_s(steps, arguments.warmup, 0))
     ratios = [a / s for a, s in zip(rates["asynchronous"], rates["synchronous"], strict=True)]
-    step_s, slowest_s = median(trainer_s), expected_slowest_s(arguments.sync_steps)
+    step_s, slowest_s = median(trainer_s), expected_slowest_s(arguments.sync_steps, arguments.tool_in)
     for side, values in rates.items():
         console.print(
             f"{side:13} {median(values):6.2f} groups/s  (n = {len(values)}: {', '.join(f'{v:.2f}' for v in values)})"

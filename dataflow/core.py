@@ -99,6 +99,10 @@ class Dataflow:
     def num_ready(self) -> int:
         return len(self._ready)
 
+    def find_ready(self, group_id: GroupId) -> GroupRef | None:
+        """A group that waits for its batch; None if it is in a batch, not ready, or ended."""
+        return self._ready.get(group_id)
+
     def admit(self, task_id: TaskId, *, group_size: int | None = None, stream: str = "", requeues: int = 0) -> GroupId:
         """Start a group. Ask `free_credits` first."""
         if self.free_credits < 1:

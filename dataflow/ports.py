@@ -123,6 +123,18 @@ class LogprobWorker(Protocol):
         ...
 
 
+class GroupForward(Protocol):
+    """Trainer ranks that forward a ready group before its batch is complete."""
+
+    async def prefetch(self, group: GroupRef) -> None:
+        """Compute and keep what the next step needs of a group, with the weights that it will begin with.
+
+        Raises:
+            TrainingError: If a rank fails or does not answer in time.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """What one training step did.
@@ -131,7 +143,7 @@ class StepReport:
         version: The policy version after the step; unchanged when the step was skipped.
         skipped: The optimizer step was not taken (non-finite loss or gradient).
         metrics: Flat `family/name -> value`, names declared in docs/metrics.md.
-        busy_s: Wall seconds the trainer was computing.
+        busy_s: Wall seconds the trainer was computing, what it forwarded before the step included.
     """
 
     version: int

@@ -17,9 +17,9 @@ SIGMA = 1.25
 CAP_S = 30.0
 
 
-def tool_latency_s(trajectory_id: str) -> float:
-    """Lognormal with a long tail, the same for the same trajectory in every run; seconds."""
-    draw = random.Random(trajectory_id).gauss(math.log(MEAN_S) - SIGMA**2 / 2, SIGMA)
+def tool_latency_s(call_id: str) -> float:
+    """Lognormal with a long tail, the same for the same call in every run; seconds."""
+    draw = random.Random(call_id).gauss(math.log(MEAN_S) - SIGMA**2 / 2, SIGMA)
     return min(math.exp(draw), CAP_S)
 
 

@@ -21,11 +21,13 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import LogprobWorker, PayloadStore, RewardWorker, SamplingParams
+from penstock.dataflow.ports import GroupForward, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
+from penstock.dataflow.prefetch import PrefetchQueue
 from penstock.dataflow.streams import TaskLine
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.group_run import GroupRun
 from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.prefetch import Prefetcher
 from penstock.rollout.runner import Runs
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,10 @@ _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason
 
 @dataclass(frozen=True, slots=True)
 class FlowPorts:
-    """What the flow works with; `reference` and `teacher` are asked for each group as soon as it is scored."""
+    """What the flow works with.
+
+    `reference` and `teacher` are asked for each group as soon as it is scored, `forward` while the trainer waits.
+    """
 
     runner: Runs
     rewards: RewardWorker
@@ -49,6 +54,7 @@ class FlowPorts:
     sampling: SamplingParams
     reference: LogprobWorker | None = None
     teacher: LogprobWorker | None = None
+    forward: GroupForward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,8 @@ class Flow:
         self._failures_in_a_row = 0
         self._ignored_logged = 0
         self._ignored_logged_at = -math.inf
+        queue = PrefetchQueue(core.limits.batch_groups, core.find_ready)
+        self._prefetcher = None if ports.forward is None else Prefetcher(ports.forward, queue)
 
     async def __aenter__(self) -> Self:
         self._admission = asyncio.create_task(self._admit(), name="admission")
@@ -121,7 +129,8 @@ class Flow:
                 yield batch[-1]
             self._batch_closed(batch)
         else:
-            closed = await self._wait_for(self.core.close_batch, self.core.limits.batch_groups)
+            waiting = self._wait_for(self.core.close_batch, self.core.limits.batch_groups)
+            closed = await (waiting if self._prefetcher is None else self._prefetcher.during(waiting))
             self._batch_closed(closed)
             for group in closed:
                 yield group
@@ -166,8 +175,11 @@ class Flow:
             self._end(group_id, GroupState.FILTERED, reason)
             return
         self.stats.group_ready(group_id, good)
-        self.core.ready(await self._store(run, good))
+        group = await self._store(run, good)
+        self.core.ready(group)
         self._settle()
+        if self._prefetcher is not None and self.core.find_ready(group_id) is not None:
+            self._prefetcher.ready(group)
 
     async def _wait_for(self, take: Callable[[], _Taken | None], num_needed: int) -> _Taken:
         """What the core hands out, as soon as it does; `num_needed` ready groups are the fewest that may do."""

@@ -129,7 +129,8 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             side = together(side, await stack.enter_async_context(partner), config.trainer.max_bad_steps)
 
         def make_flow(stats: FlowStats) -> Flow:
-            ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, actors.reference, actors.teacher)
+            frozen = (actors.reference, actors.teacher)
+            ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, side.forward)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
             core, filters = make_core(config), make_filters(flow.filters, flow.pass_reward)

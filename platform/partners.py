@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
-from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.ports import GroupForward, PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.run import Side
@@ -24,7 +24,7 @@ from penstock.platform.streams import stream_of
 from penstock.rollout.shared_groups import SharedGroups
 
 
-class Versioned(TrainerGroup, Protocol):
+class Versioned(TrainerGroup, GroupForward, Protocol):
     """A trainer that is told which version its next step starts from."""
 
     version: int
@@ -32,12 +32,14 @@ class Versioned(TrainerGroup, Protocol):
 
 def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:
     """Both sides as one; what the monitor tells is of the policy's engines."""
+    trainer = TrainTogether(cast("Versioned", policy.trainer), cast("Versioned", partner.trainer), max_bad_steps)
     return Side(
         SharedGroups(policy.runner, partner.runner),
-        trainer=TrainTogether(cast("Versioned", policy.trainer), cast("Versioned", partner.trainer), max_bad_steps),
+        trainer=trainer,
         publisher=PublishTogether(policy.publisher, partner.publisher),
         evaluator=EvaluateTogether(policy.evaluator, partner.evaluator),
         monitor=policy.monitor,
+        forward=None if policy.forward is None else trainer,
     )
 
 
@@ -74,6 +76,10 @@ class TrainTogether:
         metrics = {**mine.metrics, **{f"partner/{name}": value for name, value in other.metrics.items()}}
         is_skipped = mine.skipped and other.skipped
         return StepReport(version, is_skipped, metrics, max(mine.busy_s, other.busy_s))
+
+    async def prefetch(self, group: GroupRef) -> None:
+        """Let both forward a group of the batch that is awaited."""
+        await asyncio.gather(*(one.prefetch(group) for one in self._trainers.values()))
 
     async def save(self, path: str) -> None:
         """Write both: the policy to `path`, its partner beside it."""

@@ -10,7 +10,7 @@ from typing import get_args
 
 from penstock.dataflow.core import Hold
 from penstock.dataflow.errors import FailureKind, TrainingError
-from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.ports import GroupForward, PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
@@ -28,13 +28,18 @@ from penstock.rollout.runner import Runs
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The engines of a policy, its trainer, and the way between them; of two policies taken as one."""
+    """The engines of a policy, its trainer, and the way between them; of two policies taken as one.
+
+    Attributes:
+        forward: The trainer, if it forwards ready groups while it waits for their batch.
+    """
 
     runner: Runs
     trainer: TrainerGroup
     publisher: WeightPublisher
     evaluator: Evaluates
     monitor: EngineMonitor
+    forward: GroupForward | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
                 publisher=with_probe(publisher, probe, config.weights.probe_every),
                 evaluator=Evaluator(runner, actors.rewards, rollout.sampling.max_new_tokens),
                 monitor=monitor,
+                forward=actors.trainer if config.prefetches else None,
             )
     finally:
         await publisher.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import LogprobWorker, SamplingParams
+from penstock.dataflow.ports import GroupForward, LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimits, TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
@@ -54,13 +54,14 @@ def make_flow(
     gang: bool = False,
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
+    forward: GroupForward | None = None,
 ) -> Flow:
     """Groups of two over `engines`; what is not said is small and quick."""
     limits = FlowLimits(batch, eta, steps, surplus, on_expiry, max_requeues, max_live)
     core = Dataflow(limits, GroupRules(group_size, min_group_size, retries, engine_retries))
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
-    ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher)
+    ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher, forward)
     line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
     return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))

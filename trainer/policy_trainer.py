@@ -1,6 +1,6 @@
 """One rank of the trainer: a batch of groups in, one optimizer step or several, a report out. No Ray here.
 
-    advantages (whole batch, I9) → proximal logprobs (if recomputed) → per mini-batch: token weights → plan (ranks,
+    forwards without gradient → advantages (whole batch, I9) → per mini-batch: token weights → plan (ranks,
     rows) → forward, loss, backward per micro-batch → clip and update → metrics reduced over ranks
 
 Every rank gets the same groups and takes its own share of the sequences. With one update per batch (the default) the
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,20 +31,19 @@ from penstock.trainer.batches.sequences import (
     batch_normaliser,
     has_signal,
     mini_batches,
-    policy_sequences,
     supervised_sequences,
 )
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.critic import Critic
+from penstock.trainer.forwards import Forwards, References
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
-from penstock.trainer.passes import Passes, StepSettings, TeacherForced, sampled_tokens
+from penstock.trainer.passes import Passes, StepSettings, TeacherForced
 from penstock.trainer.rank_agreement import RankShare, agreement
 from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
 from penstock.trainer.work import Work
 from penstock.weights.adapters import adapter_tensors
 from penstock.weights.layout.engine import TrainingSide
 
-References = Sequence[NDArray[np.float32]]
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 """Metrics that compare policies; supervised steps have none."""
 
@@ -68,6 +66,7 @@ class PolicyTrainer:
         self._optimizer = optimizer
         self._settings = settings
         self._passes = Passes(backend, settings)
+        self._forwards = Forwards(self._passes, algorithm, critic, work)
         self._work = work
         self._objective = PolicyObjective(algorithm)
         self._num_steps = 0
@@ -102,12 +101,12 @@ class PolicyTrainer:
         streamed, self._streamed = self._streamed, None
         share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         if streamed is not None:
-            sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
+            sequences = self._forwards.sequences(payloads, version, min_versions, references, 1.0, teachers)
             self._add(streamed, sequences, is_last=True)
             updates = [self._update(streamed)]
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
-            sequences = self._sequences(payloads, version, min_versions, references, None, teachers)
+            sequences = self._forwards.sequences(payloads, version, min_versions, references, None, teachers)
             updates = self._updates(sequences, version, share)
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
@@ -117,8 +116,10 @@ class PolicyTrainer:
         if not self._algorithm.needs_teacher:
             del metrics["loss/teacher_kl"]
         is_skipped = any(one.result.is_skipped for one in updates) and all(one.changed_nothing for one in updates)
-        metrics |= agreement(share, self.backend)
-        metrics["trainer/step_s"] = busy_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
+        prefetch, ahead_s = self._forwards.forget()
+        metrics |= agreement(share, self.backend) | prefetch
+        metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
+        busy_s = step_s + ahead_s
         metrics |= self._work.take(busy_s)
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
@@ -153,10 +154,14 @@ class PolicyTrainer:
         if self._streamed is None:
             self._streamed = self._open(RankShare.at_start(self.backend))
         streamed = self._streamed
-        sequences = self._sequences(payloads, version, min_versions, references, 1.0, teachers)
+        sequences = self._forwards.sequences(payloads, version, min_versions, references, 1.0, teachers)
         self._add(streamed, sequences, is_last=False)
         streamed.payloads.extend(payloads)
         streamed.busy_s += time.perf_counter() - start
+
+    def prefetch(self, payloads: Sequence[GroupPayload], version: int, references: References = ()) -> None:
+        """Forward groups whose batch is not complete yet, for the step from `version`: same gradient and report."""
+        self._forwards.ahead(payloads, version, references)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One step of −logprob, the mean over all response tokens of the batch.
@@ -165,6 +170,7 @@ class PolicyTrainer:
             examples: (prompt ids, response ids) each; the end token, if wanted, is part of the response.
         """
         start = time.perf_counter()
+        self._forwards.forget()
         opened = self._open()
         self._backward(opened, supervised_sequences(examples), supervised_loss, is_last=True)
         metrics = summary([self._update(opened)])
@@ -183,6 +189,7 @@ class PolicyTrainer:
             reference_margins: `[P]`, `preference_margins` of the frozen reference; None for a reward model.
         """
         start = time.perf_counter()
+        self._forwards.forget()
         opened = self._open()
         sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_margins)
         self._backward(opened, sequences, self._objective, is_last=True)
@@ -232,49 +239,6 @@ class PolicyTrainer:
         self.backend.close()
         if self.critic is not None:
             self.critic.backend.close()
-
-    def _sequences(
-        self,
-        payloads: Sequence[GroupPayload],
-        version: int,
-        min_versions: Sequence[int] | None,
-        references: References,
-        normaliser: float | None,
-        teachers: References = (),
-    ) -> list[TrainingSequence]:
-        """With advantages, and proximal logprobs if they are recomputed; `normaliser` 1.0: it is not known yet."""
-        algorithm, limit = self._algorithm, self._settings.max_new_tokens
-        if algorithm.needs_reference and not references and not self.backend.adapters:
-            asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
-            raise TrainingError(
-                f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
-                "worker, or use an algorithm that compares with none."
-            )
-        if algorithm.needs_teacher and not teachers:
-            raise TrainingError(
-                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
-                "one (teacher.path), or use a loss that learns from rewards."
-            )
-        if algorithm.needs_reference and not references:
-            self._count_forward(sampled_tokens(payloads))
-            with self.backend.adapters.off():
-                references = self._passes.per_sampled_token(payloads)
-        values = () if self.critic is None else self.critic.values(payloads)
-        policy_id = self._settings.policy_id
-        sequences = policy_sequences(
-            payloads, algorithm, limit, min_versions, normaliser, references, version, values, teachers, policy_id
-        )
-        if algorithm.proximal != "recompute":
-            return sequences
-        self._count_forward(sequences)
-        found = self._passes.per_target(sequences)
-        return [
-            replace(one, proximal_logprobs=logprobs.astype(np.float32))
-            for one, logprobs in zip(sequences, found, strict=True)
-        ]
-
-    def _count_forward(self, sequences: Sequence[TrainingSequence]) -> None:
-        self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
 
     def _open(
         self, share: RankShare | None = None, *, is_first: bool = True, is_first_epoch: bool = True

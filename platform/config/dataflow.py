@@ -48,6 +48,9 @@ class DataflowConfig(Section):
         gang: All members of a group run on one engine and start at one version.
         stream_micro_batches: The trainer begins with the first groups of a batch while the rest is still being
             generated; the gradient is the same.
+        prefetch: While the trainer waits for a batch it forwards the groups that are ready (critic, proximal logprobs,
+            a reference below adapters); the gradient is the same. Without effect where nothing of the kind is needed,
+            with colocated roles, and with `stream_micro_batches`.
         max_retries: Retries of one trajectory after its environment or reward failed.
         max_engine_retries: Retries of one trajectory after its engine failed.
         min_group_size: A group whose failed members are gone still trains with this many.
@@ -67,6 +70,7 @@ class DataflowConfig(Section):
     surplus: int = Field(default=0, ge=0)
     gang: bool = False
     stream_micro_batches: bool = False
+    prefetch: bool = True
     max_retries: int = Field(default=2, ge=0)
     max_engine_retries: int = Field(default=3, ge=0)
     min_group_size: int = Field(default=2, ge=2)

@@ -186,6 +186,14 @@ class RunConfig(Section):
             trainer = trainer.model_copy(update={"optimizer": self.partner.optimizer})
         return self.model_copy(update={"model": self.partner.model, "trainer": trainer, "partner": None})
 
+    @property
+    def prefetches(self) -> bool:
+        """The trainer forwards ready groups while it waits for their batch (docs/concepts/dataflow.md)."""
+        algorithm, flow = self.algorithm, self.dataflow
+        is_own_reference = algorithm.needs_reference and not self.num_frozen("reference")
+        is_needed = algorithm.needs_critic or algorithm.proximal == "recompute" or is_own_reference
+        return flow.prefetch and is_needed and not flow.stream_micro_batches and not self.cluster.colocated
+
     def frozen(self, role: FrozenRole) -> ReferenceConfig | TeacherConfig:
         """The section of a frozen policy."""
         return self.reference if role == "reference" else self.teacher

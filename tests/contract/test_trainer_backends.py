@@ -193,6 +193,25 @@ def test_gradients_are_those_of_plain_torch(
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_prefetched], ids=str)
+def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case, deepspeed_results: dict) -> None:
+    result = deepspeed_results[dataclasses.astuple(case)]
+    without = deepspeed_results[dataclasses.astuple(dataclasses.replace(case, is_prefetched=False))]
+    for mine, theirs in zip(result["reports"], without["reports"], strict=True):
+        assert (mine.version, mine.skipped) == (theirs.version, theirs.skipped)
+        shares = [report.metrics["trainer/prefetched_token_share"] for report in (mine, theirs)]
+        assert 0.5 < shares[0] < 1
+        assert shares[1] == 0.0
+        for name, value in theirs.metrics.items():
+            if not (name.startswith("trainer/") or mine.skipped):
+                assert mine.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+    for what in ("weights", "adapters", "critic"):
+        assert result[what].keys() == without[what].keys()
+        if without[what]:
+            assert relative_error(result[what], without[what]) < 1e-6, what
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "bfloat16"], ids=str)
 def test_bfloat16_trains_float32_masters_close_to_float32(
     case: Case, deepspeed_results: dict, references: dict

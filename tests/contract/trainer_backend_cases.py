@@ -55,6 +55,7 @@ class Case:
     offload_optimizer: bool = False
     updates: str = "one"
     has_adapters: bool = False
+    is_prefetched: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -94,6 +95,8 @@ CASES = [
     Case(world_size=2, zero_stage=0, streamed=True),
     Case(world_size=2, zero_stage=1, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, streamed=True),
+    Case(world_size=2, zero_stage=1, adam_epsilon=1.0, updates="several with a critic"),
+    Case(world_size=2, zero_stage=1, adam_epsilon=1.0, updates="several with a critic", is_prefetched=True),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3),
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),
@@ -104,6 +107,12 @@ CASES = [
     Case(world_size=2, zero_stage=3, has_adapters=True, gradient_checkpointing=True, is_tied=False),
     Case(world_size=2, zero_stage=3, has_adapters=True, dtype="bfloat16"),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
+    Case(
+        world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="held to a reference", is_prefetched=True
+    ),
+    Case(
+        world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic", is_prefetched=True
+    ),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(4)),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, gradient_checkpointing=True),
@@ -114,6 +123,7 @@ CASES = [
     *(Case(sequence_parallel=2, world_size=4, zero_stage=stage, is_tied=False, adam_epsilon=1.0) for stage in range(3)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several", is_prefetched=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, has_adapters=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
@@ -216,7 +226,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
 def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     """Two good steps with a poisoned one between, then one supervised step: all numbers that must agree."""
     trainer = build(case, str(folder / case.policy), rank, port)
-    step = streamed_step if case.streamed else PolicyTrainer.step
+    step = streamed_step if case.streamed else prefetched_step if case.is_prefetched else PolicyTrainer.step
     reports = [step(trainer, make_batch(1), 0)]
     before = weights_of(trainer)
     reports.append(step(trainer, make_batch(2, poisoned=True), 1))
@@ -281,6 +291,15 @@ def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: in
     trainer.accumulate(batch[:1], version, [0])
     trainer.accumulate(batch[1:3], version, [0, 0])
     return trainer.step(batch[3:], version, [0])
+
+
+def prefetched_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
+    """The same batch, three of its groups forwarded before, one group that it has not, and one for another version."""
+    single = GroupPayload(GroupId(99), batch[0].trajectories[:1])  # fewer sequences than ranks
+    trainer.prefetch([batch[3]], version + 1)
+    for group in (batch[2], single, batch[0], batch[1]):
+        trainer.prefetch([group], version)
+    return trainer.step(batch, version)
 
 
 def weights_of(trainer: PolicyTrainer | Backend) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Member:
         reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
         values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
         teacher: `[n_i] float32` logprobs of a teacher; None if there is none.
+        proximal: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
     """
 
     trajectory: Trajectory
@@ -53,6 +54,7 @@ class Member:
     reference: NDArray[np.float32] | None
     values: NDArray[np.float32] | None = None
     teacher: NDArray[np.float32] | None = None
+    proximal: NDArray[np.float32] | None = None
 
     @property
     def targets(self) -> NDArray[np.int64]:
@@ -72,6 +74,7 @@ def batch_members(
     references: Sequence[NDArray[np.float32]],
     values: Sequence[NDArray[np.float32]] = (),
     teachers: Sequence[NDArray[np.float32]] = (),
+    proximals: Sequence[NDArray[np.float32] | None] = (),
 ) -> list[Member]:
     """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
 
@@ -86,6 +89,7 @@ def batch_members(
     scores = _of_sequences(payloads, references, "reference logprobs")
     worths = _of_sequences(payloads, values, "values")
     lessons = _of_sequences(payloads, teachers, "teacher logprobs")
+    centres = _of_sequences(payloads, proximals, "proximal logprobs")
     members: list[Member] = []
     attempts, baselines = count(), _Numbered()
     for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
@@ -97,7 +101,7 @@ def batch_members(
             sequences = trajectory.separate()
             longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
             for one in sequences:
-                reference, value, teacher = next(scores), next(worths), next(lessons)
+                reference, value, teacher, proximal = next(scores), next(worths), next(lessons), next(centres)
                 if is_cut and algorithm.overlong == "drop":
                     continue
                 carries_loss = is_new_enough(one, floor) & (not (is_cut and algorithm.overlong == "mask"))
@@ -113,6 +117,7 @@ def batch_members(
                         reference=reference,
                         values=value,
                         teacher=teacher,
+                        proximal=proximal,
                     )
                 )
     return members
@@ -244,16 +249,21 @@ def _part(trajectory: Trajectory, name: str) -> float:
 
 
 def _of_sequences(
-    payloads: Sequence[GroupPayload], per_group: Sequence[NDArray[np.float32]], what: str
+    payloads: Sequence[GroupPayload], per_group: Sequence[NDArray[np.float32] | None], what: str
 ) -> Iterator[NDArray[np.float32] | None]:
-    """Each sequence's part of what there is per group, in order; None for each if there is nothing."""
-    counts = [one.num_sampled_tokens for one in all_sequences(payloads)]
+    """Each sequence's part of what there is per group, in order; None for each of a group of which there is nothing."""
+    counts = [[one.num_sampled_tokens for one in all_sequences([payload])] for payload in payloads]
     if not per_group:
-        return iter([None] * len(counts))
-    scores = np.concatenate(per_group)
-    if len(scores) != sum(counts):
+        return iter([None] * sum(map(len, counts)))
+    wanted = [sum(of_group) for of_group in counts]
+    lengths = zip(wanted, per_group, strict=False)  # unequal numbers of groups are told below
+    found = [length if scores is None else len(scores) for length, scores in lengths]
+    if found != wanted or len(per_group) != len(payloads):
         raise ShapeError(
-            f"trainer: {len(scores)} {what} for {sum(counts)} sampled tokens of {len(payloads)} groups. "
-            "There is one for every sampled token of every group, in order."
+            f"trainer: {sum(found)} {what} of {len(per_group)} groups for {sum(wanted)} sampled tokens of "
+            f"{len(payloads)} groups. There is one for every sampled token of every group, in order."
         )
-    return iter(np.split(scores, np.cumsum(counts)[:-1]))
+    return chain.from_iterable(
+        [None] * len(of_group) if scores is None else np.split(scores, np.cumsum(of_group)[:-1])
+        for of_group, scores in zip(counts, per_group, strict=True)
+    )

@@ -38,6 +38,7 @@ def policy_sequences(
     values: Sequence[NDArray[np.float32]] = (),
     teachers: Sequence[NDArray[np.float32]] = (),
     policy_id: PolicyId = POLICY,
+    proximals: Sequence[NDArray[np.float32] | None] = (),
 ) -> list[TrainingSequence]:
     """One sequence per thread, with the advantages and the aggregation weight of its tokens.
 
@@ -53,12 +54,13 @@ def policy_sequences(
         values: Per group `[n] float32`, V of a critic before each of its n sampled tokens; empty: there is none.
         policy_id: Who is trained. What another policy sampled has no staleness: its lags are `OF_ANOTHER_POLICY`.
         teachers: As `references`, of a teacher.
+        proximals: Per group `[n] float32`, proximal logprobs of its n sampled tokens where they are there already.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
-    members = batch_members(payloads, algorithm, min_versions, references, values, teachers)
+    members = batch_members(payloads, algorithm, min_versions, references, values, teachers, proximals)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     preferred = batch_pairs(members, rewards, algorithm)
@@ -82,6 +84,7 @@ def policy_sequences(
                 old_values=None if member.values is None else member.values[keep],
                 returns=None if member.values is None else (advantage + member.values)[keep],
                 teacher_logprobs=None if member.teacher is None else member.teacher[keep],
+                proximal_logprobs=None if member.proximal is None else member.proximal[keep],
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)

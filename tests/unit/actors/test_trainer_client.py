@@ -68,6 +68,18 @@ async def test_parts_are_full_and_in_order_and_the_last_one_is_the_step() -> Non
     assert ranks[0].versions == [0, 0, 0, 0], "staleness of every part is counted from the version before the step"
 
 
+async def test_a_group_that_is_forwarded_before_its_batch_goes_to_every_rank_before_the_step() -> None:
+    ranks = [FakeRank(), FakeRank()]
+    client = TrainerClient(ranks, 10.0)
+    client.version = 3
+    (group,) = [one async for one in batch([5])]
+    await client.prefetch(group)
+    await client.step(batch([5, 5]))
+    for rank in ranks:
+        assert rank.calls == [("prefetch", ["handle 0"]), ("step", ["handle 0", "handle 1"])]
+        assert rank.versions == [3, 3], "what is forwarded is for the step that comes next"
+
+
 async def test_a_rank_that_fails_is_noticed_while_groups_are_waited_for() -> None:
     client = TrainerClient([FakeRank(fails=True)], 10.0, tokens_per_part=10)
     async with asyncio.timeout(5):

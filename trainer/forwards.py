@@ -1,0 +1,165 @@
+"""What a step needs of the policy and its critic without gradient, at the weights it begins with.
+
+    V of the critic, logprobs of the policy without its adapters, proximal logprobs
+
+Each is computed of single groups before their batch is complete (`ahead`), while the ranks would stand idle, and of the
+rest of the batch when the step begins (`sequences`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.trainer.batches.collate import TrainingSequence
+from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.critic import Critic
+from penstock.trainer.passes import Passes, sampled_tokens
+from penstock.trainer.prefetch import Forwarded, PerToken, Prefetched
+from penstock.trainer.work import Work
+
+References = Sequence[NDArray[np.float32]]
+
+
+class Forwards:
+    """One rank's. Collective: all ranks make the same calls with the same arguments."""
+
+    def __init__(self, passes: Passes, algorithm: AlgorithmConfig, critic: Critic | None, work: Work) -> None:
+        self._passes = passes
+        self._algorithm = algorithm
+        self._critic = critic
+        self._work = work
+        self._prefetched = Prefetched()
+
+    @property
+    def are_needed(self) -> bool:
+        """There is anything to compute before the loss."""
+        return self._critic is not None or self._recomputes or self._is_own_reference
+
+    def ahead(self, payloads: Sequence[GroupPayload], version: int, references: References = ()) -> None:
+        """Compute and keep all that the step at `version` needs of these groups; `references`: they have theirs."""
+        for payload in payloads if self.are_needed else ():
+            start, group = time.perf_counter(), [payload]
+            values = None if self._critic is None else self._critic.values(group)[0]
+            proximal = self._logprobs(group)[0] if self._recomputes else None
+            reference = self._reference_logprobs(group)[0] if self._is_own_reference and not references else None
+            seconds = time.perf_counter() - start
+            self._prefetched.keep(payload.group_id, Forwarded(version, seconds, values, proximal, reference))
+
+    def sequences(
+        self,
+        payloads: Sequence[GroupPayload],
+        version: int,
+        min_versions: Sequence[int] | None = None,
+        references: References = (),
+        normaliser: float | None = None,
+        teachers: References = (),
+    ) -> list[TrainingSequence]:
+        """With advantages, and proximal logprobs if they are recomputed; what is there already is not computed again.
+
+        Args:
+            payloads: The groups of the batch, or of a part of it.
+            version: Policy version before the step.
+            min_versions: As in `policy_sequences`.
+            references: As in `policy_sequences`.
+            normaliser: As in `policy_sequences`; 1.0: it is not known yet.
+            teachers: As in `policy_sequences`.
+
+        Raises:
+            TrainingError: If groups came without logprobs of a reference or teacher that the algorithm needs.
+        """
+        self._check(references, teachers)
+        settings, found = self._passes.settings, self._prefetched.of(payloads, version)
+        if self._is_own_reference and not references:
+            there = [None if one is None else one.reference for one in found]
+            references = _completed(payloads, there, self._reference_logprobs)
+        values: References = ()
+        if self._critic is not None:
+            there = [None if one is None else one.values for one in found]
+            values = _completed(payloads, there, self._critic.values)
+        sequences = policy_sequences(
+            payloads,
+            self._algorithm,
+            settings.max_new_tokens,
+            min_versions,
+            normaliser,
+            references,
+            version,
+            values,
+            teachers,
+            settings.policy_id,
+            [None if one is None else one.proximal for one in found] if self._recomputes else (),
+        )
+        return self._with_proximal(sequences) if self._recomputes else sequences
+
+    def forget(self) -> tuple[dict[str, float], float]:
+        """Weights moved: `Prefetched.forget`. No metrics where nothing can be prefetched."""
+        metrics, seconds = self._prefetched.forget()
+        return (metrics if self.are_needed else {}), seconds
+
+    @property
+    def _recomputes(self) -> bool:
+        return self._algorithm.proximal == "recompute"
+
+    @property
+    def _is_own_reference(self) -> bool:
+        """The reference is the policy without its adapters."""
+        return self._algorithm.needs_reference and bool(self._passes.backend.adapters)
+
+    def _check(self, references: References, teachers: References) -> None:
+        algorithm = self._algorithm
+        if algorithm.needs_reference and not references and not self._is_own_reference:
+            asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
+            raise TrainingError(
+                f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
+                "worker, or use an algorithm that compares with none."
+            )
+        if algorithm.needs_teacher and not teachers:
+            raise TrainingError(
+                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
+                "one (teacher.path), or use a loss that learns from rewards."
+            )
+
+    def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[PerToken]:
+        """Per group `[n] float32`, of its n sampled tokens."""
+        self._count(sampled_tokens(payloads))
+        return self._passes.per_sampled_token(payloads)
+
+    def _reference_logprobs(self, payloads: Sequence[GroupPayload]) -> list[PerToken]:
+        """`_logprobs` without adapters."""
+        with self._passes.backend.adapters.off():
+            return self._logprobs(payloads)
+
+    def _with_proximal(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """Those that have no proximal logprobs get them: of their loss tokens only."""
+        missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
+        if not missing:
+            return sequences
+        # Pairs are of the whole batch: part of it has other indices, and a forward needs none.
+        rest = [replace(sequences[index], preferred_to=(), unit=None) for index in missing]
+        self._count(rest)
+        completed = list(sequences)
+        for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
+            completed[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
+        return completed
+
+    def _count(self, sequences: Sequence[TrainingSequence]) -> None:
+        self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
+
+
+def _completed(
+    payloads: Sequence[GroupPayload],
+    there: Sequence[PerToken | None],
+    compute: Callable[[Sequence[GroupPayload]], list[PerToken]],
+) -> list[PerToken]:
+    """What is there, and in its gaps what `compute` says of those groups, all of them in one pass."""
+    missing = [payload for payload, one in zip(payloads, there, strict=True) if one is None]
+    computed = iter(compute(missing) if missing else ())
+    return [next(computed) if one is None else one for one in there]
