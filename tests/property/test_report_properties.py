@@ -62,21 +62,19 @@ class Reports(RuleBasedStateMachine):
 
     @rule(back=BACK)
     def report_generated(self, back: int) -> None:
-        number = len(self.states) - 1 - back
-        if self.expect(number, GroupState.GENERATING):
-            self.states[number] = GroupState.SCORING
-        self.core.generated(GroupId(number))
+        self.generated(len(self.states) - 1 - back)
 
     @rule(back=BACK)
     def report_ready(self, back: int) -> None:
-        number = len(self.states) - 1 - back
-        is_due = self.expect(number, GroupState.SCORING)
-        if is_due:
-            self.states[number] = GroupState.READY
-        spans = ((Span(self.since.get(number, 0), 2),),) * MEMBERS
-        ref = GroupRef(GroupId(number), TaskId("t"), None, spans, (0.0, 1.0), 4)
-        assert self.core.ready(ref) == is_due
-        self.take_cancelled()
+        self.ready(len(self.states) - 1 - back)
+
+    @precondition(lambda self: any(state in BEFORE_READY for state in self.states.values()))
+    @rule()
+    def finish_the_oldest(self) -> None:
+        number = min(number for number, state in self.states.items() if state in BEFORE_READY)
+        if self.states[number] is GroupState.GENERATING:
+            self.generated(number)
+        self.ready(number)
 
     @rule(back=BACK)
     def report_failed(self, back: int) -> None:
@@ -114,6 +112,20 @@ class Reports(RuleBasedStateMachine):
             self.trained.update(batch)
         for number in batch:
             self.states[number] = GroupState.DROPPED if is_skipped else GroupState.TRAINED
+        self.take_cancelled()
+
+    def generated(self, number: int) -> None:
+        if self.expect(number, GroupState.GENERATING):
+            self.states[number] = GroupState.SCORING
+        self.core.generated(GroupId(number))
+
+    def ready(self, number: int) -> None:
+        is_due = self.expect(number, GroupState.SCORING)
+        if is_due:
+            self.states[number] = GroupState.READY
+        spans = ((Span(self.since.get(number, 0), 2),),) * MEMBERS
+        ref = GroupRef(GroupId(number), TaskId("t"), None, spans, (0.0, 1.0), 4)
+        assert self.core.ready(ref) == is_due
         self.take_cancelled()
 
     @invariant()
