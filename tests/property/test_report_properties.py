@@ -17,8 +17,8 @@ from penstock.dataflow.versions import Span
 
 MEMBERS = 2
 BEFORE_READY = (GroupState.GENERATING, GroupState.SCORING)
-TARGETS = st.integers(-2, 40)
-"""Numbers of groups: live, ended, or never admitted."""
+BACK = st.integers(-2, 8)
+"""Which group a report is about, counted back from the newest: live, ended, or never admitted."""
 
 
 class Reports(RuleBasedStateMachine):
@@ -54,29 +54,31 @@ class Reports(RuleBasedStateMachine):
         for member in range(MEMBERS):
             self.core.member_at(group, member, self.core.version)
 
-    @rule(number=TARGETS)
-    def report_dispatched_again(self, number: int) -> None:
+    @rule(back=BACK)
+    def report_dispatched_again(self, back: int) -> None:
+        number = len(self.states) - 1 - back
         self.expect(number, *BEFORE_READY)
         self.core.member_at(GroupId(number), 0, self.since.get(number, 0))
 
-    @rule(number=TARGETS)
-    def report_generated(self, number: int) -> None:
-        if self.expect(number, GroupState.GENERATING):
-            self.states[number] = GroupState.SCORING
-        self.core.generated(GroupId(number))
+    @rule(back=BACK)
+    def report_generated(self, back: int) -> None:
+        self.generated(len(self.states) - 1 - back)
 
-    @rule(number=TARGETS)
-    def report_ready(self, number: int) -> None:
-        is_due = self.expect(number, GroupState.SCORING)
-        if is_due:
-            self.states[number] = GroupState.READY
-        spans = ((Span(self.since.get(number, 0), 2),),) * MEMBERS
-        ref = GroupRef(GroupId(number), TaskId("t"), None, spans, (0.0, 1.0), 4)
-        assert self.core.ready(ref) == is_due
-        self.take_cancelled()
+    @rule(back=BACK)
+    def report_ready(self, back: int) -> None:
+        self.ready(len(self.states) - 1 - back)
 
-    @rule(number=TARGETS)
-    def report_failed(self, number: int) -> None:
+    @precondition(lambda self: any(state in BEFORE_READY for state in self.states.values()))
+    @rule()
+    def finish_the_oldest(self) -> None:
+        number = min(number for number, state in self.states.items() if state in BEFORE_READY)
+        if self.states[number] is GroupState.GENERATING:
+            self.generated(number)
+        self.ready(number)
+
+    @rule(back=BACK)
+    def report_failed(self, back: int) -> None:
+        number = len(self.states) - 1 - back
         if self.expect(number, *BEFORE_READY, GroupState.READY):
             self.states[number] = GroupState.FAILED
         elif self.states.get(number) is GroupState.TRAINING:
@@ -110,6 +112,20 @@ class Reports(RuleBasedStateMachine):
             self.trained.update(batch)
         for number in batch:
             self.states[number] = GroupState.DROPPED if is_skipped else GroupState.TRAINED
+        self.take_cancelled()
+
+    def generated(self, number: int) -> None:
+        if self.expect(number, GroupState.GENERATING):
+            self.states[number] = GroupState.SCORING
+        self.core.generated(GroupId(number))
+
+    def ready(self, number: int) -> None:
+        is_due = self.expect(number, GroupState.SCORING)
+        if is_due:
+            self.states[number] = GroupState.READY
+        spans = ((Span(self.since.get(number, 0), 2),),) * MEMBERS
+        ref = GroupRef(GroupId(number), TaskId("t"), None, spans, (0.0, 1.0), 4)
+        assert self.core.ready(ref) == is_due
         self.take_cancelled()
 
     @invariant()
