@@ -72,6 +72,7 @@ class CheckedDataflow(Dataflow):
             self._world.note(f"version {event.version}")
             return
         self._world.note(f"group {event.group_id} {event.state} {event.reason or ''}")
+        self._world.newest_group = max(self._world.newest_group, int(event.group_id))
         self.model.follow(event)
 
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
