@@ -64,6 +64,7 @@ def calibrate(run_dir: Path) -> dict[str, Any]:
         "predicted_step_s": rounded(predicted),
         "measured_step_s": rounded(measured),
         "predicted_over_measured": rounded(predicted / measured),
+        "measured_step_s_of_fitted": rounded(float(column(fitted, "throughput/step_s").mean())),
         "costs": {name: getattr(config, name) for name in _FITTED},
     }
 
