@@ -3,9 +3,12 @@
 The costs come from the first half of the steps, the comparison is made on the second half:
 
     training      trainer/step_s = fixed + per_token · trained tokens               least squares, both ≥ 0
-    decoding      engine-seconds per token = base / n + per_sequence                least squares, both ≥ 0
+    decoding      engine-seconds = base · tokens / n + per_sequence · tokens        least squares, both ≥ 0, then scaled
+                                                                                    to the sum of the engine-seconds
     publishing    publish_s − stall_s beside generation, stall_s under a freeze     medians
     lengths       lognormal of the mean length; σ from the trajectory table
+
+How the run's groups, batches and weights flow is taken over from its configuration.
 
 n is the mean number of running sequences per engine, as far as the metrics tell: min(slots, trajectories of groups that
 are not ready ÷ engines). Whatever else the engine and the trainer do, and that they share cores, is in these numbers.
@@ -24,6 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.observability.trajectory_table import TRAJECTORIES_DIR, read_trajectories
+from penstock.platform.simulator.comparisons import enough_steps, steady_step_s
 from penstock.platform.simulator.comparisons import run as simulate_run
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.sweep import rounded
@@ -49,16 +53,18 @@ def calibrate(run_dir: Path) -> dict[str, Any]:
     settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     fitted, compared = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     config = fit(fitted, settings, lengths_sigma(run_dir))
-    ends = [end for end, _, _ in simulate_run(config, seed=0).trained.steps]
-    predicted = float(np.median(np.diff(ends)))
-    measured = float(np.median([row["throughput/step_s"] for row in compared]))
+    predicted = steady_step_s(simulate_run(config, seed=0), config)
+    window = config.eta + 1  # the last steps empty it: nothing generates beside them
+    steady = compared[:-window] or compared
+    measured = float(np.mean([row["throughput/step_s"] for row in steady]))
     return {
         "run": run_dir.name,
         "steps_fitted": len(fitted),
-        "steps_compared": len(compared),
+        "steps_compared": len(steady),
         "predicted_step_s": rounded(predicted),
         "measured_step_s": rounded(measured),
-        "relative_error": rounded(predicted / measured - 1),
+        "predicted_over_measured": rounded(predicted / measured),
+        "measured_step_s_of_fitted": rounded(float(column(fitted, "throughput/step_s").mean())),
         "costs": {name: getattr(config, name) for name in _FITTED},
     }
 
@@ -88,16 +94,18 @@ def training_rows(path: Path) -> list[Row]:
 
 def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationConfig:
     """The simulation whose costs are those of the run."""
-    flow, rollout = settings["dataflow"], settings["rollout"]
+    flow, rollout, weights = settings["dataflow"], settings["rollout"], settings["weights"]
     engines, slots = rollout["num_engines"], rollout["engine"]["max_num_seqs"]
     step_s = column(rows, "throughput/step_s")
     tokens = column(rows, "throughput/trained_tokens_per_s") * step_s
     fixed_s, per_token_s = two_terms(np.ones(len(rows)), tokens, column(rows, "trainer/step_s"))
     generating = (column(rows, "flow/live") - column(rows, "flow/ready")) * flow["group_size"] / engines
     busy_s = step_s * (1 - column(rows, "idle/engine_share")) * engines
-    sampled = np.maximum(column(rows, "throughput/generated_tokens_per_s") * step_s, 1.0)
+    sampled = column(rows, "throughput/generated_tokens_per_s") * step_s
     running = np.clip(generating, 1.0, slots)
-    base_s, per_sequence_s = two_terms(1 / running, np.ones(len(rows)), busy_s / sampled)
+    base_s, per_sequence_s = two_terms(sampled / running, sampled, busy_s)
+    # Tokens count when their trajectory ends, so a step may have many and few seconds: only the sums are exact.
+    scale = float(busy_s.sum() / np.maximum((base_s * sampled / running + per_sequence_s * sampled).sum(), 1e-9))
     stall_s = float(np.median(column(rows, "weights/stall_s")))
     publish_s = float(np.median(column(rows, "weights/publish_s")))
     num_bytes = int(np.median(column(rows, "weights/bytes")))
@@ -112,8 +120,8 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
         slots=slots,
         trainer_devices=1,
         colocated=settings["cluster"]["colocated"],
-        decode_base_s=base_s,
-        decode_per_sequence_s=per_sequence_s,
+        decode_base_s=base_s * scale,
+        decode_per_sequence_s=per_sequence_s * scale,
         prefill_s_per_token=0.0,
         train_s_per_token=max(per_token_s, 1e-12),
         train_fixed_s=max(fixed_s, 1e-6),
@@ -121,11 +129,19 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
         publish_bytes_per_s=num_bytes / max(publish_s - stall_s, 1e-6),
         swap_s=stall_s,
         reward_mean_s=0.0,
-        steps=max(settings["total_steps"], 12),
+        steps=enough_steps(flow["max_staleness"]),
         batch=flow["batch_groups"],
         group_size=flow["group_size"],
         eta=flow["max_staleness"],
         on_expiry=flow["on_expiry"],
+        surplus=flow["surplus"],
+        gang=flow["gang"],
+        min_group_size=flow["min_group_size"],
+        stream=flow["stream_micro_batches"],
+        routing=rollout["routing"],
+        adaptive_concurrency=rollout["adaptive_concurrency"],
+        update_mode=weights["update_mode"],
+        overlap=weights["overlap"],
     )
 
 

@@ -72,6 +72,7 @@ class CheckedDataflow(Dataflow):
             self._world.note(f"version {event.version}")
             return
         self._world.note(f"group {event.group_id} {event.state} {event.reason or ''}")
+        self._world.newest_group = max(self._world.newest_group, int(event.group_id))
         self.model.follow(event)
 
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
@@ -195,7 +196,7 @@ def check_trajectory(trajectory: Trajectory, world: World) -> None:
     if not np.array_equal(truth, versions_per_token(trajectory.spans)):
         raise InvariantError("I4", f"{name}: labelled {trajectory.spans}, sampled by {np.unique(truth)}")
     task, member = task_of(int(trajectory.token_ids[0])), member_of(name)
-    if len(sampled) != min(world.lengths.length(task, member), world.lengths.max_length):
+    if len(sampled) != world.lengths.length(task, member):
         raise InvariantError("I4", f"{name}: {len(sampled)} tokens, not {world.lengths.length(task, member)}")
     if not np.array_equal(sampled & ((1 << POSITION_BITS) - 1), np.arange(len(sampled)) % (1 << POSITION_BITS)):
         raise InvariantError("I4", f"{name}: tokens are missing, repeated or out of order")

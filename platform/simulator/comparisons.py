@@ -196,43 +196,56 @@ def inflight_vs_drain(seeds: Iterable[int]) -> dict[str, Any]:
 
 
 ENVIRONMENTS = 32
+TURNS, TOOL_MEAN_S, TOOL_SIGMA, TOOL_CAP_S = 6, 6.0, 1.5, 300.0
+"""Of an episode: turns on average, and what a tool call between two of them takes."""
 
 
 def rollout_granularity(seeds: Iterable[int]) -> dict[str, Any]:
-    """Environments with tool latency: a new trajectory as soon as one ends, against a barrier per batch."""
+    """Environments with tool latency: a new episode as soon as one ends, against a barrier per batch."""
     seeds = list(seeds)
-    base = with_train_share(
-        {
-            "shape": "lognormal",
-            "mean_tokens": 400,
-            "sigma": 1.0,
-            "cap_tokens": 4000,
-            "grain": 1,
-            "engines": 1,
-            "slots": ENVIRONMENTS,
-            "decode_base_s": 0.1,
-            "decode_per_sequence_s": 0.0,
-            "batch": 16,
-            "group_size": 4,
-        }
+    base = SimulationConfig(
+        profile="short",
+        mean_tokens=600,
+        cap_tokens=4000,
+        turns=TURNS,
+        tool_mean_s=TOOL_MEAN_S,
+        tool_sigma=TOOL_SIGMA,
+        tool_cap_s=TOOL_CAP_S,
+        environments=ENVIRONMENTS,
+        engines=2,
+        slots=ENVIRONMENTS,
+        batch=16,
+        group_size=4,
+        train_fixed_s=1e-3,
     )
+    episodes = base.batch * base.group_size
+    balanced_s = episodes * episode_s(base) / ENVIRONMENTS
+    tokens = episodes * base.lengths.mean
+    base = base.model_copy(update={"train_s_per_token": TRAIN_SHARE * balanced_s / tokens})
     figures: dict[str, Any] = {
-        "cost_model": f"{ENVIRONMENTS} environments, one trajectory each; its turns and tool calls take lognormal "
-        "time, mean 40 s, sigma 1.0, at most 400 s; batches of 16 groups x 4; training takes 0.25 of a balanced batch",
+        "cost_model": f"{ENVIRONMENTS} environments, one episode each, of 1 to {2 * TURNS - 1} turns; a tool call "
+        f"takes lognormal time, mean {TOOL_MEAN_S:.0f} s, sigma {TOOL_SIGMA}, at most {TOOL_CAP_S:.0f} s; 600 tokens "
+        "per episode on 2 engines, default decode costs; batches of 16 groups x 4; training takes "
+        f"{TRAIN_SHARE} of a balanced batch",
     }
-    use = {}
     for name, eta in (("barrier", 0), ("eta=2", 2), ("eta=4", 4)):
         config = base.model_copy(update={"eta": eta, "steps": enough_steps(eta) + 12})
         outcomes = [run(config, seed) for seed in seeds]
-        use[name] = sum(o.engines.slot_s / (ENVIRONMENTS * o.train_s) for o in outcomes) / len(outcomes)
+        use = [outcome.environment_s / (ENVIRONMENTS * outcome.train_s) for outcome in outcomes]
         figures[name] = {
-            "utilisation": rounded(use[name]),
+            "utilisation": rounded(sum(use) / len(use)),
             "step_s": rounded(sum(steady_step_s(o, config) for o in outcomes) / len(outcomes)),
         }
     for name in ("eta=2", "eta=4"):
         figures[name]["ratio"] = rounded(figures["barrier"]["step_s"] / figures[name]["step_s"])
-    figures["ceiling"] = {"utilisation": 1.0}
+    figures["ceiling"] = {"utilisation": 1.0, "ratio": rounded(figures["barrier"]["step_s"] / balanced_s)}
     return figures
+
+
+def episode_s(config: SimulationConfig) -> float:
+    """Seconds of an average episode in a full environment: its tokens, one after another, and its tools."""
+    step_s = config.decode_base_s + config.decode_per_sequence_s * config.environments / config.engines
+    return config.lengths.mean * step_s + (config.turns - 1) * config.tool_mean_s
 
 
 def prefix_routing(seeds: Iterable[int]) -> dict[str, Any]:

@@ -65,6 +65,12 @@ class SimulationConfig(BaseModel):
         update_mode: How weights reach engines that generate.
         overlap: The trainer goes on while they do.
         adaptive_concurrency: Engines hold fewer requests while their KV cache is full.
+        turns: Mean turns of an episode, which an environment answers; 1 is a single turn without any.
+        observation_tokens: What an environment says between two turns, tokens.
+        tool_mean_s: Mean time that an environment takes between two turns, seconds; lognormal.
+        tool_sigma: σ of the logarithm of that.
+        tool_cap_s: Longest time it takes, seconds.
+        environments: Episodes played at once; the others wait for one to end.
         reward_mean_s: Mean latency of a reward, seconds; exponential.
         reward_workers: Rewards computed at once.
         steps: Batches trained.
@@ -115,6 +121,12 @@ class SimulationConfig(BaseModel):
     update_mode: UpdateMode = "keep_kv"
     overlap: bool = False
     adaptive_concurrency: bool = False
+    turns: int = Field(default=1, ge=1)
+    observation_tokens: int = Field(default=64, ge=1)
+    tool_mean_s: float = Field(default=1.0, ge=0)
+    tool_sigma: float = Field(default=1.0, ge=0, le=3)
+    tool_cap_s: float = Field(default=60.0, gt=0)
+    environments: int = Field(default=64, ge=1)
     reward_mean_s: float = Field(default=0.1, ge=0)
     reward_workers: int = Field(default=64, ge=1)
     steps: int = Field(default=12, ge=1)

@@ -71,8 +71,8 @@ class SimulatedEngine:
         world = self._world
         world.on_request(self.engine_id, self.version, request.request_id)
         task = task_of(request.prompt_token_ids[0])
-        start = len(request.prompt_token_ids) - world.prompt_tokens
-        left = max(1, world.lengths.length(task, member_of(request.request_id)) - start)
+        start = world.num_sampled(request.prompt_token_ids)
+        left = world.lengths.turn_end(task, member_of(request.request_id), start) - start
         limit = request.sampling.max_new_tokens
         reason: FinishReason = "length" if left > limit else "stop"
         sequence = Sequence(request, stream, task, start, min(left, limit), reason, self._loaded)

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, from its seed: engines, rewards, the trainer, messages, clocks.
+"""What goes wrong in a simulated run, from its seed: engines, rewards, environments, the trainer, messages, clocks.
 
 Rates are relative to the expected time of a step, so that a short run sees as much as a long one. At least one engine
 is left alone at any time: a run without engines is supposed to stop, and that has its own test.
@@ -17,6 +17,7 @@ from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.simulator.config import FaultLevel
 from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.environments import SimulatedEnvironments
 from penstock.platform.simulator.parts import SimulatedRewards, SimulatedTrainer
 from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.world import World
@@ -41,6 +42,8 @@ class FaultRates:
         reward_raises: Probability per score.
         reward_hangs: Probability per score.
         scores_lost: Probability per score that it is computed and never arrives.
+        environment_raises: Probability per turn.
+        environment_hangs: Probability per turn.
         bad_steps: Probability per step that its numbers are not finite.
         trainer_crashes: Probability per step that a rank dies.
         lost: Probability per delta that this and all later messages of its request are lost.
@@ -59,6 +62,8 @@ class FaultRates:
     reward_raises: float
     reward_hangs: float
     scores_lost: float
+    environment_raises: float
+    environment_hangs: float
     bad_steps: float
     trainer_crashes: float
     lost: float
@@ -79,6 +84,8 @@ RATES: dict[FaultLevel, FaultRates] = {
         reward_raises=0.01,
         reward_hangs=0.002,
         scores_lost=0.001,
+        environment_raises=0.005,
+        environment_hangs=0.001,
         bad_steps=0.02,
         trainer_crashes=0.005,
         lost=0.0005,
@@ -97,6 +104,8 @@ RATES: dict[FaultLevel, FaultRates] = {
         reward_raises=0.05,
         reward_hangs=0.01,
         scores_lost=0.005,
+        environment_raises=0.02,
+        environment_hangs=0.005,
         bad_steps=0.1,
         trainer_crashes=0.05,
         lost=0.003,
@@ -118,6 +127,7 @@ class Targets:
     engines: Sequence[SimulatedEngine]
     pool: EnginePool
     rewards: SimulatedRewards
+    environments: SimulatedEnvironments
     trainer: SimulatedTrainer
     catch_up: Callable[[SimulatedEngine], Awaitable[bool]]
 
@@ -139,6 +149,8 @@ class FaultInjector:
         targets.rewards.faults.raises = rates.reward_raises
         targets.rewards.faults.hangs = rates.reward_hangs
         targets.rewards.faults.lost = rates.scores_lost
+        targets.environments.faults.raises = rates.environment_raises
+        targets.environments.faults.hangs = rates.environment_hangs
         targets.trainer.bad_step_rate = rates.bad_steps
         targets.trainer.death_rate = rates.trainer_crashes if self._may_die else 0.0
         for engine in targets.engines:

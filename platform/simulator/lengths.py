@@ -2,7 +2,8 @@
 
     constant: L = mean      exponential: L ~ Exp(mean)      lognormal: L ~ exp(N(ln mean − σ²/2, σ²))
 
-each rounded up, at least 1 and at most `cap`. Where the cap cuts, the mean of what is drawn is a little lower.
+over all turns of an episode, each rounded up, at least 1 per turn and at most `cap`. Where the cap cuts, the mean of
+what is drawn is a little lower.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 Shape = Literal["constant", "lognormal", "exponential"]
 _BLOCK = 256
 """Tasks drawn at once."""
+_HASH = 2_654_435_761
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class LengthProfile:
 class LengthTable:
     """Lengths by task and member, in simulated tokens (`grain` real tokens each)."""
 
-    def __init__(self, profile: LengthProfile, group_size: int, seed: int, grain: int = 1) -> None:
+    def __init__(self, profile: LengthProfile, group_size: int, seed: int, grain: int = 1, mean_turns: int = 1) -> None:
+        self.mean_turns = mean_turns
         self.max_length = max(1, math.ceil(profile.cap / grain))
         self._profile = profile
         self._group_size = group_size
@@ -50,7 +53,20 @@ class LengthTable:
         table = self._blocks.get(block)
         if table is None:
             table = self._blocks[block] = self._draw(block)
-        return table[row][member % self._group_size]
+        drawn = table[row][member % self._group_size]
+        return drawn if self.mean_turns == 1 else max(drawn, self.turns(task))
+
+    def turns(self, task: int) -> int:
+        """Turns of an episode, by its task: 1 to 2 · mean − 1, each as often."""
+        return 1 + (task * _HASH >> 16) % (2 * self.mean_turns - 1)
+
+    def turn_end(self, task: int, member: int, position: int) -> int:
+        """Where the turn ends that samples the token at `position`: the length, cut evenly into turns."""
+        length, turns = self.length(task, member), self.turns(task)
+        if turns == 1:
+            return max(length, position + 1)
+        ends = (length * turn // turns for turn in range(1, turns + 1))
+        return next((end for end in ends if end > position), position + 1)
 
     def group(self, task: int) -> list[int]:
         """Lengths of all members of one task."""

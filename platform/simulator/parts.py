@@ -23,9 +23,10 @@ from penstock.rollout.tokenizers import TokenCodec
 
 
 class SimulatedCodec(TokenCodec):
-    """A prompt is its task's number, repeated; answers have no text."""
+    """A prompt is its task's number, repeated, and so is an observation; answers have no text."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, observation_tokens: int = 1) -> None:
+        self._observation_tokens = observation_tokens
         self.stop_token_ids = (0,)
         self._prompt_tokens = prompt_tokens
         self._newest: dict[str, tuple[int, ...]] = {}
@@ -38,6 +39,10 @@ class SimulatedCodec(TokenCodec):
                 self._newest.clear()
             ids = self._newest[prompt] = prompt_ids(int(prompt), self._prompt_tokens)
         return ids
+
+    def encode_observation(self, content: str | Sequence[dict[str, str]], _last_token: int) -> tuple[int, ...]:
+        assert isinstance(content, str)
+        return prompt_ids(int(content), self._observation_tokens)
 
     def decode(self, _token_ids: Iterable[int]) -> str:
         return ""

@@ -32,10 +32,11 @@ from penstock.platform.run import Parts, Run, Side
 from penstock.platform.simulator.around_run import describe, rare_collections
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
-from penstock.platform.simulator.costs import engine_cost, expected_step_s, trainer_cost
+from penstock.platform.simulator.costs import engine_cost, episode_budget, expected_step_s, tool_times, trainer_cost
 from penstock.platform.simulator.decoding import Counters
 from penstock.platform.simulator.durable import DurableState, Restored
 from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.environments import SimulatedEnvironments
 from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import (
@@ -48,9 +49,10 @@ from penstock.platform.simulator.parts import (
 )
 from penstock.platform.simulator.publishing import WatchedPublisher
 from penstock.platform.simulator.quiet_run import HELD_OUT_TASKS, instruments, run_config
-from penstock.platform.simulator.tasks import held_out_tasks, make_filters, make_task_line, promises
+from penstock.platform.simulator.tasks import environment_of, held_out_tasks, make_filters, make_task_line, promises
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, Trace, World
+from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import LeastLoaded, PrefixAware
 from penstock.rollout.runner import TrajectoryRunner
@@ -77,6 +79,7 @@ class Seams:
     publisher: type[ActorWeightPublisher] = ActorWeightPublisher
     disk: type[DurableState] = DurableState
     line: type[TaskLine] = TaskLine
+    player: type[EpisodePlayer] = EpisodePlayer
 
 
 @dataclass(slots=True)
@@ -87,6 +90,7 @@ class Outcome:
         violation: The invariant that broke, or the error that stopped the run; None if it completed.
         virtual_s: Length of the run in virtual seconds; `train_s` of it from the first admission to the last publish.
         engines: Counters summed over the engines.
+        environment_s: Seconds that environments were open for training, summed over them.
     """
 
     seed: int
@@ -103,6 +107,7 @@ class Outcome:
     num_callbacks: int
     max_staleness: int = 0
     tokens_generated: int = 0
+    environment_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -123,7 +128,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         config = self.config
-        lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain)
+        lengths = LengthTable(config.lengths, config.group_size, self.seed, config.grain, config.turns)
         trace = Trace() if self.is_checked else None
         self.disk = self.seams.disk(MAX_REQUEUES)
         prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
@@ -148,9 +153,12 @@ class Simulation:
         self.engines += engines
         policy = PrefixAware(self.seed) if config.routing == "prefix_aware" else LeastLoaded(self.seed)
         pool = self.seams.pool(engines, config.slots, self.seed, policy=policy)
-        codec = SimulatedCodec(world.prompt_tokens)
-        runner = self.seams.runner(pool, codec, SILENCE_S)
-        examined = self.seams.runner(pool, codec, SILENCE_S, max_resumes=EVALUATION_RESUMES)
+        world.is_fenced = lambda engine_id: engine_id in pool.fenced
+        codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / config.grain))
+        environments = SimulatedEnvironments(world, tool_times(config), config.environments)
+        player = self.seams.player(environments, codec, episode_budget(config))
+        runner = self.seams.runner(pool, codec, SILENCE_S, episodes=player)
+        examined = self.seams.runner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
         rewards = SimulatedRewards(world, config.reward_mean_s, config.reward_workers)
         trainer = self.trainer = self.seams.trainer(
             world,
@@ -182,10 +190,10 @@ class Simulation:
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,
         )
-        parts = Parts(side, held_out_tasks(HELD_OUT_TASKS), make_flow)
+        parts = Parts(side, held_out_tasks(HELD_OUT_TASKS, environment_of(config)), make_flow)
         self.run = Run(run_config(config), parts, instruments())
         self.run.version = restored.version
-        return Targets(engines, pool, rewards, trainer, publisher.catch_up)
+        return Targets(engines, pool, rewards, environments, trainer, publisher.catch_up)
 
     async def _live(self, targets: Targets) -> bool:
         """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
@@ -313,4 +321,5 @@ def outcome_of(simulation: Simulation, loop: VirtualTimeLoop, violation: str | N
         num_callbacks=loop.num_callbacks,
         max_staleness=run.stats.total.max_versions if run else 0,
         tokens_generated=run.stats.tokens_generated if run else 0,
+        environment_s=world.environment_s,
     )

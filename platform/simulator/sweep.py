@@ -33,7 +33,7 @@ class Bias:
     def add(self, outcome: Outcome, config: SimulationConfig) -> None:
         if not outcome.trained.tasks:
             return
-        table = LengthTable(config.lengths, config.group_size, outcome.seed, config.grain)
+        table = LengthTable(config.lengths, config.group_size, outcome.seed, config.grain, config.turns)
         self.trained += outcome.trained.lengths
         for task in range(max(outcome.trained.tasks) + 1):
             size = size_of(task, config.group_size) if config.sizing else config.group_size

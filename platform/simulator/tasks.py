@@ -20,8 +20,8 @@ MAX_REFILLS = 1_000_000
 _HASH, _HASHES = 2_654_435_761, 1 << 32
 
 
-def make_task(number: int) -> Task:
-    return Task(TaskId(f"simulated/{number}"), str(number))
+def make_task(number: int, environment: str | None = None) -> Task:
+    return Task(TaskId(f"simulated/{number}"), str(number), environment=environment)
 
 
 def number_of(task_id: TaskId) -> int:
@@ -29,16 +29,23 @@ def number_of(task_id: TaskId) -> int:
     return int(task_id.rpartition("/")[2])
 
 
-def held_out_tasks(count: int) -> list[Task]:
-    return [make_task(EVALUATION_TASKS + number) for number in range(count)]
+def held_out_tasks(count: int, environment: str | None = None) -> list[Task]:
+    return [make_task(EVALUATION_TASKS + number, environment) for number in range(count)]
+
+
+def environment_of(config: SimulationConfig) -> str | None:
+    """What answers the policy between turns; tasks of one turn have none."""
+    return "simulated" if config.turns > 1 else None
 
 
 def task_streams(config: SimulationConfig) -> list[TaskStream]:
     """Endless streams: of n, the one numbered i has every n-th task from i on."""
-    n = config.streams
+    n, environment = config.streams, environment_of(config)
     if n == 1:
-        return [TaskStream("", training_tasks())]
-    return [TaskStream(f"stream-{i}", training_tasks(i, n), weight=1.0 + i, quota=_quota(n)) for i in range(n)]
+        return [TaskStream("", training_tasks(environment=environment))]
+    return [
+        TaskStream(f"stream-{i}", training_tasks(i, n, environment), weight=1.0 + i, quota=_quota(n)) for i in range(n)
+    ]
 
 
 def make_task_line(config: SimulationConfig, limits: FlowLimits, line: type[TaskLine] = TaskLine) -> TaskLine:
@@ -83,9 +90,9 @@ def size_of(number: int, largest: int) -> int:
     return largest - number % (largest - MIN_GROUP_SIZE + 1)
 
 
-def training_tasks(first: int = 0, step: int = 1) -> Iterator[Task]:
+def training_tasks(first: int = 0, step: int = 1, environment: str | None = None) -> Iterator[Task]:
     """Every `step`-th task from `first` on, endless."""
-    return (make_task(number) for number in itertools.count(first, step))
+    return (make_task(number, environment) for number in itertools.count(first, step))
 
 
 def _quota(num_streams: int) -> float:

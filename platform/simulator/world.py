@@ -99,6 +99,9 @@ class World:
         faults: What was planted so far, by name.
         deliver: How deltas reach the platform; faults replace it.
         promises: What it was told to keep.
+        is_fenced: Whether an engine is out of service.
+        newest_group: The one that was admitted last.
+        environment_s: Seconds that environments were open for training, summed.
     """
 
     lengths: LengthTable
@@ -110,6 +113,10 @@ class World:
     faults: Counter[str] = field(default_factory=Counter)
     deliver: Deliver = TokenStream.deliver
     promises: Promises = field(default_factory=Promises)
+    is_fenced: Callable[[EngineId], bool] = lambda _engine_id: False
+    environment_s: float = 0.0
+    newest_group: int = -1
+    _last_scattered: int = -1
     _homes: dict[str, EngineId] = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
 
@@ -124,7 +131,14 @@ class World:
         self.published = -1
         self.deliver = TokenStream.deliver
         self._homes.clear()
+        self.newest_group = self._last_scattered = -1
         self._started.clear()
+
+    def num_sampled(self, prompt: tuple[int, ...]) -> int:
+        """Tokens of a request's prompt that the policy sampled before."""
+        if self.lengths.mean_turns == 1:
+            return len(prompt) - self.prompt_tokens
+        return sum(token > 0 for token in prompt)
 
     def note(self, event: str) -> None:
         """Add an event to the trace."""
@@ -141,19 +155,22 @@ class World:
             self._check_gang(engine_id, request_id)
 
     def _check_gang(self, engine_id: EngineId, request_id: RequestId) -> None:
-        """The first request of every member goes to the engine of the first member, unless that one has died."""
+        """The first request of every member goes to the engine of the first member, unless that one is gone."""
         member = request_id.partition("#")[0]
         group = member.rpartition("/")[0]
         if member in self._started or group == EVALUATION:
             return
+        if group not in self._homes and int(group) <= self._last_scattered:
+            return  # its engine may have been the one that left
         self._started.add(member)
         home = self._homes.setdefault(group, engine_id)
-        if home != engine_id:
+        if home != engine_id and not self.is_fenced(home):
             raise InvariantError("gang", f"{request_id} starts on {engine_id}, its group on {home}")
 
     def left(self, engine_id: EngineId) -> None:
         """An engine died: the gangs on it are free."""
         self._homes = {group: home for group, home in self._homes.items() if home != engine_id}
+        self._last_scattered = self.newest_group
 
     def on_tokens(self, engine_id: EngineId, version: int, spans: Spans) -> None:
         """I8: an engine labels no token with a version it has not acknowledged. I4: labels never decrease."""

@@ -22,8 +22,9 @@ from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import GroupState, JournalEntry, Ledger
 from penstock.dataflow.ports import Engine
 from penstock.dataflow.streams import TaskLine, TaskStream
-from penstock.dataflow.trajectory import GroupRef, Trajectory
+from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
+from penstock.envs.environment import Action
 from penstock.platform.flow import Flow
 from penstock.platform.group_run import GroupRun
 from penstock.platform.simulator.checks import CheckedDataflow
@@ -32,6 +33,7 @@ from penstock.platform.simulator.durable import DurableState
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.lease import Lease
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import EngineView
@@ -235,6 +237,27 @@ class GangScattered(EnginePool):
         super().join(lease, views[self._num_leases % len(views)])
 
 
+class TurnTakenTwice(EpisodePlayer):
+    """A turn that was sampled is handed to the environment again, as a careless retry of a tool call does."""
+
+    async def play(self, task: Task, *arguments: Any) -> Trajectory:
+        played = await super().play(task, *arguments)
+        async with self._source.open(task) as again:
+            await again.reset()
+            await again.step(Action("", turn=len(played.episode.turns) if played.episode else 0))
+        return played
+
+
+class ObservationsLearned(EpisodePlayer):
+    """What the environment said carries loss, as what the policy said does."""
+
+    async def play(self, *arguments: Any) -> Trajectory:
+        played = await super().play(*arguments)
+        first = int(played.loss_mask.argmax())
+        played.loss_mask[first:] = True
+        return played
+
+
 @dataclass(frozen=True)
 class Case:
     seams: Seams
@@ -267,6 +290,8 @@ CASES = {
     "more trajectories live than fit": Case(checked(BytesForgotten), "I6", ("max_live=13", "eta=3")),
     "a filtered group trains": Case(Seams(flow=FilterForgotten), "filter", ("filter_share=0.3",)),
     "a gang starts on several engines": Case(Seams(pool=GangScattered), "gang", ("gang=true",)),
+    "an environment gets a turn out of order": Case(Seams(player=TurnTakenTwice), "episode", ("turns=3",)),
+    "an observation carries loss": Case(Seams(player=ObservationsLearned), "I7", ("turns=3",)),
     "the normaliser is computed per micro-batch": Case(Seams(trainer=NormalisedPerMicroBatch), "I9", ()),
 }
 

@@ -9,7 +9,7 @@ from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds
 
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
-SEEDS = range(15)
+SEEDS = range(12)
 
 WIRINGS = {
     "gangs": ["gang=true"],
@@ -19,6 +19,15 @@ WIRINGS = {
     "all of it": ["gang=true", "streams=2", "filter_share=0.2", "sizing=true", "max_live=20", "eval_every=2"],
     "adaptive concurrency": ["adaptive_concurrency=true", "kv_tokens=2000"],
     "adaptive concurrency with gangs": ["adaptive_concurrency=true", "kv_tokens=2000", "gang=true"],
+}
+
+EPISODES = ["turns=3", "environments=8", "tool_mean_s=2"]
+PLAYS = {
+    "alone": [],
+    "with rolling updates": ["update_mode=multi_version", "eval_every=2"],
+    "trimmed and streamed": ["on_expiry=trim", "stream=true", "eta=1"],
+    "beside training": ["overlap=true", "eta=1"],
+    "in gangs": ["gang=true"],
 }
 
 
@@ -36,9 +45,16 @@ def test_no_invariant_breaks_however_groups_are_formed_and_engines_are_held_back
 
 @pytest.mark.parametrize("mode", ["keep_kv", "multi_version"])
 def test_messages_that_are_lost_or_come_twice_and_ranks_that_die_break_nothing(mode: str) -> None:
-    faults = swept([*SMALL, "faults=heavy", f"update_mode={mode}", "eval_every=2"], range(40)).faults
+    faults = swept([*SMALL, "faults=heavy", f"update_mode={mode}", "eval_every=2"], range(30)).faults
     planted = ("acknowledgement lost", "score lost", "completion duplicated", "trainer crash", "bad step")
     assert all(faults[kind] > 0 for kind in (*planted, "clock skewed")), faults
+
+
+@pytest.mark.parametrize("play", PLAYS)
+def test_no_invariant_breaks_over_episodes_whose_environments_raise_and_hang(play: str) -> None:
+    faults = swept([*SMALL, "faults=heavy", *EPISODES, *PLAYS[play]], range(12)).faults
+    assert faults["environment exception"] > 0
+    assert faults["environment hang"] > 0
 
 
 def test_engines_that_hold_fewer_requests_preempt_less() -> None:
