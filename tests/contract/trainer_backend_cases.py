@@ -95,8 +95,6 @@ CASES = [
     Case(world_size=2, zero_stage=0, streamed=True),
     Case(world_size=2, zero_stage=1, streamed=True, adam_epsilon=1.0),
     Case(world_size=2, zero_stage=2, streamed=True),
-    Case(world_size=2, zero_stage=1, adam_epsilon=1.0, updates="several with a critic"),
-    Case(world_size=2, zero_stage=1, adam_epsilon=1.0, updates="several with a critic", is_prefetched=True),
     # ZeRO-3 last: while one of its models lives, transformers loads every model partitioned.
     Case(world_size=2, zero_stage=3),
     Case(world_size=2, zero_stage=3, dtype="bfloat16"),

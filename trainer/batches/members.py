@@ -260,8 +260,8 @@ def _of_sequences(
     found = [length if scores is None else len(scores) for length, scores in lengths]
     if found != wanted or len(per_group) != len(payloads):
         raise ShapeError(
-            f"trainer: {sum(found)} {what} of {len(per_group)} groups for {sum(wanted)} sampled tokens of "
-            f"{len(payloads)} groups. There is one for every sampled token of every group, in order."
+            f"trainer: {sum(found)} {what} for {sum(wanted)} sampled tokens of {len(payloads)} groups. "
+            "There is one for every sampled token of every group, in order."
         )
     return chain.from_iterable(
         [None] * len(of_group) if scores is None else np.split(scores, np.cumsum(of_group)[:-1])
