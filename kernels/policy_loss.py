@@ -28,10 +28,10 @@ SUMS = (
     "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
 """What is added up over tokens, in this order."""
-BY_LAG = ("tokens", "weight", "masked")
+BY_LAG = ("tokens", "weight", "masked", "weight_squared", "abs_log_ratio", "kl_k3")
 """What is added up over the tokens of each bucket of staleness, in this order."""
 MAXIMA = ("weight", "abs_log_ratio")
-"""What is maximised over tokens, in this order."""
+"""What is maximised over tokens, in this order; behind it the greatest weight of each bucket of staleness."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LossAndMetrics(NamedTuple):
         loss: Scalar float32, with gradient in `target`.
         sums: `[15] float64`, see `SUMS`.
         maxima: `[2] float64`, see `MAXIMA`; 0 if nothing is measured.
-        by_lag: `[L, 3] float64`, see `BY_LAG`; 0 likewise.
+        by_lag: `[L, 6] float64`, see `BY_LAG`; 0 likewise.
     """
 
     loss: Tensor

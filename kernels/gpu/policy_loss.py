@@ -77,10 +77,10 @@ def clipped_loss_kernel(
     NUM_BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: BLOCK tokens -> their gradient, and one row of `partials` `[b, 17 + 3 L] float64`.
+    """One program: BLOCK tokens -> their gradient, and one row of `partials` `[b, 17 + 7 L] float64`.
 
-    A row is `SUMS` from 0 on, `MAXIMA` from 15, `BY_LAG` of each bucket from 17. Lanes beyond the last token hold
-    zeros, which add nothing where `is_token` is not asked.
+    A row is `SUMS` from 0 on, `MAXIMA` from 15, those of each bucket from 17, `BY_LAG` of each from 17 + L.
+    Lanes beyond the last token hold zeros, which add nothing where `is_token` is not asked.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < num_tokens
@@ -119,7 +119,7 @@ def clipped_loss_kernel(
         is_masked = is_masked & False
     tl.store(gradient + token, factor * slope, mask=is_token)
 
-    row = partials + tl.program_id(0) * (17 + 3 * NUM_BUCKETS)
+    row = partials + tl.program_id(0) * (17 + 7 * NUM_BUCKETS)
     tl.store(row + 0, total(is_token))
     tl.store(row + 2, total(factor * term))
     tl.store(row + 3, total(tl.load(entropies + token, mask=is_token, other=0.0)))
@@ -149,9 +149,17 @@ def clipped_loss_kernel(
         tl.store(row + 16, tl.reduce(own_distance, 0, greatest))
         for place in tl.static_range(NUM_BUCKETS):
             is_here = (bucket == place) & is_token
-            tl.store(row + 17 + 3 * place, total(is_here))
-            tl.store(row + 18 + 3 * place, tl.sum(tl.where(is_here, behavior_weight, 0.0), 0))
-            tl.store(row + 19 + 3 * place, total(is_here & is_masked))
+            weight_here = tl.where(is_here, behavior_weight, 0.0)
+            distance_here = tl.where(is_here, distance, 0.0)
+            drift_here = tl.where(is_here, behavior_weight - distance - 1.0, 0.0)
+            tl.store(row + 17 + place, tl.reduce(weight_here, 0, greatest))
+            sums = row + 17 + NUM_BUCKETS + 6 * place
+            tl.store(sums + 0, total(is_here))
+            tl.store(sums + 1, tl.sum(weight_here, 0))
+            tl.store(sums + 2, total(is_here & is_masked))
+            tl.store(sums + 3, tl.sum(weight_here * weight_here, 0))
+            tl.store(sums + 4, tl.sum(tl.abs(distance_here), 0))
+            tl.store(sums + 5, tl.sum(drift_here, 0))
 
 
 class _ClippedLoss(torch.autograd.Function):
@@ -160,7 +168,7 @@ class _ClippedLoss(torch.autograd.Function):
         num_tokens, num_buckets = target.numel(), len(tokens.last_lags) + 1
         num_blocks = triton.cdiv(num_tokens, BLOCK)
         gradient = torch.empty_like(target)
-        width = len(SUMS) + len(MAXIMA) + num_buckets * len(BY_LAG)
+        width = len(SUMS) + len(MAXIMA) + num_buckets * (1 + len(BY_LAG))
         partials = torch.zeros((max(num_blocks, 1), width), dtype=torch.float64, device=target.device)
         columns = tokens._asdict() | {"start": target if tokens.start is None else tokens.start}
         if num_blocks:
@@ -195,6 +203,6 @@ def fused_clipped_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndM
     """See `kernels.policy_loss.clipped_policy_loss`."""
     fixed = {name: column.detach() for name, column in tokens._asdict().items() if column is not None}
     loss, partials = _ClippedLoss.apply(tokens.target, tokens._replace(**fixed), settings)
-    added, maxima = partials.sum(0), partials[:, len(SUMS) : len(SUMS) + len(MAXIMA)].amax(0)
-    by_lag = added[len(SUMS) + len(MAXIMA) :].view(-1, len(BY_LAG))
+    added, end = partials.sum(0), len(SUMS) + len(MAXIMA) + len(tokens.last_lags) + 1
+    maxima, by_lag = partials[:, len(SUMS) : end].amax(0), added[end:].view(-1, len(BY_LAG))
     return LossAndMetrics(loss, added[: len(SUMS)], maxima, by_lag)

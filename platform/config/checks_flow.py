@@ -95,10 +95,19 @@ def check_streaming(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_gang(config: RunConfig) -> Iterator[Finding]:
-    """All members of a gang fit on one engine at once."""
-    flow, engine = config.dataflow, config.rollout.engine
+    """All members of a gang fit on one engine at once, and start from one version."""
+    flow, engine, weights = config.dataflow, config.rollout.engine, config.weights
     if not flow.gang:
         return
+    unfit = {"overlap=true": weights.overlap, "update_mode=multi_version": weights.update_mode == "multi_version"}
+    for setting in (setting for setting, is_set in unfit.items() if is_set):
+        yield error(
+            f"dataflow.gang=true with weights.{setting}: a member whose environment begins slowly would start on the "
+            "gang's engine, below the version that everyone else starts from. Use dataflow.gang=false, or "
+            "weights.overlap=false with weights.update_mode=keep_kv.",
+            "dataflow.gang",
+            f"weights.{setting.partition('=')[0]}",
+        )
     if flow.group_size > engine.max_num_seqs:
         yield error(
             f"dataflow.gang=true: a group of dataflow.group_size={flow.group_size} does not fit in the "

@@ -68,7 +68,7 @@ class TokenMetrics:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        self._maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(len(MAXIMA) + len(LAG_BUCKETS), dtype=torch.float64, device=device)
         self._by_lag = torch.zeros(len(LAG_BUCKETS), len(BY_LAG), dtype=torch.float64, device=device)
         self.last_lags = torch.tensor(_LAST_LAGS, device=device)
 
@@ -104,9 +104,20 @@ class TokenMetrics:
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
         if is_measured and len(weights):
-            per_token = torch.stack([torch.ones_like(weights), weights, facts.is_masked.double()], dim=1)
-            self._by_lag.index_add_(0, torch.bucketize(facts.lags, self.last_lags), per_token)
-            self._maxima = torch.maximum(self._maxima, torch.stack([weight.max(), distance.max()]))
+            buckets, k3_of = torch.bucketize(facts.lags, self.last_lags), weights - log_ratio - 1.0
+            per_token = (
+                torch.ones_like(weights),
+                weights,
+                facts.is_masked.double(),
+                weights.square(),
+                log_ratio.abs(),
+                k3_of,
+            )
+            self._by_lag.index_add_(0, buckets, torch.stack(per_token, dim=1))
+            self._maxima[: len(MAXIMA)] = torch.maximum(
+                self._maxima[: len(MAXIMA)], torch.stack([weight.max(), distance.max()])
+            )
+            self._maxima[len(MAXIMA) :].scatter_reduce_(0, buckets, weights, "amax")
 
     def local(self) -> tuple[float, float]:
         """(Σ weight · term, Σ weight) of this rank."""
@@ -148,7 +159,7 @@ class TokenSums:
     def metrics(self) -> dict[str, float]:
         """By name: means over tokens, largest values, and by staleness."""
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
+        maxima = dict(zip(MAXIMA, self.maxima[: len(MAXIMA)].tolist(), strict=True))
         tokens, measured = max(sums["tokens"], 1.0), max(sums["measured_tokens"], 1.0)
         metrics = {
             "loss/policy": sums["loss"],
@@ -166,15 +177,21 @@ class TokenSums:
             "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
             "mismatch/kl_k3": sums["kl_k3"] / measured,
         }
-        return metrics | _by_lag(self.by_lag)
+        return metrics | _by_lag(self.by_lag, self.maxima[len(MAXIMA) :])
 
 
-def _by_lag(sums: NDArray[np.float64]) -> dict[str, float]:
-    """Mean behavior weight, masked share and tokens of each bucket of staleness; only of those that hold tokens."""
+def _by_lag(sums: NDArray[np.float64], greatest: NDArray[np.float64]) -> dict[str, float]:
+    """What is always logged of behavior weights, for each bucket of staleness that holds tokens."""
     metrics = {}
-    for bucket, (tokens, weight, masked) in zip(LAG_BUCKETS, sums.tolist(), strict=True):
-        if tokens:
+    for bucket, row, weight_max in zip(LAG_BUCKETS, sums.tolist(), greatest.tolist(), strict=True):
+        of = dict(zip(BY_LAG, row, strict=True))
+        if tokens := of["tokens"]:
             metrics[f"ratio/lag_tokens/{bucket}"] = tokens
-            metrics[f"ratio/lag_behavior_mean/{bucket}"] = weight / tokens
-            metrics[f"ratio/lag_masked_share/{bucket}"] = masked / tokens
+            metrics[f"ratio/lag_behavior_mean/{bucket}"] = of["weight"] / tokens
+            metrics[f"ratio/lag_behavior_max/{bucket}"] = weight_max
+            metrics[f"ratio/lag_masked_share/{bucket}"] = of["masked"] / tokens
+            effective = of["weight"] ** 2 / max(tokens * of["weight_squared"], 1e-300)
+            metrics[f"ratio/lag_effective_sample_size/{bucket}"] = effective
+            metrics[f"mismatch/lag_abs_logprob_mean/{bucket}"] = of["abs_log_ratio"] / tokens
+            metrics[f"mismatch/lag_kl_k3/{bucket}"] = of["kl_k3"] / tokens
     return metrics

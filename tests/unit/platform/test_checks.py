@@ -49,6 +49,8 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["dataflow.max_live_gib=0.0001"], ["room for 52 trajectories", "a batch is 256", "Use at least 0.000493"]),
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
         (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),
+        (["dataflow.gang=true", "weights.overlap=true"], ["gang=true", "weights.overlap=true", "begins slowly"]),
+        (["dataflow.gang=true", "weights.update_mode=multi_version"], ["gang=true", "update_mode=multi_version"]),
         (["dataflow.stream_micro_batches=true", "dataflow.surplus=4"], ["surplus=4", "when a batch closes"]),
         (
             ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"],

@@ -86,7 +86,12 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
     for name, inside in buckets.items():
         expected[f"ratio/lag_tokens/{name}"] = inside.sum()
         expected[f"ratio/lag_behavior_mean/{name}"] = w[inside].mean()
+        expected[f"ratio/lag_behavior_max/{name}"] = w[inside].max()
         expected[f"ratio/lag_masked_share/{name}"] = masked[inside].mean()
+        share = w[inside].sum() ** 2 / (inside.sum() * (w[inside] ** 2).sum())
+        expected[f"ratio/lag_effective_sample_size/{name}"] = share
+        expected[f"mismatch/lag_abs_logprob_mean/{name}"] = np.abs(start - behavior)[inside].mean()
+        expected[f"mismatch/lag_kl_k3/{name}"] = (w - (start - behavior) - 1)[inside].mean()
     sums = metrics.reduce(lambda values, _: values)
     found, kept_share = sums.metrics(), sums.kept_share
     assert found == pytest.approx(expected, rel=1e-9)
@@ -97,7 +102,7 @@ def test_a_step_without_tokens_has_metrics_and_no_buckets() -> None:
     sums = TokenMetrics(torch.device("cpu")).reduce(lambda values, _: values)
     found, kept_share = sums.metrics(), sums.kept_share
     assert kept_share == 1.0
-    assert not any(name.startswith("ratio/lag") for name in found)
+    assert not any("/lag_" in name for name in found)
     assert all(np.isfinite(list(found.values())))
 
 
