@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from penstock.actors.publisher import ActorWeightPublisher
-from penstock.dataflow.ports import PublishReport, WeightManifest
+from penstock.dataflow.ports import PublishReport, WeightAck, WeightManifest
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.world import World
-from penstock.rollout.update_modes import last_attempt
+from penstock.rollout.update_modes import attempt
 from penstock.weights.config import WeightsConfig
 
-if TYPE_CHECKING:
-    from penstock.rollout.pool import EnginePool
+ATTEMPTS = 2
 
 
 class WatchedPublisher:
@@ -23,9 +21,8 @@ class WatchedPublisher:
         is_publishing: Held during a publish; an engine that comes back waits for its end.
     """
 
-    def __init__(self, publisher: ActorWeightPublisher, pool: EnginePool, weights: WeightsConfig, world: World) -> None:
+    def __init__(self, publisher: ActorWeightPublisher, weights: WeightsConfig, world: World) -> None:
         self.is_publishing = asyncio.Lock()
-        self._pool = pool
         self._weights = weights
         self._publisher = publisher
         self._world = world
@@ -45,4 +42,7 @@ class WatchedPublisher:
         async with self.is_publishing:
             version = self._world.published
             manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
-            return await last_attempt(engine, manifest, None, self._pool, self._weights.timeout_s) is not None
+            for _ in range(ATTEMPTS):
+                if isinstance(await attempt(engine, manifest, None, self._weights.timeout_s), WeightAck):
+                    return True
+            return False

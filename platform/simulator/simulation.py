@@ -181,7 +181,7 @@ class Simulation:
 
         weights = weights_config(config)
         export = GatherExport(cast("TrainerClient", trainer), pool, weights)
-        publisher = WatchedPublisher(self.seams.publisher(pool, weights, export), pool, weights, world)
+        publisher = WatchedPublisher(self.seams.publisher(pool, weights, export), weights, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         side = Side(
             runner,

@@ -50,7 +50,10 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
         (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),
         (["dataflow.gang=true", "weights.overlap=true"], ["gang=true", "weights.overlap=true", "begins slowly"]),
-        (["dataflow.gang=true", "weights.update_mode=multi_version"], ["gang=true", "update_mode=multi_version"]),
+        (
+            ["dataflow.gang=true", "weights.update_mode=multi_version", "rollout.num_engines=2"],
+            ["gang=true", "update_mode=multi_version"],
+        ),
         (["dataflow.stream_micro_batches=true", "dataflow.surplus=4"], ["surplus=4", "when a batch closes"]),
         (
             ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16"],
@@ -149,10 +152,6 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["weights.memory=device", "weights.transport=shared_memory"],
             ["weights.transport=shared_memory", "that is main memory"],
         ),
-        (
-            ["weights.memory=device", "weights.transport=group", "cluster.colocated=true", "dataflow.max_staleness=0"],
-            ["cluster.colocated=true", "NCCL takes no two processes of one GPU"],
-        ),
         (["weights.memory=device", "weights.stage_on=host"], ["weights.stage_on=host", "where it lies"]),
         (
             ["weights.memory=device", "trainer=lora", "weights.codec=lora"],
@@ -187,6 +186,11 @@ def test_colocated_roles_need_one_pool():
 def test_engines_that_take_turns_with_the_trainer_cannot_serve_during_a_publish(mode):
     problem = refused("gsm8k_qwen_1gpu", f"weights.update_mode={mode}", "rollout.num_engines=1", several=True)
     assert f"weights.update_mode={mode} with cluster.colocated=true" in problem
+
+
+def test_a_group_has_no_two_processes_of_one_gpu():
+    problem = refused("gsm8k_qwen_1gpu", "weights.memory=device", "weights.transport=group")
+    assert "cluster.colocated=true: NCCL takes no two processes of one GPU" in problem
 
 
 def test_rolling_needs_two_engines_and_is_fine_with_them():
