@@ -3,7 +3,7 @@
 A synthetic decoder of 1 GiB in float32, partitioned as ZeRO-3 over 2 processes, into 2 processes that hold vLLM's
 layout at tensor parallelism 2. Rounds alternate between the three, so that a slow minute hits all:
 
-- memcpy: one process copies 1 GiB from memory to memory, once. Two such copies are the floor of a publish.
+- memcpy: one process copies 1 GiB from memory to memory by libc's, once. Two such copies are the floor of a publish.
 - Penstock: the training ranks write (`ShardWriter.write`, side by side), then the engine ranks swap (side by side).
   Checksums are timed apart; they go on beside generation, but for the read-back. Slots are pre-faulted by two
   publishes before, and mapped by staging.
@@ -13,6 +13,7 @@ layout at tensor parallelism 2. Rounds alternate between the three, so that a sl
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelShape
 from penstock.weights.staging import Staging
+from penstock.weights.strided import copy_values
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
 
@@ -92,7 +94,7 @@ class TrainingProcess:
         """Seconds of one plain copy of so many bytes; both sides were touched before."""
         source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
         started = time.perf_counter()
-        target.copy_(source)
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return time.perf_counter() - started
 
 
@@ -121,7 +123,7 @@ class EngineProcess:
         shard = self._staging.take()
         started = time.perf_counter()
         for name, values in shard.items():
-            self._live[name].copy_(values)
+            copy_values(self._live[name], values)
         return time.perf_counter() - started
 
     def check(self, manifest: Any) -> float:
@@ -137,7 +139,7 @@ class EngineProcess:
         num_elements = sum(map(len, self._live.values()))
         source, target = torch.ones(num_elements), torch.zeros(num_elements)
         started = time.perf_counter()
-        target.copy_(source)
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         return time.perf_counter() - started
 
     def load(self, handle: list[Any]) -> None:

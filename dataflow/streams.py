@@ -137,12 +137,15 @@ class TaskLine:
     lengths: LengthLimits | None = None
     curriculum: Curriculum | None = None
     _weights: dict[str, float] = field(init=False)
+    _listeners: tuple[HearsGroups, ...] = field(init=False)
     _base: Counter[str] = field(default_factory=Counter)
     _rewards: dict[str, deque[float]] = field(default_factory=dict)
     _requeued: deque[tuple[int, QueuedTask]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self._weights = {stream.name: stream.weight for stream in self.streams}
+        hooks: tuple[object, ...] = (self.sizing, None if self.lengths is None else self.lengths.limiting)
+        self._listeners = tuple(hook for hook in hooks if isinstance(hook, HearsGroups))
         violations = list(stream_violations(self.streams))
         if violations:
             raise ConfigError(violations)
@@ -206,10 +209,8 @@ class TaskLine:
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
         """Remember how a stream does, for the curriculum; hooks that measure difficulty hear it too."""
-        hooks: tuple[object, ...] = (self.sizing, None if self.lengths is None else self.lengths.limiting)
-        for hook in hooks:
-            if isinstance(hook, HearsGroups):
-                hook.group_scored(queued.task, queued.stream, members)
+        for hook in self._listeners:
+            hook.group_scored(queued.task, queued.stream, members)
         if self.curriculum is not None:
             rewards = self._rewards.setdefault(queued.stream, deque(maxlen=REWARDS_KEPT))
             rewards.append(sum(member.reward or 0.0 for member in members) / len(members))

@@ -224,10 +224,11 @@ class Flow:
 
     def _log_ignored(self) -> None:
         """Say that reports came which changed nothing, and why; not one by one."""
-        core, now = self.core, asyncio.get_running_loop().time()
-        if (
-            total := core.ignored.total()
-        ) == self._ignored_logged or now < self._ignored_logged_at + LOG_IGNORED_EVERY_S:
+        core = self.core
+        if (total := core.ignored.total()) == self._ignored_logged:
+            return
+        now = asyncio.get_running_loop().time()
+        if now < self._ignored_logged_at + LOG_IGNORED_EVERY_S:
             return
         logger.warning(
             "dataflow: %d reports changed nothing, %d since this was last said: %s since the start; the newest was "

@@ -30,6 +30,11 @@ class Interruption:
 class SlotSource(Protocol):
     """Where leases get their slots: the pool, or a gang of it."""
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """That it runs in. Asking asyncio for it costs a system call, which is much for what happens so often."""
+        ...
+
     def take(self, lease: Lease) -> bool:
         """Grant it at once, or promise `lease.granted` to be resolved; says which."""
         ...
@@ -87,7 +92,7 @@ class Lease(Ticket):
     async def acquire(self) -> None:
         """Wait for the slot. If that fails or is cancelled there is nothing to release."""
         assert self.source is not None, "a lease comes from a pool"
-        self.heard_at = asyncio.get_running_loop().time()
+        self.heard_at = self.source.loop.time()
         if not self.source.take(self):
             assert self.granted is not None, "a lease that waits has a future"
             try:
@@ -95,7 +100,7 @@ class Lease(Ticket):
             except BaseException:
                 self.source.give_up(self)
                 raise
-            self.heard_at = asyncio.get_running_loop().time()
+            self.heard_at = self.source.loop.time()
 
     def release(self) -> None:
         """Give the slot back; nothing under it can be interrupted any more."""
@@ -118,7 +123,7 @@ class Lease(Ticket):
     def received(self, num_tokens: int) -> None:
         """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
         assert self.source is not None, "entered before"
-        now = asyncio.get_running_loop().time()
+        now = self.source.loop.time()
         if self.deliver(num_tokens, now - self.heard_at) and self.view is not None:
             self.source.measured(self.view)
         self.heard_at = now
@@ -131,7 +136,8 @@ class Lease(Ticket):
 
     def hold(self) -> None:
         """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
-        self._holder = asyncio.current_task()
+        assert self.source is not None, "entered before"
+        self._holder = asyncio.current_task(self.source.loop)
         assert self._holder is not None, "called in a task"
         self._cancelling = self._holder.cancelling()
 
@@ -179,6 +185,10 @@ class Gang:
         if view is None or view.fenced is not None or avoid == view.engine_id:
             return self._pool.lease(tokens=tokens, prefix=prefix, min_version=min_version, avoid=avoid)
         return Lease(tokens, prefix, min_version, slots=0, source=self)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._pool.loop
 
     def take(self, lease: Lease) -> bool:
         assert self._num_members < self._held.slots, f"a gang of {self._held.slots} slots has no more"

@@ -51,6 +51,7 @@ class EnginePool:
         for engine in engines:
             self._dispatcher.add(EngineView(engine, max_per_engine, max_per_engine))
         self._num_leases = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._quiet: dict[EngineView, asyncio.Event] = {}
@@ -212,6 +213,12 @@ class EnginePool:
             await self._quiet.setdefault(view, asyncio.Event()).wait()
 
     # What leases call (SlotSource).
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def take(self, lease: Lease) -> bool:
         dispatcher = self._dispatcher

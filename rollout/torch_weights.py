@@ -20,6 +20,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.strided import copy_values
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
@@ -94,7 +95,7 @@ def swap(model: nn.Module, staged: StagedTensors, manifest: WeightManifest, engi
     """
     live = _parameters(model)
     for name, tensor in staged.items():
-        live[name].copy_(tensor)
+        copy_values(live[name], tensor)
     return _compare(live, manifest, f"publish v{manifest.version} on {engine_id}: live")
 
 

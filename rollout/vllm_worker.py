@@ -27,6 +27,7 @@ from penstock.weights.adapters import BaseWeights
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
+from penstock.weights.strided import copy_values
 from penstock.weights.transport.arrival import Arrival, Beside
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
@@ -166,7 +167,7 @@ def swap_shard(model: torch.nn.Module, shard: Mapping[str, torch.Tensor]) -> Non
     """Copy this rank's shard into the live parameters."""
     live = dict(model.named_parameters())
     for name, values in shard.items():
-        live[name].view(-1).copy_(values)
+        copy_values(live[name].view(-1), values)
 
 
 class WorkerExtension:

@@ -62,8 +62,8 @@ class LengthTable:
 
     def turn_end(self, task: int, member: int, position: int) -> int:
         """Where the turn ends that samples the token at `position`: the length, cut evenly into turns."""
-        length, turns = self.length(task, member), self.turns(task)
-        if turns == 1:
+        length = self.length(task, member)
+        if self.mean_turns == 1 or (turns := self.turns(task)) == 1:
             return max(length, position + 1)
         ends = (length * turn // turns for turn in range(1, turns + 1))
         return next((end for end in ends if end > position), position + 1)

@@ -29,21 +29,16 @@ class DeadlockError(PenstockError):
 class SerialTask(asyncio.Task[T]):
     """A task whose hash is its serial number, so that a set of tasks has the same order in every run."""
 
-    __slots__ = ("serial",)
-
-    def __init__(
-        self,
-        serial: int,
-        coro: Any,
-        loop: asyncio.AbstractEventLoop,
-        name: object,
-        context: contextvars.Context | None,
-    ) -> None:
-        self.serial = serial  # first: asyncio puts the new task into a set
-        super().__init__(coro, loop=loop, name=None if name is None else str(name), context=context)
+    __slots__ = ("_serial",)
 
     def __hash__(self) -> int:
-        return self.serial
+        try:
+            return self._serial
+        except AttributeError:  # first: asyncio puts a new task into a set
+            loop = self.get_loop()
+            assert isinstance(loop, VirtualTimeLoop), "made by its task factory"
+            self._serial: int = loop.next_serial()
+            return self._serial
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -87,8 +82,12 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
+        return SerialTask(coro, loop=self, name=None if name is None else str(name), context=context)
+
+    def next_serial(self) -> int:
+        """Number of a task, in the order in which they were made."""
         self._num_tasks += 1
-        return SerialTask(self._num_tasks, coro, self, name, context)
+        return self._num_tasks
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """An error in a callback ends the loop: nobody else would see it."""

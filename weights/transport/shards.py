@@ -29,7 +29,7 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.cache import Meeting, PlanCache
 from penstock.weights.planner.plan import Copy, Plan
-from penstock.weights.strided import strided_box
+from penstock.weights.strided import copy_values, strided_box
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shared_memory import reserve
 from penstock.weights.transport.slots import Slots, cut_slot, slot_size
@@ -170,7 +170,7 @@ class ShardWriter:
             for copy in bucket:
                 buffer = self._slots.buffers(version, copy.dst_rank)[copy.destination.buffer]
                 target = strided_box(buffer, copy.shape, copy.destination)
-                target.copy_(strided_box(tensors[copy.tensor], copy.shape, copy.source))
+                copy_values(target, strided_box(tensors[copy.tensor], copy.shape, copy.source))
         self.progress = f"v{version}, all buckets begun"
         self._slots.complete()
         self.progress = f"v{version}, checksums"
