@@ -134,6 +134,7 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
             cluster.trainer_pool,
             cluster.rollout_pool,
             *(config.frozen_pool(role) for role in FROZEN_ROLES if config.num_frozen(role)),
+            *([] if config.reward.pool is None else [config.reward.pool]),
         )
         if cluster.pools[name].device == "gpu"
     }

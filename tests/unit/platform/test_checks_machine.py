@@ -226,6 +226,19 @@ def test_gpu_pools_without_a_driver_are_refused(overrides, monkeypatch):
     assert "no NVIDIA driver" in found
 
 
+def test_reward_workers_on_gpus_that_are_not_there_are_refused(overrides, monkeypatch):
+    pool = "+cluster.pools.judge={device: gpu, count: 2, memory_gib: 24}"
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    load_config("train", [*overrides, pool])
+    found = absent([*overrides, pool, "reward.pool=judge"])
+    assert "cluster.pools.judge.device=gpu, but this machine has no NVIDIA driver" in found
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
+    found = absent([*overrides, pool, "reward.pool=judge", "reward.num_workers=2"])
+    assert "2 GPUs are asked for, nvidia-smi lists 1" in found
+
+
 def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
     monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
