@@ -95,6 +95,12 @@ def test_a_missing_warm_start_says_how_to_make_it(overrides):
     assert "penstock sft experiment=arithmetic_sft seed=7" in found
 
 
+def test_the_warm_start_of_another_experiment_is_named_too_and_none_that_does_not_exist(overrides):
+    found = absent([*overrides, "model.path=runs/text_sft-seed3/policy"])
+    assert "Make it first: `penstock sft experiment=text_sft seed=3`" in found
+    assert "Give a model directory" in absent([*overrides, "model.path=runs/no_such_sft-seed0/policy"])
+
+
 def test_a_missing_model_is_named(overrides):
     assert "model.path=/no/such/model does not exist" in absent([*overrides, "model.path=/no/such/model"])
 
