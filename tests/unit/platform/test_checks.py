@@ -204,7 +204,11 @@ def test_reward_workers_have_no_place_on_gpus_that_others_fill_in_turns():
     with pytest.raises(ConfigError, match=r"1 for engines and 1 for reward workers: 2 GPUs in all"):
         compose_config(["experiment=gsm8k_qwen_1gpu", *one], command="eval")
     own = "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"
-    compose_config(["experiment=gsm8k_qwen_1gpu", own, *one, "reward.pool=judge"])
+    beside = [own, *one, "reward.pool=judge"]
+    compose_config(["experiment=gsm8k_qwen_1gpu", *beside])
+    held = ["algorithm.kl_coefficient=0.1", "reference.pool=judge"]
+    problem = refused("gsm8k_qwen_1gpu", *beside, *held)
+    assert "cluster.pools.judge.count=1 is too small, needed are 1 for references and 1 for reward workers" in problem
 
 
 @pytest.mark.parametrize("mode", ["drain", "multi_version"])
