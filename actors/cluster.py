@@ -26,6 +26,7 @@ from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig
+from penstock.envs.contract import Device
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_environment import vllm_environment
@@ -148,11 +149,13 @@ def trainer_ranks(
     return [rank_type.options(**need.options(environment)).remote(spec, rank) for rank, need in enumerate(resources)]
 
 
-def start_rewards(config: RewardConfig, sandbox: SandboxConfig) -> RewardClient:
+def start_rewards(
+    config: RewardConfig, sandbox: SandboxConfig, resources: Sequence[Resources], device: Device = "cpu"
+) -> RewardClient:
     """Start the reward workers; a function that cannot be imported was refused before Ray started."""
     workers = [
-        ray.remote(RewardActor).options(num_cpus=0, max_concurrency=8).remote(config, sandbox)
-        for _ in range(config.num_workers)
+        ray.remote(RewardActor).options(max_concurrency=8, **need.options({})).remote(config, sandbox, device)
+        for need in resources
     ]
     return RewardClient(workers)
 

@@ -9,6 +9,7 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.config import RewardConfig
+from penstock.envs.contract import Device
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.scoring import RewardRunner
 
@@ -19,10 +20,14 @@ Result = Score | TrajectoryError | PenstockError
 class RewardActor:
     """One reward worker; the user's code runs in a killable child process below it."""
 
-    def __init__(self, config: RewardConfig, sandbox: SandboxConfig) -> None:
-        self._runner = RewardRunner(config, sandbox)
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig, device: Device) -> None:
+        self._runner = RewardRunner(config, sandbox, device)
         self._outbox: Outbox[tuple[int, Result]] = Outbox()
         self._jobs: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Answers once the reward is loaded."""
+        await self._runner.start()
 
     async def submit(self, jobs: list[Job]) -> None:
         for job in jobs:

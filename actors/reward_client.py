@@ -13,8 +13,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from penstock.actors.ray_errors import ray_boundary
 from penstock.actors.reward import Job, Result
-from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 
@@ -58,6 +59,23 @@ class RewardClient:
         self._next_worker = itertools.cycle(self._workers)
         self._numbers = itertools.count()
         self._calls: set[asyncio.Task[None]] = set()
+
+    async def start(self, timeout_s: float) -> None:
+        """Wait until every worker has its place and has loaded the reward.
+
+        Raises:
+            PlacementError: If the cluster cannot place one within the time limit, or one does not load.
+        """
+        try:
+            with ray_boundary(PlacementError, "cluster: starting the reward workers"):
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.gather(*(worker.actor.start.remote() for worker in self._workers))
+        except TimeoutError:
+            raise PlacementError(
+                f"cluster: {len(self._workers)} reward workers were not up within {timeout_s:.0f} s. Ray has "
+                f"{ray.available_resources()} free of {ray.cluster_resources()}. Lower reward.num_workers, use "
+                "another reward.pool, or raise rollout.start_timeout_s."
+            ) from None
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """Score one trajectory. The worker's own time-out bounds the wait.

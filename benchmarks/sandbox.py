@@ -113,9 +113,9 @@ async def measure_rewards(rounds: int, num_trajectories: int) -> tuple[list[floa
 
 async def measure_ray(rounds: int, num_trajectories: int) -> tuple[list[float], list[float]]:
     """As `measure_rewards`, through an actor and its client."""
-    from penstock.actors.cluster import start_rewards
+    from penstock.actors.cluster import Resources, start_rewards
 
-    client = start_rewards(RewardConfig(fn="sandbox:one", timeout_s=60), SandboxConfig())
+    client = start_rewards(RewardConfig(fn="sandbox:one", timeout_s=60), SandboxConfig(), [Resources()])
     job = pair()
     for _ in range(50):
         await client.score(*job)

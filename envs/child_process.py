@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
+from penstock.envs.contract import Device
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
@@ -54,13 +55,13 @@ class ChildSpec:
     is_reply: Callable[[object], bool]
 
 
-def reward_spec(reward: RewardConfig, sandbox: SandboxConfig) -> ChildSpec:
-    """The process of a reward function."""
+def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) -> ChildSpec:
+    """The process of a reward function, and what its model runs on."""
     return ChildSpec(
         f"reward.fn={reward.label!r}",
         "reward",
         "penstock.envs.reward_child",
-        [str(reward.timeout_s), reward.model_dump_json(), sandbox.model_dump_json()],
+        [device, reward.model_dump_json(), sandbox.model_dump_json()],
         reward.max_memory_gib,
         reward.max_processes,
         is_hello,

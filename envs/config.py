@@ -154,7 +154,11 @@ class RewardConfig(BaseModel):
         args: Keyword arguments of every call, or of `build`.
         parts: Name -> reward, instead of `fn`: their weighted values are added up, and each is recorded.
         normalize: Divide the sum of the parts by the sum of their absolute weights.
-        num_workers: Reward worker processes.
+        num_workers: Reward worker processes; on a GPU pool each has a GPU of its own.
+        pool: Pool that they run on, for a reward that computes on its devices (contract.RewardContext.device); None:
+            beside the driver, on no device.
+        num_parameters: Weights of its model, for the estimate of memory on `pool`; None: as many as the policy has.
+        startup_timeout_s: Longest time for loading it, seconds.
         timeout_s: Longest time for one call, seconds; then the trajectory fails (kind reward), never reward 0.
         max_concurrency: Calls of an asynchronous function at a time in each worker.
         max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
@@ -171,6 +175,9 @@ class RewardConfig(BaseModel):
     parts: dict[str, RewardPartConfig] = Field(default_factory=dict)
     normalize: bool = False
     num_workers: int = Field(default=1, ge=1)
+    pool: str | None = None
+    num_parameters: int | None = Field(default=None, gt=0)
+    startup_timeout_s: float = Field(default=120.0, gt=0)
     timeout_s: float = Field(default=10.0, gt=0)
     max_concurrency: int = Field(default=256, ge=1)
     max_attempts: int = Field(default=2, ge=1)

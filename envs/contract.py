@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.sandbox.config import SandboxConfig
 
+Device = Literal["cpu", "cuda"]
 RewardResult = float | Mapping[str, float]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 """`fn(trajectory: Trajectory, **task.fields)`. A dict names parts; the reward is its `reward` entry, or their sum."""
@@ -36,12 +37,14 @@ class RewardContext:
         sandbox: Where it may run programs.
         timeout_s: Of one call, seconds: `reward.timeout_s`.
         max_concurrency: Calls at a time: `reward.max_concurrency`.
+        device: What a model of it runs on: that of `reward.pool`, as torch calls it.
         is_serving: Whether calls follow. False where the configuration is only checked: load nothing heavy then.
     """
 
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     timeout_s: float = 10.0
     max_concurrency: int = 256
+    device: Device = "cpu"
     is_serving: bool = False
 
 

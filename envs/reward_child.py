@@ -1,6 +1,6 @@
 """The process that runs the user's reward function, and nothing else.
 
-Forked by its keeper (keeper.py) with `SOCKET_FD TIMEOUT_S REWARD SANDBOX`, the last two as JSON. It consumes request
+Forked by its keeper (keeper.py) with `SOCKET_FD DEVICE REWARD SANDBOX`, the last two as JSON. It consumes request
 frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the socket closes.
 
 Request frame: `!IQ` length and call id, then a pickle of `(trajectory, fields)`.
@@ -16,12 +16,12 @@ import json
 import pickle
 import socket
 import struct
-from typing import Any
+from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.composition import is_async_function, is_pure_function
 from penstock.envs.config import RewardConfig
-from penstock.envs.contract import RewardContext, RewardFunction
+from penstock.envs.contract import Device, RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
 from penstock.envs.reward_result import Reply, to_failure, to_reply
 from penstock.envs.sandbox.config import SandboxConfig
@@ -94,11 +94,14 @@ async def _call_async(function: RewardFunction, body: bytes, timeout_s: float) -
 
 def main(arguments: list[str]) -> None:
     """Load the function, say hello, serve until the socket closes."""
-    socket_fd, timeout_s, reward, sandbox = arguments
+    socket_fd, device, reward, sandbox = arguments
     connection = socket.socket(fileno=int(socket_fd))
+    config = RewardConfig.model_validate_json(reward)
     try:
-        context = RewardContext(SandboxConfig.model_validate_json(sandbox), is_serving=True)
-        function = load_reward(RewardConfig.model_validate_json(reward), context)
+        context = RewardContext(
+            SandboxConfig.model_validate_json(sandbox), device=cast("Device", device), is_serving=True
+        )
+        function = load_reward(config, context)
     except ConfigError as error:
         connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations)}))
         return
@@ -106,6 +109,6 @@ def main(arguments: list[str]) -> None:
     hello: Reply = {"is_async": is_async, "is_pure": is_pure_function(function)}
     connection.sendall(encode_reply(HELLO_ID, hello))
     if is_async:
-        asyncio.run(serve_async(function, connection, float(timeout_s)))
+        asyncio.run(serve_async(function, connection, config.timeout_s))
     else:
         serve_sync(function, connection)

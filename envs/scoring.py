@@ -17,6 +17,7 @@ from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.child_process import ChildProcess, reward_spec
 from penstock.envs.config import RewardConfig
+from penstock.envs.contract import Device
 from penstock.envs.reward_cache import RewardCache
 from penstock.envs.reward_child import encode_frame
 from penstock.envs.reward_result import Reply
@@ -66,16 +67,14 @@ class RewardRunner:
     Args:
         config: The function and its limits.
         sandbox: For rewards that run programs.
-        startup_timeout_s: Longest time for loading the function, seconds.
+        device: What a model of the reward runs on.
     """
 
-    def __init__(
-        self, config: RewardConfig, sandbox: SandboxConfig | None = None, *, startup_timeout_s: float = 120.0
-    ) -> None:
+    def __init__(self, config: RewardConfig, sandbox: SandboxConfig | None = None, device: Device = "cpu") -> None:
         self._config = config
         self._sandbox = sandbox or SandboxConfig()
         self._timeout_s = config.timeout_s
-        self._startup_timeout_s = startup_timeout_s
+        self._device = device
         self._cache = RewardCache(config.cache_entries)
         self._books = _Books()
         self._process: ChildProcess | None = None
@@ -281,9 +280,9 @@ class RewardRunner:
         return self._starting
 
     async def _start_process(self) -> None:
-        process = ChildProcess(reward_spec(self._config, self._sandbox), self._on_reply, self._on_exit)
+        process = ChildProcess(reward_spec(self._config, self._sandbox, self._device), self._on_reply, self._on_exit)
         try:
-            await process.start(self._startup_timeout_s)
+            await process.start(self._config.startup_timeout_s)
         except PenstockError as error:
             self._fail_all(error)
             raise

@@ -17,7 +17,7 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
                          also while it sleeps (weights.memory=device)
     with adapters        of A parameters: gradients, masters and moments are of A; plus P·b while a version is merged.
                          With weights.codec=lora not that, 4·A in shared memory, P·b of main memory beside each engine
-    reference, teacher   4·P (of its own) + activations of one layer
+    reference, teacher   4·P (of its own) + activations of one layer; so for a reward worker with a pool
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
 
 Good to about 20 %, on the high side.

@@ -32,7 +32,7 @@ class RolePlacement:
 
     Attributes:
         index: Rank of a trainer, number of an engine or reward worker.
-        pool: Name of its pool; None for processes that need no accelerator slot (driver, reward workers).
+        pool: Name of its pool; None for processes that need no device (driver, reward workers without reward.pool).
         slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
         num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
         num_gpus: GPUs Ray reserves for it; 0 when colocated, where they are reserved for all (`shared_bundles`).
@@ -61,8 +61,8 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
     """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
 
     GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
-    pool of their own, `tensor_parallel_size` each. References take the slots after both, teachers those after them, and
-    a partner's ranks and engines those after all of these.
+    pool of their own, `tensor_parallel_size` each. References take the slots after both, teachers those after them,
+    reward workers with a pool those after them, and a partner's ranks and engines those after all of these.
     """
     own = _plan(config, command)
     if config.partner is None or command != "train":
@@ -98,6 +98,10 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
     for frozen_role, count in num_frozen.items():
         first_slots[frozen_role] = taken[config.frozen_pool(frozen_role)]
         taken += Counter({config.frozen_pool(frozen_role): count})
+    num_rewards, reward_pool = config.reward.num_workers if num_engines else 0, config.reward.pool
+    first_reward_slot = 0 if reward_pool is None else taken[reward_pool]
+    if reward_pool is not None:
+        taken += Counter({reward_pool: num_rewards})
 
     def place(role: Role, index: int, first_slot: int, num_slots: int = 1) -> RolePlacement:
         roles: dict[Role, tuple[str, Callable[[RunConfig, PoolConfig], Memory]]] = {
@@ -106,6 +110,8 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
             "reference": (config.frozen_pool("reference"), frozen_memory),
             "teacher": (config.frozen_pool("teacher"), partial(frozen_memory, weights=config.teacher.num_parameters)),
         }
+        if reward_pool is not None:
+            roles["reward"] = (reward_pool, partial(frozen_memory, weights=config.reward.num_parameters))
         name, estimate = roles[role]
         pool = cluster.pools[name]
         memory = estimate(config, pool)
@@ -120,7 +126,10 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
         *(place("trainer", rank, 0) for rank in range(num_ranks)),
         *(place("engine", index, first_engine_slot, width) for index in range(num_engines)),
         *(place(role, index, first_slots[role]) for role, count in num_frozen.items() for index in range(count)),
-        *(_reward_worker(index) for index in range(config.reward.num_workers if num_engines else 0)),
+        *(
+            _reward_worker(index) if reward_pool is None else place("reward", index, first_reward_slot)
+            for index in range(num_rewards)
+        ),
     ]
 
 
@@ -176,8 +185,10 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
         if placement.role == "trainer"
     )
     engines = [placement.memory for placement in here if placement.role == "engine"]
+    others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
     slots = sum(memory.device.get("published", 0.0) for memory in engines) * (slots_on(config) == "device")
-    return max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
+    turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
+    return turns + others
 
 
 def _share(pool: PoolConfig, num_processes: int, *, is_shared: bool) -> tuple[float, float]:

@@ -103,12 +103,13 @@ class RunActors:
 async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
     """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
     async with ray_session(config.cluster.address, config.weights.directory):
-        rewards = start_rewards(config.reward, config.sandbox)
+        rewards = reward_workers(config)
         devices = await share_devices(config)
         async with asyncio.TaskGroup() as starting:
             partner_start = starting.create_task(_start_partner(config, rewards)) if config.partner else None
             trainer_start = starting.create_task(start_trainer_group(config, devices=devices))
             engines_start = starting.create_task(start_engine_group(config, devices=devices))
+            starting.create_task(rewards_are_loaded(config, rewards))
             frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
         reference, teacher = (start.result() for start in frozen_starts)
         actors = RunActors(
@@ -210,6 +211,18 @@ def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": device,
     }
+
+
+def reward_workers(config: RunConfig, command: Command = "train") -> RewardClient:
+    """The reward workers, on the devices of `reward.pool` if there is one."""
+    device = "cpu" if config.reward.pool is None else pool_device(config, config.reward.pool)
+    return start_rewards(config.reward, config.sandbox, resources(config, "reward", command), device)
+
+
+async def rewards_are_loaded(config: RunConfig, rewards: RewardClient) -> None:
+    """Wait for those of a pool: a model takes long to load, and the cluster may have no room. Others load by need."""
+    if config.reward.pool is not None:
+        await rewards.start(config.rollout.start_timeout_s)
 
 
 async def start_engine_group(

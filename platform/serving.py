@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.actors.cluster import ray_session, start_rewards
+from penstock.actors.cluster import ray_session
 from penstock.dataflow.ports import RewardWorker, WeightManifest
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.episodes import episode_player
-from penstock.platform.roles import engine_side, model_path, start_engine_group
+from penstock.platform.roles import engine_side, model_path, reward_workers, rewards_are_loaded, start_engine_group
 from penstock.rollout.pool import make_pool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
@@ -36,9 +36,10 @@ class Serving(NamedTuple):
 async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]:
     """Engines that hold the checkpoint at `model.path` as version 0; everything is ended at the exit."""
     async with ray_session(config.cluster.address):
-        rewards = start_rewards(config.reward, config.sandbox)
+        rewards = reward_workers(config, command)
         engines = await start_engine_group(config, command)
         try:
+            await rewards_are_loaded(config, rewards)
             with tempfile.TemporaryDirectory(prefix=f"penstock-{command}-", dir=default_directory()) as folder:
                 manifest = _publish(config, folder)
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))

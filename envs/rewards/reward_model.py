@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Trajectory
-from penstock.envs.contract import RewardContext
+from penstock.envs.contract import Device, RewardContext
 
 
 class RewardModelReward:
@@ -22,12 +22,14 @@ class RewardModelReward:
         path: Directory of the classifier.
         max_batch: Most answers of one forward.
         num_threads: CPU threads of torch.
+        device: That of `reward.pool`.
     """
 
-    def __init__(self, path: str, max_batch: int = 32, num_threads: int = 1) -> None:
+    def __init__(self, path: str, max_batch: int = 32, num_threads: int = 1, device: Device = "cpu") -> None:
         self._path = path
         self._max_batch = max_batch
         self._num_threads = num_threads
+        self._device = device
         self._model: Any = None
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
 
@@ -38,7 +40,7 @@ class RewardModelReward:
         Raises:
             ConfigError: If there is no such directory.
         """
-        reward = cls(**args)
+        reward = cls(**{"device": context.device, **args})
         if not (Path(reward._path) / "config.json").is_file():
             raise ConfigError(
                 [
@@ -92,14 +94,15 @@ class RewardModelReward:
         lengths = torch.tensor([len(one) for one in sequences])
         rows = [torch.tensor(one) for one in sequences]
         with torch.no_grad():
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
             hidden = self._model.base_model(input_ids=padded, use_cache=False).last_hidden_state
-            scores = self._model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0]
-        return [float(score) for score in scores]
+            scores: list[float] = self._model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0].tolist()
+        return scores
 
     def _load(self) -> Any:
         import torch
         from transformers import AutoModelForSequenceClassification
 
         torch.set_num_threads(self._num_threads)
-        return AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32).eval()
+        model = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
+        return model.to(self._device).eval()

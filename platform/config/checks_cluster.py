@@ -41,6 +41,7 @@ def check_pools(config: RunConfig) -> Iterator[Finding]:
     cluster, pools = config.cluster, list(config.cluster.pools)
     roles = [("cluster.trainer_pool", cluster.trainer_pool), ("cluster.rollout_pool", cluster.rollout_pool)]
     roles += [(f"{role}.pool", pool) for role in FROZEN_ROLES if (pool := config.frozen(role).pool) is not None]
+    roles += [] if config.reward.pool is None else [("reward.pool", config.reward.pool)]
     for key, name in roles:
         if name not in pools:
             close = get_close_matches(name, pools, n=1)
@@ -80,6 +81,13 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
                 key,
                 f"{role}.pool",
             )
+    if (pool := config.reward.pool) == cluster.trainer_pool and cluster.pools[pool].device == "gpu":
+        yield error(
+            f"cluster.colocated=true with reward.pool={pool}: trainer and engines fill the GPUs of {pool} in turns, "
+            "and reward workers score while they do. Give them a pool of their own, a CPU pool, or reward.pool=null.",
+            "cluster.colocated",
+            "reward.pool",
+        )
     if cluster.trainer_pool != cluster.rollout_pool:
         yield error(
             f"cluster.colocated=true needs one pool, not trainer_pool={cluster.trainer_pool} and "
@@ -120,17 +128,20 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
         if placement.pool is not None and placement.device == "gpu":
             roles.setdefault(placement.pool, Counter())[placement.role] += placement.num_slots
     for pool, counts in roles.items():
-        needed = max(counts.values()) if cluster.colocated else counts.total()
+        is_shared = cluster.colocated and command == "train" and pool == cluster.trainer_pool
+        needed = max(counts.values()) if is_shared else counts.total()
         count = cluster.pools[pool].count
         if needed > count:
-            words = " and ".join(f"{number} for {role}s" for role, number in counts.items())
+            words = " and ".join(f"{number} for {_named(role)}" for role, number in counts.items())
             yield error(
                 f"cluster.pools.{pool}.count={count} is too small, needed are {words}: {needed} GPUs in all. Use fewer "
-                "ranks or engines, a smaller rollout.engine.tensor_parallel_size, or a larger pool.",
+                "ranks, engines or reward workers, a smaller rollout.engine.tensor_parallel_size, or a larger pool.",
                 "cluster",
                 "trainer.num_ranks",
                 "rollout.num_engines",
                 "rollout.engine",
+                "reward.num_workers",
+                "reward.pool",
             )
 
 
@@ -278,6 +289,10 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
         vllm_layout(decoder_tensors(config.model.shape), config.model.shape, tp_size)
     except WeightSyncError as refusal:
         yield error(str(refusal), "rollout.engine", "model.shape")
+
+
+def _named(role: str) -> str:
+    return "reward workers" if role == "reward" else f"{role}s"
 
 
 def _size(gib: float) -> str:

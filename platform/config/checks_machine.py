@@ -16,6 +16,7 @@ from penstock.platform import hardware
 from penstock.platform.config.checks_companions import check_tokenizer, companions
 from penstock.platform.config.checks_lora import check_lora_targets
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
+from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, published_gib
 from penstock.platform.placement import host_load_gib, plan_placement
@@ -25,6 +26,8 @@ from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.allocator import expandable_segments
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+_WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
+"""Where the models of conf/model/ expect the policy that one of conf/experiment/ makes."""
 _SHAPE_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -107,10 +110,11 @@ def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding
         yield from _check_checkpoint(config, key, directory)
     elif directory.exists():
         yield error(f"{key}={path} is a file. Give the directory that holds config.json and weights.", key)
-    elif "arithmetic_sft" in path:
+    elif (maker := _WARM_START.match(path)) and (CONF_DIR / "experiment" / f"{maker['experiment']}.yaml").is_file():
         yield absent(
             f"{key}={path} does not exist: there is no policy to start from. Make it first: "
-            f"`penstock sft experiment=arithmetic_sft seed={config.seed}`, or give {key}=DIR of one that you have.",
+            f"`penstock sft experiment={maker['experiment']} seed={maker['seed']}`, or give {key}=DIR of one that you "
+            "have.",
             key,
             "seed",
         )
@@ -134,6 +138,7 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
             cluster.trainer_pool,
             cluster.rollout_pool,
             *(config.frozen_pool(role) for role in FROZEN_ROLES if config.num_frozen(role)),
+            *([] if config.reward.pool is None else [config.reward.pool]),
         )
         if cluster.pools[name].device == "gpu"
     }

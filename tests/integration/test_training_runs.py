@@ -102,8 +102,9 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
             ],
         ),
         (
-            "two_torch_engines_through_the_object_store_recomputing_kv_streaming_micro_batches",
+            "two_torch_engines_through_the_object_store_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
             [
+                "reward.pool=cpu",
                 "dataflow.stream_micro_batches=true",
                 "trainer.max_tokens_per_micro_batch=256",
                 "rollout/engine=torch",

@@ -18,7 +18,7 @@ async def test_a_job_whose_runner_fails_is_answered(monkeypatch: pytest.MonkeyPa
         raise error
 
     monkeypatch.setattr(RewardRunner, "score", fail)
-    actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig())
+    actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig(), "cpu")
     await actor.submit([(7, *pair("!"))])
     ((number, result),) = await actor.collect(wait_s=10.0)
     assert number == 7

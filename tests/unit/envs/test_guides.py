@@ -1,9 +1,12 @@
-"""The code of the guides is written to a folder and checked as a user would check it."""
+"""The code of the guides is written to a folder, and their commands are given there, as a user would."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,10 @@ from penstock.envs.scoring import RewardRunner
 from tests.answers import answered
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
+TRAINING = {"train", "sft", "rm", "dpo", "eval", "sample"}
+RUN_ELSEWHERE = {("sandbox", "check"), ("sandbox", "serve")}
+"""By tests/unit/platform/test_cli_sandbox.py."""
+SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -35,26 +42,46 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / name).write_text(code)
             written += 1
     assert written == 12
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text("{}")
+    rows = [{"question": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(100)]
+    pairs = [{"prompt": f"{n}+{n}=", "chosen": f";{2 * n}", "rejected": f";{n}"} for n in range(4096)]
+    for name, lines in (("rows", rows), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # of programs called `python`
     return tmp_path
 
 
-AGENT = ["agent", "tasks=my_agent_function:Sums", "agent=my_agent_function:solve"]
+def commands() -> dict[str, list[str]]:
+    """Every line of the guides that calls penstock, and its words."""
+    blocks = [block for guide in sorted(GUIDES.glob("*.md")) for block in SHELL.findall(guide.read_text())]
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("penstock ")]
+    return {line: shlex.split(line, comments=True)[1:] for line in lines}
 
 
-ROWS = ["dataset", "rows=my_rows:rows"]
-VERIFIERS = ["verifiers", "id=my_verifiers", "kwargs.high=9"]
+def test_the_commands_of_the_guides_are_found_and_few_are_run_elsewhere() -> None:
+    found = [tuple(words[:2]) for words in commands().values()]
+    assert found.count(("env", "check")) >= 9
+    assert set(found) >= RUN_ELSEWHERE | {("env", "show"), ("env", "play"), ("train", "experiment=arithmetic")}
 
 
-@pytest.mark.parametrize(
-    "words", [["my_env:Echo"], ["my_pennies:Pennies"], ["my_tools:Products"], ROWS, AGENT, VERIFIERS]
-)
-def test_the_environments_of_the_guides_pass_their_check(folder: Path, words: list[str]) -> None:
+HERE = {line: words for line, words in commands().items() if tuple(words[:2]) not in RUN_ELSEWHERE}
+
+
+@pytest.mark.parametrize("line", HERE)
+def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) -> None:
     from penstock.platform.cli import app
 
-    result = CliRunner().invoke(app, ["env", "check", *words], env={"COLUMNS": "200"})
+    words = HERE[line]
+    is_training = words[0] in TRAINING
+    if is_training and "--dry-run" not in words:
+        words = [*words, "--dry-run"]  # training itself has its own tests
+    result = CliRunner().invoke(app, words, input="1\n" * 100, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert "no check failed" in result.output
+    said = {"check": "no check failed", "show": "the first two:", "play": "turns are over"}
+    assert ("dry run: nothing was started." if is_training else said[words[1]]) in result.output
 
 
 async def test_the_agent_program_of_the_guide_prints_its_reward(folder: Path) -> None:

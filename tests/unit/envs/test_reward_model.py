@@ -11,8 +11,10 @@ import torch
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Thread
+from penstock.envs.config import RewardConfig
 from penstock.envs.contract import RewardContext
 from penstock.envs.rewards.reward_model import RewardModelReward
+from penstock.envs.scoring import RewardRunner
 from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.value_model import load_value_model
 from tests.tiny_policy import SPECIAL_TOKENS
@@ -50,6 +52,17 @@ def test_scores_are_those_of_the_classifier_alone(judge, max_batch, monkeypatch)
 
     np.testing.assert_allclose(asyncio.run(all_at_once()), expected, atol=1e-5)
     assert sizes == {1: [1] * 7, 3: [3, 3, 1], 32: [7]}[max_batch]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would be loaded; tests/gpu/test_reward_model.py compares it")
+async def test_the_model_goes_where_its_pool_is(judge) -> None:
+    config = RewardConfig(fn="penstock.envs.rewards.reward_model:RewardModelReward", args={"path": judge})
+    runner = RewardRunner(config.model_copy(update={"max_memory_gib": None}), device="cuda")
+    try:
+        with pytest.raises(ConfigError, match=r"(?i)its build raised .*(cuda|nvidia)"):
+            await runner.start()
+    finally:
+        await runner.shutdown()
 
 
 def test_a_failure_is_raised_for_every_answer_that_waited(judge) -> None:

@@ -69,6 +69,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
             ["trainer.lora", "tensor_parallel_size=2", "AutoTP", "trainer.zero_stage=3"],
         ),
         (["algorithm.kl_coefficient=0.1", "reference.pool=cpus"], ["reference.pool=cpus", "Did you mean cpu?"]),
+        (["reward.pool=cpus"], ["reward.pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
         (["dataflow.group_sizing=penstock.dataflow.ids:TaskId"], ["has no method group_size"]),
         (["dataflow.length_limiting=penstock.dataflow.ids:TaskId"], ["has no method max_new_tokens"]),
         (["env.curriculum=penstock.dataflow.nothing:x"], ["env.curriculum", "attribute 'nothing'"]),
@@ -131,6 +132,19 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["cluster.pools.train.count=4", "4 for trainers and 1 for references", "5 GPUs in all"],
         ),
         (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 for engines", "GPU"]),
+        (
+            ["reward.pool=generate", "reward.num_workers=2"],
+            ["cluster.pools.generate.count=4", "4 for engines and 2 for reward workers", "6 GPUs in all"],
+        ),
+        (
+            [
+                "reward.pool=generate",
+                "reward.num_workers=1",
+                "rollout.num_engines=3",
+                "reward.num_parameters=70_000_000_000",
+            ],
+            ["cluster.pools.generate.memory_gib=80", "GiB"],
+        ),
         (["cluster.rollout_pool=train"], ["cluster.pools.train.count=4", "8 GPUs in all"]),
         (["rollout.engine.tensor_parallel_size=2"], ["cluster.pools.generate.count=4", "8 for engines"]),
         (
@@ -177,9 +191,29 @@ def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
     assert all(word in problem for word in words), problem
 
 
+def test_slots_of_colocated_engines_are_no_ends_of_a_group():
+    problem = refused("gsm8k_qwen_1gpu", "weights.memory=device", "weights.transport=group")
+    assert "weights.memory=device with cluster.colocated=true: NCCL takes no two processes of one GPU" in problem
+
+
 def test_colocated_roles_need_one_pool():
     overrides = ["cluster.colocated=true", "dataflow.max_staleness=0", "dataflow.stream_micro_batches=false"]
     assert "one pool" in refused("math_qwen_8gpu", *overrides)
+
+
+def test_reward_workers_have_no_place_on_gpus_that_others_fill_in_turns():
+    one = ["reward.pool=gpu", "reward.num_workers=1"]
+    problem = refused("gsm8k_qwen_1gpu", *one, several=True)
+    assert "cluster.colocated=true with reward.pool=gpu" in problem
+    assert "a CPU pool, or reward.pool=null" in problem
+    with pytest.raises(ConfigError, match=r"1 for engines and 1 for reward workers: 2 GPUs in all"):
+        compose_config(["experiment=gsm8k_qwen_1gpu", *one], command="eval")
+    own = "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"
+    beside = [own, *one, "reward.pool=judge"]
+    compose_config(["experiment=gsm8k_qwen_1gpu", *beside])
+    held = ["algorithm.kl_coefficient=0.1", "reference.pool=judge"]
+    problem = refused("gsm8k_qwen_1gpu", *beside, *held)
+    assert "cluster.pools.judge.count=1 is too small, needed are 1 for references and 1 for reward workers" in problem
 
 
 @pytest.mark.parametrize("mode", ["drain", "multi_version"])

@@ -95,6 +95,12 @@ def test_a_missing_warm_start_says_how_to_make_it(overrides):
     assert "penstock sft experiment=arithmetic_sft seed=7" in found
 
 
+def test_the_warm_start_of_another_experiment_is_named_too_and_none_that_does_not_exist(overrides):
+    found = absent([*overrides, "model.path=runs/text_sft-seed3/policy"])
+    assert "Make it first: `penstock sft experiment=text_sft seed=3`" in found
+    assert "Give a model directory" in absent([*overrides, "model.path=runs/no_such_sft-seed0/policy"])
+
+
 def test_a_missing_model_is_named(overrides):
     assert "model.path=/no/such/model does not exist" in absent([*overrides, "model.path=/no/such/model"])
 
@@ -224,6 +230,19 @@ def test_gpu_pools_without_a_driver_are_refused(overrides, monkeypatch):
     found = absent([*overrides, "cluster=one_gpu", "dataflow=synchronous", "rollout/engine=vllm_colocated"])
     assert "cluster.pools.gpu.device=gpu" in found
     assert "no NVIDIA driver" in found
+
+
+def test_reward_workers_on_gpus_that_are_not_there_are_refused(overrides, monkeypatch):
+    pool = "+cluster.pools.judge={device: gpu, count: 2, memory_gib: 24}"
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    load_config("train", [*overrides, pool])
+    found = absent([*overrides, pool, "reward.pool=judge"])
+    assert "cluster.pools.judge.device=gpu, but this machine has no NVIDIA driver" in found
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
+    found = absent([*overrides, pool, "reward.pool=judge", "reward.num_workers=2"])
+    assert "2 GPUs are asked for, nvidia-smi lists 1" in found
 
 
 def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):

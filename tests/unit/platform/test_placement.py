@@ -70,7 +70,37 @@ def test_references_run_where_they_are_told_and_only_if_the_loss_needs_them():
     assert slots(compose_config(["experiment=math_qwen_8gpu"]), "reference") == []
 
 
-@pytest.mark.parametrize("overrides", [[], ["rollout.num_engines=2", "trainer.num_ranks=2"], ["rollout.num_engines=7"]])
+def test_reward_workers_have_no_device_unless_they_are_given_a_pool():
+    own = ["experiment=math_qwen_8gpu", "reward.num_workers=2"]
+    assert slots(compose_config(own), "reward") == [(None, 0, 0.0)] * 2
+    for command in ("train", "eval"):
+        config = compose_config([*own, "reward.pool=generate", "rollout.num_engines=2"])
+        assert slots(config, "reward", command) == [("generate", 2, 1.0), ("generate", 3, 1.0)]
+    config = compose_config(["experiment=arithmetic", "reward.pool=cpu"])
+    assert slots(config, "reward") == [("cpu", 0, 0.0)], "behind a rank and an engine, of two slots that all share"
+
+
+def test_a_reward_worker_with_a_pool_takes_room_for_a_model_there():
+    # By hand: 4 bytes for each of 3e9 parameters, on the GPU; what is computed on top does not depend on them.
+    own = ["experiment=gsm8k_qwen_1gpu", "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"]
+    small, large = (
+        compose_config([*own, "reward.pool=judge", "reward.num_workers=1", f"reward.num_parameters={number}"])
+        for number in (1_000_000_000, 4_000_000_000)
+    )
+    loads = [device_load_gib(config, plan_placement(config)) for config in (small, large)]
+    assert loads[1]["judge"] - loads[0]["judge"] == pytest.approx(4 * 3e9 / GIB)
+    assert loads[0]["gpu"] == device_load_gib(small, plan_placement(compose_config(own[:1])))["gpu"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["rollout.num_engines=2", "trainer.num_ranks=2"],
+        ["rollout.num_engines=7"],
+        ["reward.pool=cpu", "reward.num_workers=3"],
+    ],
+)
 def test_processes_of_a_cpu_pool_never_reserve_more_than_it_has(overrides):
     config = compose_config(["experiment=arithmetic", "cluster.pools.cpu.memory_gib=64", *overrides])
     reserved = sum(placement.num_cpus for placement in plan_placement(config))
