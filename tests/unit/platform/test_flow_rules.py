@@ -124,9 +124,7 @@ async def test_each_filter_takes_its_groups_out_and_they_are_replaced(
     engines = [FakeEngine(length=lambda serial: 9 if serial % 5 == 0 else 3)]
     filters = make_filters(config, pass_reward=1.0).filters
     lengths = LengthLimits(5000, AtMostEight())
-    flow = make_flow(
-        engines, FakeRewards(), steps=8, filters=make_filters(config, pass_reward=1.0).filters, lengths=lengths
-    )
+    flow = make_flow(engines, FakeRewards(), steps=8, filters=filters, lengths=lengths)
     trained = await train_all(flow, engines)
     assert len(trained) == 16
     assert flow.core.ledger.reasons[GroupState.FILTERED, reason] == flow.counts().filtered > 0
