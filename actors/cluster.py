@@ -31,6 +31,7 @@ from penstock.envs.sandbox.config import SandboxConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.spec import TrainerSpec
+from penstock.weights.copies import copy_environment
 from penstock.weights.transport.shared_memory import remove_directories_of
 
 ENGINE_CONCURRENCY = 64
@@ -127,7 +128,7 @@ async def start_engines(
 
 def engine_actor(spec: EngineSpec, need: Resources) -> ActorHandle:
     """A process for one engine; its model is loaded by `start`."""
-    options = need.options(vllm_environment(spec.device, spec.threads))
+    options = need.options(vllm_environment(spec.device, spec.threads) | copy_environment())
     return ray.remote(EngineActor).options(max_concurrency=ENGINE_CONCURRENCY, **options).remote(spec)
 
 

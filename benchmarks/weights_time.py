@@ -29,12 +29,12 @@ import torch.distributed as dist
 from penstock.trainer.spec import free_port
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import tensor_checksum
+from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import Box, TensorSpec, extents, volume
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelShape
 from penstock.weights.staging import Staging
-from penstock.weights.strided import copy_values
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
 
@@ -177,8 +177,9 @@ def _measured(directory: Path) -> dict[str, Any]:
     transfer = ShardTransfer.between(training, EngineSide("vllm", MODEL, TP), "float32", str(directory))
     num_bytes = transfer.manifest(0, []).num_bytes
     port = free_port()
-    ranks = [ray.remote(TrainingProcess).remote(rank, port) for rank in range(NUM_RANKS)]
-    engines = [ray.remote(EngineProcess).remote(rank, transfer) for rank in range(TP)]
+    as_shipped = {"runtime_env": {"env_vars": copy_environment()}}
+    ranks = [ray.remote(TrainingProcess).options(**as_shipped).remote(rank, port) for rank in range(NUM_RANKS)]
+    engines = [ray.remote(EngineProcess).options(**as_shipped).remote(rank, transfer) for rank in range(TP)]
     _all(rank.share.remote(transfer) for rank in ranks)
     seconds: dict[str, list[float]] = defaultdict(list)
     for version in range(-2, ROUNDS):

@@ -38,6 +38,7 @@ from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
 from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
+from penstock.weights.copies import copy_environment
 from penstock.weights.layout.engine import EngineSide
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
         "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits for the others must not burn their core
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": device,
-    }
+    } | copy_environment()
 
 
 def reward_workers(config: RunConfig, command: Command = "train") -> RewardClient:

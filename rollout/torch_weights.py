@@ -19,8 +19,8 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
-from penstock.weights.strided import copy_values
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version

@@ -24,10 +24,10 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
 from penstock.rollout.vllm_live import LiveTensors
 from penstock.weights.adapters import BaseWeights
+from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
-from penstock.weights.strided import copy_values
 from penstock.weights.transport.arrival import Arrival, Beside
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for

@@ -24,12 +24,13 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.checksum import PartialSum, combine_checksums, entry_key, strided_sum
 from penstock.weights.config import NUM_SLOTS
+from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.cache import Meeting, PlanCache
 from penstock.weights.planner.plan import Copy, Plan
-from penstock.weights.strided import copy_values, strided_box
+from penstock.weights.strided import strided_box
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shared_memory import reserve
 from penstock.weights.transport.slots import Slots, cut_slot, slot_size
