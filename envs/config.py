@@ -57,12 +57,14 @@ class EpisodeConfig(BaseModel):
 
 
 class EndpointConfig(BaseModel):
-    """Where agent programs reach the policy; without effect on other environments.
+    """Where agent programs, and who judges by the policy itself, reach it; else nothing listens.
 
     Attributes:
         host: Address to listen on.
         port: TCP port; 0 is a free one.
         max_request_mib: Largest body of a request, MiB.
+        key_variable: Environment variable with a key for plain questions to the policy, as a judge asks them: greedy
+            answers, recorded nowhere. None: only agent programs are answered.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +72,7 @@ class EndpointConfig(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
     max_request_mib: float = Field(default=4.0, gt=0)
+    key_variable: str | None = None
 
 
 class ReasoningConfig(BaseModel):

@@ -13,7 +13,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.envs.streams import load_held_out
 from penstock.platform import controller
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.episodes import episode_player
+from penstock.platform.episodes import answer_questions, episode_player
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
@@ -124,6 +124,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
         asking = Asking(codec, episodes, sampling, probes)
         side = await stack.enter_async_context(connected(config, actors, asking))
+        await answer_questions(config, episodes, side.runner, sampling)
         if actors.partner is not None:
             partner = connected(config.partner_view, actors.partner, asking)
             side = together(side, await stack.enter_async_context(partner), config.trainer.max_bad_steps)

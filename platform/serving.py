@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.actors.cluster import ray_session
-from penstock.dataflow.ports import RewardWorker, WeightManifest
+from penstock.dataflow.ports import RewardWorker, SamplingParams, WeightManifest
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.episodes import episode_player
+from penstock.platform.episodes import answer_questions, episode_player
 from penstock.platform.roles import engine_side, model_path, reward_workers, rewards_are_loaded, start_engine_group
 from penstock.rollout.pool import make_pool
 from penstock.rollout.runner import TrajectoryRunner
@@ -48,6 +48,8 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
             limit_s = config.rollout.request_timeout_s
             async with episode_player(config, codec) as episodes:
                 runner = TrajectoryRunner(pool, codec, limit_s, config.rollout.max_resumes, episodes)
+                sampling = SamplingParams(config.rollout.sampling.max_new_tokens, stop_token_ids=codec.stop_token_ids)
+                await answer_questions(config, episodes, runner, sampling)
                 yield Serving(runner, rewards)
         finally:
             await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))

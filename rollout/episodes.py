@@ -64,7 +64,7 @@ class EpisodePlayer:
         self, source: EpisodeSource, codec: TokenCodec, budget: EpisodeBudget, endpoint: Endpoint | None = None
     ) -> None:
         self._source = source
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._codec = codec
         self._budget = budget
 
@@ -96,8 +96,8 @@ class EpisodePlayer:
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
     ) -> Trajectory:
         """Let an agent program play; one that a budget has cut off may end as it likes."""
-        assert self._endpoint is not None, "tasks of agent programs come with an endpoint"
-        async with self._endpoint.open(task.task_id) as session:
+        assert self.endpoint is not None, "tasks of agent programs come with an endpoint"
+        async with self.endpoint.open(task.task_id) as session:
             try:
                 reply = await session.serve(played.run(session.access), recording)
             except TrajectoryError as error:

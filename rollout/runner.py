@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
-from penstock.dataflow.ids import RequestId, TrajectoryId
+from penstock.dataflow.ids import RequestId, TaskId, TrajectoryId
 from penstock.dataflow.ports import Engine, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.episodes import EpisodePlayer
@@ -137,6 +137,15 @@ class TrajectoryRunner:
             return self._play(attempt, sampling)
         partial = PartialTrajectory(self._rendered(task).token_ids, sampling)
         return self._sample(attempt, partial, TrajectoryRunner._trajectory)
+
+    def sample_turn(self, name: str, turn: PartialTurn) -> Coroutine[Any, Any, None]:
+        """Sample a turn of nobody's trajectory, greedily or not as it says.
+
+        Raises:
+            TrajectoryError, EngineLostError: As `run`.
+        """
+        attempt = _Attempt(Task(TaskId(name), ""), TrajectoryId(name), None, 0, self.pool)
+        return self._sample(attempt, turn, _nothing)
 
     def _play(self, attempt: _Attempt, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]:
         assert self.episodes is not None, "tasks with an environment come with what plays them"

@@ -74,6 +74,12 @@ def too_many_turns(max_turns: int) -> ApiError:
     return ApiError(429, message, kind="insufficient_quota", code="max_turns")
 
 
+def too_many_questions(most: int) -> ApiError:
+    """429: try again later."""
+    message = f"{most} questions are being answered. Ask again when some are."
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+
+
 def run_failed() -> ApiError:
     """500: the session ended under the request."""
     message = "The session ended before the request was answered."

@@ -1,7 +1,8 @@
-"""The recording endpoint: an HTTP server whose every session is one dialogue with the policy.
+"""The recording endpoint: an HTTP server whose every session is one dialogue with the policy. Beside them it answers
+plain questions with a key of the run's own (questions.py).
 
     POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/policy
-    Authorization: Bearer KEY, the key of a session
+    Authorization: Bearer KEY, of a session or of the run
 
 Runs in the event loop of the run. Consumes: requests. Waits for: a body, at most `BODY_TIMEOUT_S`; the session's
 policy. Unblocked by: the client; the end of the turn or of the session. A client that goes away ends its handler only:
@@ -22,6 +23,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EndpointConfig
 from penstock.envs.endpoint.answers import Json, Writer
 from penstock.envs.endpoint.errors import ApiError, bad_request, unknown_model, wrong_key
+from penstock.envs.endpoint.questions import Questions
 from penstock.envs.endpoint.requests import MODEL, Asked, parse_chat, parse_completion
 from penstock.envs.endpoint.session import Exchange, Session
 
@@ -44,6 +46,7 @@ class Endpoint:
         self._timeout_s = timeout_s
         self._serial = itertools.count(1)
         self._sessions: dict[str, Session] = {}
+        self._questions: Questions | None = None
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._base_url = ""
@@ -55,9 +58,7 @@ class Endpoint:
         Raises:
             ConfigError: If the address cannot be listened on.
         """
-        async with self._starting:
-            if self._runner is None:
-                await self._start()
+        await self._serve()
         serial = next(self._serial)
         session = self._sessions[str(serial)] = Session(name, serial, self._base_url, self._timeout_s)
         try:
@@ -66,13 +67,29 @@ class Endpoint:
             del self._sessions[str(serial)]
             session.close()
 
+    async def answer(self, questions: Questions) -> None:
+        """Answer plain questions from now on.
+
+        Raises:
+            ConfigError: If the address cannot be listened on.
+        """
+        await self._serve()
+        self._questions = questions
+
     async def close(self) -> None:
         """Stop serving."""
+        if self._questions is not None:
+            await self._questions.close()
         for session in self._sessions.values():
             session.close()
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+
+    async def _serve(self) -> None:
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=int(self._config.max_request_mib * 2**20), middlewares=[_in_api_form])
@@ -95,8 +112,10 @@ class Endpoint:
         self._runner = runner
         self._base_url = f"http://{_EVERYWHERE.get(host, host)}:{runner.addresses[0][1]}/v1"
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request) -> Session | Questions:
         scheme, _, key = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        if self._questions is not None and scheme.lower() == "bearer" and self._questions.has_key(key.strip()):
+            return self._questions
         serial, _, secret = key.strip().removeprefix("pk-").partition("-")
         session = self._sessions.get(serial)
         if scheme.lower() != "bearer" or session is None or not session.has_secret(secret):
