@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -52,6 +52,19 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = ModelConfig(max_context_tokens=TINY_MAX_CONTEXT, shape=TINY_SHAPE)
     create_policy(model, character_tokenizer(), str(directory), seed=0, initializer_range=0.15)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def _offline_for_this_test_only() -> Iterator[None]:
+    """A dry run says in the environment that the network is not asked; in a test's own process that would last."""
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
