@@ -67,8 +67,8 @@ class EngineContract:
 
     async def test_the_stop_token_is_included_and_named_as_the_reason(self, harness: Harness) -> None:
         free = (await harness.sample(prompt_of(9), max_new_tokens=30, temperature=0.0)).token_ids
-        stop = free[4]
-        output = await harness.sample(prompt_of(9), max_new_tokens=30, temperature=0.0, stop_token_ids=(31, stop))
+        stop, never = free[4], min(set(range(2, 32)) - set(free))
+        output = await harness.sample(prompt_of(9), max_new_tokens=30, temperature=0.0, stop_token_ids=(never, stop))
         assert output.finish_reason == "stop"
         assert output.token_ids == free[: free.index(stop) + 1]
 
