@@ -94,10 +94,6 @@ def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:
 
 
 async def _bare_member(parked: AsyncIterator[None]) -> None:
-    await _bare_run(parked)
-
-
-async def _bare_run(parked: AsyncIterator[None]) -> None:
     await _bare_generate(parked)
 
 
