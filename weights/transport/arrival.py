@@ -78,11 +78,8 @@ class Beside:
         self._error = ""
 
     def begin(self, name: str, job: Callable[[], None]) -> None:
-        """Start a job; the one before has ended or is waited for."""
-        if self._thread is not None:
-            self._thread.join()
-        self._error = ""
-        self._thread = threading.Thread(target=self._run, args=(job,), name=name, daemon=True)
+        """Start a job; it begins once the one before has ended, which the time-outs of its legs see to."""
+        self._thread = threading.Thread(target=self._run, args=(self._thread, job), name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -93,7 +90,10 @@ class Beside:
         """Why the job failed, if it has."""
         return self._error
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, before: threading.Thread | None, job: Callable[[], None]) -> None:
+        if before is not None:
+            before.join()
+        self._error = ""
         try:
             job()
         except WeightSyncError as error:
