@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
@@ -12,6 +13,8 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, EngineLoad
 from penstock.rollout.concurrency import ConcurrencyLimit
 from penstock.rollout.pool import EnginePool
+
+logger = logging.getLogger(__name__)
 
 WINDOW_POLLS = 6
 
@@ -42,6 +45,7 @@ class EngineMonitor:
     async def running(self) -> AsyncIterator[EngineMonitor]:
         """Poll for as long as the context is open."""
         job = asyncio.create_task(self.poll_on(), name="engine monitor")
+        job.add_done_callback(_say_why)
         try:
             yield self
         finally:
@@ -76,6 +80,16 @@ class EngineMonitor:
         then, busy_then = self._polls[0]
         if loads and now > then:
             self.idle_share = min(max(1 - (busy_s - busy_then) / ((now - then) * len(loads)), 0.0), 1.0)
+
+
+def _say_why(polling: asyncio.Task[None]) -> None:
+    """Polling ends with the run; if it ends before, what it measures stands still, and so do adaptive limits."""
+    if not polling.cancelled() and (error := polling.exception()) is not None:
+        logger.error(
+            "engine monitor: polling has failed, so idle/engine_share and adaptive concurrency stand still from now "
+            "on. The run goes on.",
+            exc_info=error,
+        )
 
 
 async def _ask(engine: Engine) -> tuple[EngineId, EngineLoad | None]:
