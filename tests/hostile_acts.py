@@ -94,7 +94,7 @@ ACTS = (
         "exception with a huge message",
         _SHOWN,
         "ValueError: xxx",
-        "error: ValueError: xxx | error: act took longer",  # of a busy machine
+        f"error: ValueError: xxx | {_TOOL_TIME}",
     ),
     HostileAct(
         "keyboard interrupt",

@@ -12,14 +12,15 @@ import pytest
 import pytest_asyncio
 import ray
 
-from penstock.actors.cluster import RAY_ENVIRONMENT, engine_actor, trainer_ranks
+from penstock.actors.cluster import engine_actor, trainer_ranks
 from penstock.actors.devices import reserve_devices
-from penstock.actors.processes import end_processes, ray_processes
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.placement import plan_placement, shared_bundles
 from penstock.platform.roles import engine_specs, resources, share_devices, torch_environment, trainer_spec
+
+from .logical_gpus import ray_with_gpus
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 NUM_GPUS = 4
@@ -27,16 +28,8 @@ NUM_GPUS = 4
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def four_gpus() -> AsyncIterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in RAY_ENVIRONMENT.items():
-            patch.setenv(name, value)
-        ray.init(num_cpus=2, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
-        try:
-            yield
-        finally:
-            processes = ray_processes()
-            ray.shutdown()
-            end_processes(processes)
+    async with ray_with_gpus(NUM_GPUS):
+        yield
 
 
 def colocated(ranks: int, engines: int, width: int) -> RunConfig:

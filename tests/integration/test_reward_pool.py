@@ -9,8 +9,6 @@ import pytest
 import pytest_asyncio
 import ray
 
-from penstock.actors.cluster import RAY_ENVIRONMENT
-from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.reward_client import RewardClient
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.config.compose import compose_config
@@ -18,23 +16,16 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.roles import reward_workers, rewards_are_loaded
 from tests.answers import pair
 
+from .logical_gpus import ray_with_gpus
+
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 NUM_GPUS = 2
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def two_gpus() -> AsyncIterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in RAY_ENVIRONMENT.items():
-            patch.setenv(name, value)
-        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        ray.init(num_cpus=2, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
-        try:
-            yield
-        finally:
-            processes = ray_processes()
-            ray.shutdown()
-            end_processes(processes)
+    async with ray_with_gpus(NUM_GPUS):
+        yield
 
 
 def judged(*overrides: str) -> RunConfig:
