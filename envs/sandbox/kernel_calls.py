@@ -44,6 +44,15 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
 
 
+def forget_new_pids() -> None:
+    """Let the next child be born into the own pid namespace again: only from there a further one can be made."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    try:
+        _check(_libc.setns(own, NEW_PIDS), "setns to the own pid namespace")
+    finally:
+        os.close(own)
+
+
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """Mount a file system, or change the propagation of one that is mounted (`kind` None)."""
     fs_type = None if kind is None else kind.encode()

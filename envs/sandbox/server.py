@@ -21,7 +21,7 @@ from penstock.envs import process_tree
 from penstock.envs.sandbox import kernel_calls as kernel
 from penstock.envs.sandbox.cell import serve_one
 from penstock.envs.sandbox.contract import Limits
-from penstock.envs.sandbox.jail import enter_cell, enter_jail
+from penstock.envs.sandbox.jail import enter_cell, enter_jail, fork_cell
 
 _REAP_EVERY_S = 0.25
 
@@ -61,7 +61,7 @@ def _try_isolation(read_only_paths: Sequence[str]) -> str:
         os.close(reader)
         try:
             enter_jail(read_only_paths)
-            if os.fork():  # the first process of the jail must outlive what is tried in it
+            if fork_cell():  # the first process of the jail must outlive what is tried in it
                 process_tree.reap_children()
             else:
                 enter_cell(Limits())
@@ -96,7 +96,7 @@ def _serve(control: socket.socket, *, is_isolated: bool) -> None:
             if not is_isolated:
                 process_tree.kill_descendants(os.getpid())
             return
-        pid = os.fork()
+        pid = fork_cell() if is_isolated else os.fork()
         if pid == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
