@@ -1,10 +1,12 @@
-"""Reward workers as Ray actors: jobs come in batches, scores leave in batches, each as soon as it is known."""
+"""Reward workers as Ray actors: a job comes and its score leaves over a connection of its own, beside Ray."""
 
 from __future__ import annotations
 
 import asyncio
 
-from penstock.actors.outbox import Outbox
+import ray
+
+from penstock.actors.direct import Address, Listener
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
@@ -22,27 +24,32 @@ class RewardActor:
 
     def __init__(self, config: RewardConfig, sandbox: SandboxConfig, device: Device) -> None:
         self._runner = RewardRunner(config, sandbox, device)
-        self._outbox: Outbox[tuple[int, Result]] = Outbox()
+        self._line = Listener(self._submit)
         self._jobs: set[asyncio.Task[None]] = set()
+        self._results: list[tuple[int, Result]] = []
 
     async def start(self) -> None:
         """Answers once the reward is loaded."""
         await self._runner.start()
 
-    async def submit(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            scoring = asyncio.create_task(self._score(*job))
-            self._jobs.add(scoring)
-            scoring.add_done_callback(self._jobs.discard)
+    async def listen(self) -> Address:
+        """Where lists of jobs are taken, once Ray has given the worker its place; lists of `(number, Result)` leave."""
+        return await self._line.listen(ray.util.get_node_ip_address())
 
-    async def collect(self, wait_s: float) -> list[tuple[int, Result]]:
-        """Scores that are known since the last call; waits at most `wait_s` seconds for the first."""
-        return await self._outbox.collect(wait_s)
+    async def is_alive(self) -> None:
+        """Answers, unless Ray knows how it died."""
 
     async def shutdown(self) -> None:
         for job in list(self._jobs):
             job.cancel()
+        await self._line.close()
         await self._runner.shutdown()
+
+    def _submit(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            scoring = asyncio.create_task(self._score(*job))
+            self._jobs.add(scoring)
+            scoring.add_done_callback(self._jobs.discard)
 
     async def _score(self, number: int, task: Task, trajectory: Trajectory) -> None:
         result: Result
@@ -52,4 +59,11 @@ class RewardActor:
             result = error
         except Exception as error:  # noqa: BLE001  a job that is not answered would be waited for for ever
             result = TrajectoryError("reward", f"{trajectory.trajectory_id}: {type(error).__name__}: {error}")
-        self._outbox.send((number, result))
+        self._results.append((number, result))
+        if len(self._results) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Send the results of this tick together."""
+        results, self._results = self._results, []
+        self._line.send(results)

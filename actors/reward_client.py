@@ -1,54 +1,120 @@
 """The driver's side of the reward workers: all of them as one `RewardWorker`.
 
-Jobs of one tick of the loop travel in one call; scores come back by a long poll, so a slow trajectory holds nobody up.
+Ray places the workers and says how they died. Jobs and scores travel over a connection to each (direct.py), which is
+made when the first job comes: until then the worker need not have its place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import ray
 from ray.actor import ActorHandle
 
+from penstock.actors.direct import SILENCE_S, Connection, connect
 from penstock.actors.ray_errors import ray_boundary
 from penstock.actors.reward import Job, Result
 from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 
-POLL_S = 20.0
-SILENCE_S = 60.0
-"""A poll that takes longer than this beyond its own wait means that the worker hangs."""
+_OBITUARY_S = 10.0
+"""How long Ray may take to say how a worker died."""
 
 
 class _Worker:
-    """One worker as the client sees it."""
+    """One worker as the client sees it. Waits for its messages, and is unblocked by each, or by `SILENCE_S`."""
 
     def __init__(self, actor: ActorHandle) -> None:
         self.actor = actor
-        self.answers: dict[int, asyncio.Future[Score]] = {}
-        self.outgoing: list[Job] = []
         self.lost: TrajectoryError | None = None
-        self.is_polled = False
+        self._answers: dict[int, asyncio.Future[Score]] = {}
+        self._outgoing: list[Job] = []
+        self._connection: Connection | None = None
+        self._talk: asyncio.Task[None] | None = None
 
-    def lose(self, error: Exception) -> None:
+    def submit(self, number: int, task: Task, trajectory: Trajectory) -> asyncio.Future[Score]:
+        """Have it scored; the future fails with a `TrajectoryError` if the worker is lost."""
+        answer: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._outgoing.append((number, task, trajectory))
+        if len(self._outgoing) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+        if self._talk is None:
+            self._talk = asyncio.create_task(self._listen())
+        return answer
+
+    def close(self) -> None:
+        if self._talk is not None:
+            self._talk.cancel()
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _listen(self) -> None:
+        """Until it is lost."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                address = await self.actor.listen.remote()
+            self._connection = await connect(address, SILENCE_S)
+            self._flush()
+            while True:
+                for number, result in await self._connection.receive(SILENCE_S):
+                    self._settle(number, result)
+        except ray.exceptions.RayError as error:
+            self._lose(_first_line(error))
+        except TimeoutError:
+            self._lose(f"it did not answer for {SILENCE_S:.0f} s")
+        except (EOFError, OSError) as error:
+            self._lose(await self._how_it_died() or f"its connection broke: {_first_line(error)}")
+
+    def _flush(self) -> None:
+        """Send the jobs of this tick together, or one by one if one of them cannot be sent."""
+        if self._connection is None or not self._outgoing:
+            return
+        jobs, self._outgoing = self._outgoing, []
+        try:
+            self._connection.send(jobs)
+        except Exception:  # noqa: BLE001  user data: whatever its pickling raises is data
+            for job in jobs:
+                self._send_alone(self._connection, job)
+
+    def _send_alone(self, connection: Connection, job: Job) -> None:
+        try:
+            connection.send([job])
+        except Exception as error:  # noqa: BLE001  as above
+            number, task, trajectory = job
+            what = f"{trajectory.trajectory_id} ({task.task_id}): the task cannot be sent: {error!r}"
+            self._settle(number, TrajectoryError("reward", what))
+
+    def _settle(self, number: int, result: Result) -> None:
+        answer = self._answers.pop(number, None)
+        if answer is None or answer.done():  # its trajectory was cancelled
+            return
+        if isinstance(result, Score):
+            answer.set_result(result)
+        else:
+            answer.set_exception(result)
+
+    def _lose(self, how: str) -> None:
         """Fail every pending job, now and later."""
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        self.lost = TrajectoryError("reward", f"reward worker died: {first_line}")
-        self.settle([(number, self.lost) for number in self.answers])
+        self.lost = TrajectoryError("reward", f"reward worker died: {how}")
+        if self._connection is not None:
+            self._connection.close()
+        for number in list(self._answers):
+            self._settle(number, self.lost)
 
-    def settle(self, results: Sequence[tuple[int, Result]]) -> None:
-        for number, result in results:
-            answer = self.answers.pop(number, None)
-            if answer is None or answer.done():  # its trajectory was cancelled
-                continue
-            if isinstance(result, Score):
-                answer.set_result(result)
-            else:
-                answer.set_exception(result)
+    async def _how_it_died(self) -> str:
+        """What Ray knows; empty if it knows nothing in time."""
+        try:
+            async with asyncio.timeout(_OBITUARY_S):
+                await self.actor.is_alive.remote()
+        except ray.exceptions.RayError as error:
+            return _first_line(error)
+        except TimeoutError:
+            pass
+        return ""
 
 
 class RewardClient:
@@ -58,7 +124,6 @@ class RewardClient:
         self._workers = [_Worker(actor) for actor in actors]
         self._next_worker = itertools.cycle(self._workers)
         self._numbers = itertools.count()
-        self._calls: set[asyncio.Task[None]] = set()
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every worker has its place and has loaded the reward.
@@ -83,21 +148,11 @@ class RewardClient:
         Raises:
             TrajectoryError: kind `reward`.
         """
-        worker = self._choose()
-        if not worker.is_polled:
-            worker.is_polled = True
-            self._spawn(self._collect(worker))
-        number = next(self._numbers)
-        answer: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        worker.answers[number] = answer
-        worker.outgoing.append((number, task, trajectory))
-        if len(worker.outgoing) == 1:
-            asyncio.get_running_loop().call_soon(self._flush, worker)
-        return await answer
+        return await self._choose().submit(next(self._numbers), task, trajectory)
 
     async def close(self, timeout_s: float = 2.0) -> None:
-        for call in self._calls:
-            call.cancel()
+        for worker in self._workers:
+            worker.close()
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(worker.actor.shutdown.remote() for worker in self._workers))
@@ -114,27 +169,6 @@ class RewardClient:
         assert worker.lost is not None, "none is alive"
         raise TrajectoryError(worker.lost.kind, worker.lost.detail)
 
-    def _flush(self, worker: _Worker) -> None:
-        jobs, worker.outgoing = worker.outgoing, []
-        self._spawn(self._submit(worker, jobs))
 
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-
-    async def _submit(self, worker: _Worker, jobs: list[Job]) -> None:
-        try:
-            await worker.actor.submit.remote(jobs)
-        except ray.exceptions.RayError as error:
-            worker.lose(error)
-
-    async def _collect(self, worker: _Worker) -> None:
-        while worker.lost is None:
-            try:
-                async with asyncio.timeout(POLL_S + SILENCE_S):
-                    worker.settle(await worker.actor.collect.remote(POLL_S))
-            except TimeoutError:
-                worker.lose(TimeoutError(f"it did not answer for {POLL_S + SILENCE_S:.0f} s"))
-            except ray.exceptions.RayError as error:
-                worker.lose(error)
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

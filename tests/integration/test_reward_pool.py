@@ -10,7 +10,7 @@ import pytest_asyncio
 import ray
 
 from penstock.actors.reward_client import RewardClient
-from penstock.dataflow.errors import PlacementError
+from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.roles import reward_workers, rewards_are_loaded
@@ -91,3 +91,17 @@ async def test_a_reward_that_does_not_load_on_its_pool_ends_the_start_with_the_c
             await rewards_are_loaded(config, rewards)
     finally:
         give_back(rewards)
+
+
+async def test_a_worker_that_dies_fails_what_it_had_and_what_comes(two_gpus: None) -> None:
+    rewards = reward_workers(judged("reward.timeout_s=60", "reward.fn=tests.device_reward:sleeps"))
+    try:
+        waiting = asyncio.create_task(rewards.score(*pair("!")))
+        await asyncio.sleep(3.0)
+        give_back(rewards)
+        for call in (waiting, rewards.score(*pair("!"))):
+            with pytest.raises(TrajectoryError, match=r"reward worker died: .*\w") as failure:
+                await asyncio.wait_for(call, 30.0)
+            assert failure.value.kind == "reward"
+    finally:
+        await rewards.close()
