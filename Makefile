@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep test lint format bench clean
+.PHONY: help setup demo sweep test test-long lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +21,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	if $$python -c "$(NEW_ENOUGH)" >/dev/null 2>&1; then echo $$python; break; fi; done)
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Install everything into .venv; does nothing when it is up to date (FLAVOR=cpu|cuda)
 	@case "$(FLAVOR)" in cpu|cuda) ;; *) \
@@ -58,6 +58,13 @@ QUICK_TESTS := tests/arch tests/unit tests/property tests/simulation
 test: setup  ## Run the whole test suite
 	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK_TESTS)
 	@$(BIN)/pytest $(addprefix --ignore=,$(QUICK_TESTS))
+
+test-long: setup  ## Run what the suite leaves out: more cases, 10,000 fault seeds, 2,000 publishes (an hour or more)
+	@SOAK_PUBLISHES=2000 $(BIN)/pytest --timeout=3600 tests/contract/test_soak.py
+	@$(BIN)/pytest --timeout=3600 -m long
+	@for mode in keep_kv recompute_kv drain multi_version; do \
+		$(BIN)/penstock simulate profile=short sigma=1 engines=3 slots=6 batch=3 group_size=3 steps=6 faults=heavy \
+			eval_every=2 update_mode=$$mode --seeds 0:2500; done
 
 lint: setup  ## Check style, formatting and types
 	@$(BIN)/ruff check --quiet .

@@ -9,26 +9,45 @@ import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.contract.trainer_backend_cases import (
     CASES,
+    LONG_CASES,
     REFERENCE,
     TIED,
     Case,
     build,
+    cases_of,
     create_policies,
     run_case,
     weights_of,
 )
 from tests.unit.weights.models import PADDING, vllm_rank
 
+pytestmark = pytest.mark.timeout(1800)  # of a test that starts the worlds, each with four processes, for all others
+
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST_S = 900.0
 PROGRAM = "tests.contract.trainer_backend_cases"
-FLOAT32 = [case for case in CASES if case.dtype == "float32"]
+
+
+def is_float32(case: Case) -> bool:
+    return case.dtype == "float32"
+
+
+def those(is_one: Callable[[Case], bool]) -> list[Any]:
+    """Cases as parameters; the long ones are marked so."""
+    return [
+        pytest.param(case, id=str(case), marks=[pytest.mark.long] if case in LONG_CASES else [])
+        for case in CASES + LONG_CASES
+        if is_one(case)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +58,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> dict[Case, dict]:
+def form(request: pytest.FixtureRequest) -> str:
+    """`long` if such cases were asked for."""
+    return "long" if request.config.option.markexpr in ("", "long") else "short"
+
+
+@pytest.fixture(scope="module")
+def references(form: str, folder: Path) -> dict[Case, dict]:
     """Plain torch, of every kind that the cases are of."""
-    return {one: run_case(one, folder) for one in dict.fromkeys(map(plain, CASES))}
+    return {one: run_case(one, folder) for one in dict.fromkeys(map(plain, cases_of(form)))}
 
 
 def plain(case: Case) -> Case:
@@ -51,16 +76,16 @@ def plain(case: Case) -> Case:
 
 
 @pytest.fixture(scope="module")
-def deepspeed_results(folder: Path) -> dict[tuple, dict]:
+def deepspeed_results(form: str, folder: Path) -> dict[tuple, dict]:
     results: dict[tuple, dict] = {}
-    for world in dict.fromkeys(case.ranks for case in CASES):
+    for world in dict.fromkeys(case.ranks for case in cases_of(form)):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(rank), str(port), str(folder), *map(str, world)],
+                [sys.executable, "-m", PROGRAM, form, str(rank), str(port), str(folder), *map(str, world)],
                 cwd=ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -71,7 +96,7 @@ def deepspeed_results(folder: Path) -> dict[tuple, dict]:
         ]
         outputs = []
         try:
-            outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=LONGEST_S)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -158,7 +183,7 @@ class TestTorchBackend(TrainerContract):
 
 @pytest.mark.integration
 class TestDeepSpeedBackend(TrainerContract):
-    @pytest.fixture(params=FLOAT32, ids=str)
+    @pytest.fixture(params=those(is_float32))
     def case(self, request: pytest.FixtureRequest) -> Case:
         return request.param
 
@@ -172,7 +197,7 @@ class TestDeepSpeedBackend(TrainerContract):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", those(lambda _: True))
 def test_a_replica_that_has_left_the_others_is_seen_at_the_next_step(case: Case, deepspeed_results: dict) -> None:
     result = deepspeed_results[dataclasses.astuple(case)]
     has_replicas = case.world_size > case.tensor_parallel and case.zero_stage < 3
@@ -183,7 +208,7 @@ def test_a_replica_that_has_left_the_others_is_seen_at_the_next_step(case: Case,
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", [case for case in FLOAT32 if case.adam_epsilon == 1.0], ids=str)
+@pytest.mark.parametrize("case", those(lambda case: is_float32(case) and case.adam_epsilon == 1.0))
 def test_gradients_are_those_of_plain_torch(
     case: Case, deepspeed_results: dict, references: dict, folder: Path
 ) -> None:
@@ -193,7 +218,7 @@ def test_gradients_are_those_of_plain_torch(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", [case for case in CASES if case.is_prefetched], ids=str)
+@pytest.mark.parametrize("case", those(lambda case: case.is_prefetched))
 def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case, deepspeed_results: dict) -> None:
     result = deepspeed_results[dataclasses.astuple(case)]
     without = deepspeed_results[dataclasses.astuple(dataclasses.replace(case, is_prefetched=False))]
@@ -212,7 +237,7 @@ def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "bfloat16"], ids=str)
+@pytest.mark.parametrize("case", those(lambda case: not is_float32(case)))
 def test_bfloat16_trains_float32_masters_close_to_float32(
     case: Case, deepspeed_results: dict, references: dict
 ) -> None:

@@ -48,6 +48,7 @@ def test_ranks_that_wait_for_a_batch_forward_its_groups(run) -> None:
     assert all(value < 1e-4 for value in fresh_mismatches(folder)), "proximal logprobs are those of the step's weights"
 
 
+@pytest.mark.long
 def test_and_do_not_where_it_is_switched_off(run) -> None:
     folder = run("off", "dataflow.prefetch=false")
     assert read_metric(folder, "trainer/prefetched_token_share") == [0.0] * STEPS

@@ -84,23 +84,27 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
         assert (run_dir / "policy" / "adapter" / "adapter_model.safetensors").exists()
 
 
+OVERLAPPED = [
+    "rollout.num_engines=2",
+    "weights.memory=device",
+    "algorithm.kl_coefficient=0.05",
+    "trainer.num_ranks=2",
+    "trainer.zero_stage=3",
+    "weights.transport=group",
+    "weights.codec=delta",
+    "weights.overlap=true",
+    "tracker=[jsonl,wandb,tensorboard]",
+]
+
+
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
         (
-            "zero3_two_ranks_overlapped_into_the_slots_of_two_vllm_engines_all_trackers_held_to_a_reference",
-            [
-                "rollout.num_engines=2",
-                "weights.memory=device",
-                "algorithm.kl_coefficient=0.05",
-                "trainer.num_ranks=2",
-                "trainer.zero_stage=3",
-                "weights.transport=group",
-                "weights.codec=delta",
-                "weights.overlap=true",
-                "tracker=[jsonl,wandb,tensorboard]",
-            ],
+            "zero3_two_ranks_overlapped_into_the_slots_of_two_engines_all_trackers_held_to_a_reference",
+            [*OVERLAPPED, "rollout/engine=torch"],
         ),
+        pytest.param("the_same_with_two_vllm_engines", OVERLAPPED, marks=pytest.mark.long),
         (
             "two_torch_engines_through_the_object_store_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
             [

@@ -51,23 +51,23 @@ def test_no_invariant_breaks_under_heavy_faults(mode: str) -> None:
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 def test_no_invariant_breaks_under_light_faults_whatever_happens_to_the_late(policy: str) -> None:
-    clean([*SMALL, "faults=light", f"on_expiry={policy}", "eta=1"], range(50))
+    clean([*SMALL, "faults=light", f"on_expiry={policy}", "eta=1"], range(25))
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_no_invariant_breaks_with_redundant_groups(eta: int) -> None:
-    clean([*SMALL, "faults=heavy", "surplus=2", f"eta={eta}"], range(40))
+    clean([*SMALL, "faults=heavy", "surplus=2", f"eta={eta}"], range(20))
 
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 def test_no_invariant_breaks_when_micro_batches_are_streamed(policy: str) -> None:
-    clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(40))
+    clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(20))
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_no_invariant_breaks_when_publishes_overlap_training(eta: int, mode: str) -> None:
-    clean([*SMALL, "faults=heavy", "overlap=true", f"eta={eta}", f"update_mode={mode}"], range(30))
+    clean([*SMALL, "faults=heavy", "overlap=true", f"eta={eta}", f"update_mode={mode}"], range(15))
 
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
