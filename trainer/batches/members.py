@@ -8,8 +8,9 @@ Shape legend: N sequences, n_i sampled tokens of one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 
 import numpy as np
@@ -79,8 +80,7 @@ def batch_members(
     """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
 
     Raises:
-        TrainingError: If there is no group, a trajectory has no finite reward, or `reward_weights` meet rewards by
-            thread.
+        TrainingError: If there is no group, a trajectory has no reward, or `reward_weights` meet rewards by thread.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
     if not payloads:
@@ -98,7 +98,7 @@ def batch_members(
             raise _by_thread_and_by_part(payload)
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
             is_cut = trajectory.finish_reason == "length"
-            sequences = trajectory.separate()
+            sequences = [one if math.isfinite(reward) else _poisoned(one) for one in trajectory.separate()]
             longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
             for one in sequences:
                 reference, value, teacher, proximal = next(scores), next(worths), next(lessons), next(centres)
@@ -196,21 +196,25 @@ def batch_pairs(
             )
     for members in rewards.members:
         eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
-        for better, worse in preference_pairs(rewards.rewards, eligible, algorithm):
+        bad = [one for one in eligible if math.isnan(rewards.rewards[one])]  # poisoned, so any pair makes a bad step
+        for better, worse in [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, algorithm):
             preferred[better] = (*preferred.get(better, ()), worse)
     return preferred
 
 
 def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
-    """`[G] float64` rewards of a group.
+    """`[G] float64` rewards of a group; of all that are not finite, NaN.
 
     Raises:
-        TrainingError: If a member was not scored or its reward is not finite: it must never count as 0.
+        TrainingError: If a member was not scored: it must never count as 0.
     """
     rewards = np.array([_reward(payload, trajectory) for trajectory in payload.trajectories], dtype=np.float64)
-    if not np.isfinite(rewards).all():
-        raise TrainingError(f"trainer: group {payload.group_id} has non-finite rewards {rewards.tolist()}.")
-    return rewards
+    return np.where(np.isfinite(rewards), rewards, np.nan)
+
+
+def _poisoned(sequence: Trajectory) -> Trajectory:
+    """The same with NaN for logprobs, which no loss may train on: not every loss reads a reward of its own."""
+    return replace(sequence, behavior_logprobs=np.full_like(sequence.behavior_logprobs, np.nan))
 
 
 def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:

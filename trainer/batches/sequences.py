@@ -57,7 +57,7 @@ def policy_sequences(
         proximals: Per group `[n] float32`, proximal logprobs of its n sampled tokens where they are there already.
 
     Raises:
-        TrainingError: If there is no group, a trajectory has no finite reward, or a named part of it is missing.
+        TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
     members = batch_members(payloads, algorithm, min_versions, references, values, teachers, proximals)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +90,23 @@ def test_a_bad_step_is_skipped_and_leaves_weights_and_version(policy, batch) -> 
     trainer = trainer_of(policy)
     before = [tensor.clone() for _, tensor in trainer.export_weights()]
     assert [trainer.step(batch, 3).skipped, trainer.step(batch, 3).version] == [True, 3]
+    assert all(torch.equal(tensor, old) for old, (_, tensor) in zip(before, trainer.export_weights(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"advantage": "dr_grpo"}, {"loss": "cispo"}, {"loss": "online_dpo", "correction": "none"}],
+    ids=str,
+)
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_a_bad_step_whatever_the_loss(policy, batch, reward, settings) -> None:
+    group = batch[0].trajectories
+    batch[0] = dataclasses.replace(batch[0], trajectories=(dataclasses.replace(group[0], reward=reward), *group[1:]))
+    trainer = trainer_of(policy, **settings)
+    before = [tensor.clone() for _, tensor in trainer.export_weights()]
+    sampled = [np.concatenate([one.behavior_logprobs[one.loss_mask] for one in group.trajectories]) for group in batch]
+    report = trainer.step(batch, 3, references=sampled if "online_dpo" in settings.values() else ())
+    assert (report.skipped, report.version) == (True, 3)
     assert all(torch.equal(tensor, old) for old, (_, tensor) in zip(before, trainer.export_weights(), strict=True))
 
 
