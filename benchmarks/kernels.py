@@ -4,8 +4,8 @@
     python benchmarks/kernels.py gpu     (5 min, a GPU of 80 GB; writes benchmarks/results/kernels_gpu.md and .json)
 
 `cpu`: logprobs from hidden states beside log_softmax and gather. `gpu`: every kernel beside plain torch, torch.compile
-and liger-kernel (if it is installed), as a share of the matrix-product rate and the copy bandwidth measured in the same
-run. Without a GPU it says so and writes nothing.
+and, if it is installed (`pip install -e '.[cuda,bench]'`), liger-kernel, as a share of the matrix-product rate and the
+copy bandwidth measured in the same run. Without a GPU it says so and writes nothing.
 """
 
 from __future__ import annotations
