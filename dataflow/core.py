@@ -82,16 +82,20 @@ class Dataflow:
     @property
     def free_credits(self) -> int:
         """Groups that may be admitted now (I6: never negative)."""
-        counts = self.ledger.counts()
+        ledger = self.ledger
         # Redundant groups must be back before v advances: once a batch is full, there is no surplus until it trained.
         surplus = 0 if self.is_batch_complete else self.limits.surplus
         free = free_credits(
-            self.limits, admitted=counts.admitted, returned=counts.returned, trained=counts.trained, surplus=surplus
+            self.limits,
+            admitted=ledger.num_admitted,
+            returned=ledger.num_returned,
+            trained=ledger.num_trained,
+            surplus=surplus,
         )
         if free < 0:
-            raise AccountingError(f"dataflow: {free} free credits with {counts} (I6)")
+            raise AccountingError(f"dataflow: {free} free credits with {ledger.counts()} (I6)")
         if self.limits.max_live_trajectories is not None:
-            places = self.limits.max_live_trajectories - self.ledger.live_trajectories
+            places = self.limits.max_live_trajectories - ledger.live_trajectories
             free = min(free, max(0, places) // self.rules.group_size)
         return free
 

@@ -17,72 +17,61 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 
 
-@dataclass(slots=True)
-class _Entry:
-    deadline: int | None
-    is_ready: bool = False
-
-
 class ConsumptionGate:
     """Live groups outside the batch, counted by deadline.
 
-    Invariant: `_due[d]` is the number of entries with deadline d, `_unready_due[d]` of those that are not
-    ready; `_undated` counts entries without one. Each entry is in `_by_deadline` under its deadline, so
-    expired groups are found without a search.
+    Invariant: `_by_deadline[d]` are the groups with deadline d, so expired groups are found without a search;
+    `_unready_due[d]` is the number of those that are not ready, `_undated` of groups without a deadline.
     """
 
     def __init__(self, limits: FlowLimits) -> None:
         self._limits = limits
-        self._entries: dict[GroupId, _Entry] = {}
+        self._deadlines: dict[GroupId, int | None] = {}
         self._by_deadline: dict[int, dict[GroupId, None]] = {}
         self._unready_due: Counter[int] = Counter()
         self._undated = 0
-        self._ready: list[tuple[int, GroupId]] = []
-        self._num_ready = 0
+        self._ready: set[GroupId] = set()
+        self._ready_queue: list[tuple[int, GroupId]] = []
 
     @property
     def num_ready(self) -> int:
-        return self._num_ready
+        return len(self._ready)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._deadlines)
 
     def add(self, group_id: GroupId) -> None:
         """A group was admitted."""
-        self._entries[group_id] = _Entry(None)
+        self._deadlines[group_id] = None
         self._undated += 1
 
     def date(self, group_id: GroupId, oldest_version: int) -> None:
         """The group's oldest version is now known, or known better."""
-        entry = self._entries[group_id]
-        deadline = oldest_version + self._limits.max_staleness
-        if entry.deadline != deadline:
-            self._forget_deadline(group_id, entry)
-            entry.deadline = deadline
+        deadline, known = oldest_version + self._limits.max_staleness, self._deadlines[group_id]
+        if known != deadline:
+            self._forget_deadline(group_id, known)
+            self._deadlines[group_id] = deadline
             self._by_deadline.setdefault(deadline, {})[group_id] = None
-            self._unready_due[deadline] += not entry.is_ready
+            self._unready_due[deadline] += group_id not in self._ready
 
     def mark_ready(self, group_id: GroupId) -> None:
         """The group can train: every member that did not fail is scored."""
-        entry = self._entries[group_id]
-        assert entry.deadline is not None, "a ready group has sampled tokens"
-        assert not entry.is_ready, "a group becomes ready once"
-        entry.is_ready = True
-        self._num_ready += 1
-        self._unready_due[entry.deadline] -= 1
-        heapq.heappush(self._ready, (entry.deadline, group_id))
+        deadline = self._deadlines[group_id]
+        assert deadline is not None, "a ready group has sampled tokens"
+        assert group_id not in self._ready, "a group becomes ready once"
+        self._ready.add(group_id)
+        self._unready_due[deadline] -= 1
+        heapq.heappush(self._ready_queue, (deadline, group_id))
 
     def remove(self, group_id: GroupId) -> None:
         """The group ended, or went into the batch. Its place in the heap is forgotten when it comes up."""
-        entry = self._entries.pop(group_id)
-        self._forget_deadline(group_id, entry)
-        self._num_ready -= entry.is_ready
+        self._forget_deadline(group_id, self._deadlines.pop(group_id))
+        self._ready.discard(group_id)
 
     def due_counts(self, version: int) -> list[int]:
         """For k = 0..η: groups outside the batch with deadline ≤ version + k. O(η + distinct deadlines)."""
@@ -103,20 +92,19 @@ class ConsumptionGate:
 
     def next_ready(self) -> GroupId | None:
         """The ready group with the earliest deadline, then the lowest admission number."""
-        while self._ready:
-            _, group_id = self._ready[0]
-            entry = self._entries.get(group_id)
-            if entry is not None and entry.is_ready:
+        while self._ready_queue:
+            _, group_id = self._ready_queue[0]
+            if group_id in self._ready:
                 return group_id
-            heapq.heappop(self._ready)
+            heapq.heappop(self._ready_queue)
         return None
 
     def first_unready(self) -> GroupId | None:
         """The group that is due first among those that are not ready; None if all are. O(groups due with it)."""
         for deadline in sorted(self._by_deadline):
             if self._unready_due[deadline]:
-                return next(one for one in self._by_deadline[deadline] if not self._entries[one].is_ready)
-        return next((one for one, entry in self._entries.items() if entry.deadline is None), None)
+                return next(one for one in self._by_deadline[deadline] if one not in self._ready)
+        return next((one for one, deadline in self._deadlines.items() if deadline is None), None)
 
     def can_take(self, version: int, num_places: int) -> bool:
         """May the next ready group go into a batch that has `num_places` left, closing at `version`?
@@ -129,7 +117,7 @@ class ConsumptionGate:
             return False
         if self._limits.on_expiry is not ExpiryPolicy.WAIT:
             return True
-        deadline = self._entries[group_id].deadline
+        deadline = self._deadlines[group_id]
         assert deadline is not None
         for k, due in enumerate(self.due_counts(version)):
             inside = deadline <= version + k
@@ -144,7 +132,7 @@ class ConsumptionGate:
             0 if they can close as it is; None if fewer than B are ready.
         """
         batch = self._limits.batch_groups
-        if self._num_ready < batch:
+        if len(self._ready) < batch:
             return None
         if self._limits.on_expiry is not ExpiryPolicy.WAIT:
             return 0
@@ -163,30 +151,27 @@ class ConsumptionGate:
         found: list[GroupId] = []
         for deadline in sorted(self._by_deadline):
             outside = [group_id for group_id in self._by_deadline[deadline] if (deadline, group_id) not in batch]
-            found += sorted(outside, key=lambda group_id: (self._entries[group_id].is_ready, -group_id))
+            found += sorted(outside, key=lambda group_id: (group_id in self._ready, -group_id))
             if len(found) >= count:
                 return found[:count]
-        undated = [group_id for group_id, entry in self._entries.items() if entry.deadline is None]
+        undated = [group_id for group_id, deadline in self._deadlines.items() if deadline is None]
         return (found + undated[::-1])[:count]
 
     def _ready_entries(self) -> Iterator[tuple[int, GroupId]]:
-        return (
-            (entry.deadline, group_id)
-            for group_id, entry in self._entries.items()
-            if entry.is_ready and entry.deadline is not None
-        )
+        deadlines = ((self._deadlines[group_id], group_id) for group_id in self._ready)
+        return ((deadline, group_id) for deadline, group_id in deadlines if deadline is not None)
 
     def _unready_within(self, last_deadline: int, *, is_last: bool) -> int:
         dated = sum(count for deadline, count in self._unready_due.items() if deadline <= last_deadline)
         return dated + (self._undated if is_last else 0)
 
-    def _forget_deadline(self, group_id: GroupId, entry: _Entry) -> None:
-        if entry.deadline is None:
+    def _forget_deadline(self, group_id: GroupId, deadline: int | None) -> None:
+        if deadline is None:
             self._undated -= 1
             return
-        groups = self._by_deadline[entry.deadline]
+        groups = self._by_deadline[deadline]
         del groups[group_id]
-        self._unready_due[entry.deadline] -= not entry.is_ready
+        self._unready_due[deadline] -= group_id not in self._ready
         if not groups:
-            del self._by_deadline[entry.deadline]
-            del self._unready_due[entry.deadline]
+            del self._by_deadline[deadline]
+            del self._unready_due[deadline]

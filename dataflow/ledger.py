@@ -196,6 +196,17 @@ class Ledger:
         return self._admitted
 
     @property
+    def num_trained(self) -> int:
+        """Groups that were trained."""
+        return self._ended[GroupState.TRAINED]
+
+    @property
+    def num_returned(self) -> int:
+        """Groups that ended untrained and gave their credit back."""
+        ended = self._ended
+        return ended[GroupState.DROPPED] + ended[GroupState.FILTERED] + ended[GroupState.FAILED]
+
+    @property
     def num_live(self) -> int:
         """Groups under way."""
         return len(self._live)

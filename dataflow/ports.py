@@ -97,7 +97,7 @@ class Engine(Protocol):
     async def load(self) -> EngineLoad: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each trajectory, and frozen costs thrice the time
 class Score:
     """What a reward worker says of one trajectory."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import RewardWorker, SamplingParams
 from penstock.dataflow.trajectory import Task
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.runner import TrajectoryRunner
 
 ATTEMPTS = 3
@@ -80,9 +80,10 @@ class Evaluator:
 
     async def _answer(self, index: int, task: Task) -> tuple[float, int, int]:
         failure: TrajectoryError | None = None
+        asked = GroupTask(task, "eval")
         for _ in range(ATTEMPTS):
             try:
-                trajectory = await self._runner.run(task, TrajectoryId(f"eval/{index}"), self._greedy)
+                trajectory = await self._runner.run(asked, index, self._greedy)
                 score = await self._rewards.score(task, trajectory)
                 return score.reward, trajectory.oldest_version, trajectory.newest_version
             except TrajectoryError as error:

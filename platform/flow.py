@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -25,7 +26,7 @@ from penstock.dataflow.ports import GroupForward, LogprobWorker, PayloadStore, R
 from penstock.dataflow.prefetch import PrefetchQueue
 from penstock.dataflow.streams import TaskLine
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
-from penstock.platform.group_run import GroupRun
+from penstock.platform.group_run import GroupRun, Outcome
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.prefetch import Prefetcher
 from penstock.rollout.runner import Runs
@@ -92,9 +93,10 @@ class Flow:
         self.options = options
         self._changed = asyncio.Event()
         self._credits = asyncio.Event()
+        self.context = copy_context()
         self._groups: dict[GroupId, GroupRun] = {}
         self._admission: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
         self._failures_in_a_row = 0
         self._ignored_logged = 0
@@ -159,7 +161,7 @@ class Flow:
             self._failure = error
         self._changed.set()
 
-    async def group_finished(self, run: GroupRun, outcomes: Sequence[Trajectory | TrajectoryError]) -> None:
+    async def group_finished(self, run: GroupRun, outcomes: Sequence[Outcome]) -> None:
         """Every member of a group ended one way or the other: store it, filter it or fail it."""
         group_id = run.group_id
         good = tuple(outcome for outcome in outcomes if isinstance(outcome, Trajectory))
@@ -279,8 +281,10 @@ class Flow:
     async def _store(self, run: GroupRun, members: tuple[Trajectory, ...]) -> GroupRef:
         ports = self.ports
         handle = await ports.store.put(GroupPayload(run.group_id, members))
-        frozen = (ports.reference, ports.teacher)
-        reference, teacher = await asyncio.gather(*(_logprobs(worker, handle) for worker in frozen))
+        reference = teacher = None
+        if ports.reference is not None or ports.teacher is not None:
+            frozen = (ports.reference, ports.teacher)
+            reference, teacher = await asyncio.gather(*(_logprobs(worker, handle) for worker in frozen))
         return GroupRef(
             group_id=run.group_id,
             task_id=run.queued.task.task_id,

@@ -7,70 +7,69 @@ the members, one by one; whichever ends last reports the group. A group that the
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable
-from contextvars import copy_context
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.dataflow.errors import FailureKind, TrajectoryError
-from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.streams import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
-from penstock.rollout.lease import Gang
+from penstock.rollout.group_task import GroupTask
 
 if TYPE_CHECKING:
     from penstock.platform.flow import Flow
 
 
-class GroupRun:
+Outcome = Trajectory | TrajectoryError
+"""What a member comes to."""
+
+
+class GroupRun(GroupTask):
     """The running work of one group.
 
     Attributes:
         queued: The task and how many trajectories it gets.
     """
 
-    __slots__ = (
-        "_all_generated",
-        "_flow",
-        "_gang",
-        "_jobs",
-        "_outcomes",
-        "_unfinished",
-        "_ungenerated",
-        "group_id",
-        "queued",
-    )
+    __slots__ = ("_all_generated", "_failures", "_flow", "_gang", "_jobs", "_unfinished", "_ungenerated", "queued")
+
+    group: GroupId
 
     def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
-        self.group_id = group_id
+        super().__init__(queued.task, group_id)
         self.queued = queued
         self._flow = flow
         self._ungenerated = (1 << queued.group_size) - 1  # one bit for each member
         self._unfinished = queued.group_size
-        self._outcomes: list[Trajectory | TrajectoryError | None] = [None] * queued.group_size
-        self._jobs: list[asyncio.Task[None]] = []
-        self._gang: Gang | None = None
+        self._failures: dict[int, list[TrajectoryError]] | None = None  # by member; most groups never have one
+        self._jobs: tuple[asyncio.Task[Outcome | None], ...] = ()
+        self._gang: asyncio.Task[None] | None = None
         self._all_generated: asyncio.Event | None = None
+
+    @property
+    def group_id(self) -> GroupId:
+        return self.group
 
     def start(self) -> None:
         """Start every member; as a gang, once one engine has room for all of them."""
         if self._flow.options.gang:
-            self._jobs.append(asyncio.get_running_loop().create_task(self._run_gang()))
+            self._gang = asyncio.get_running_loop().create_task(self._run_gang())
         else:
             self._start_members()
 
     def _start_members(self) -> None:
         """Their tasks share a name and a context: thousands of each would be kept otherwise."""
-        start, name, context = asyncio.get_running_loop().create_task, f"group {self.group_id}", copy_context()
+        start, name, context = asyncio.get_running_loop().create_task, f"group {self.group}", self._flow.context
         members = range(self.queued.group_size)
-        self._jobs += [start(self._run_member(member), name=name, context=context) for member in members]
+        self._jobs = tuple([start(self._run_member(member), name=name, context=context) for member in members])
 
-    def cancel(self) -> list[asyncio.Task[None]]:
+    def cancel(self) -> list[asyncio.Task[Any]]:
         """Stop what still runs, engines are told to abort; returns what is still ending."""
-        running = [job for job in self._jobs if not job.done()]
+        jobs = self._jobs if self._gang is None else (self._gang, *self._jobs)
+        running = [job for job in jobs if not job.done()]
         for job in running:
             job.cancel()
         return running
@@ -80,66 +79,72 @@ class GroupRun:
         pool = self._flow.ports.runner.pool
         self._all_generated = asyncio.Event()
         try:
-            async with pool.gang(self.queued.task.task_id, self.queued.group_size) as self._gang:
+            async with pool.gang(self.task.task_id, self.queued.group_size) as self.slots:
                 self._start_members()
                 await self._all_generated.wait()
-                self._gang = None  # a member that is sampled again takes any slot
+                self.slots = None  # a member that is sampled again takes any slot
         except Exception as error:  # noqa: BLE001 - as for a member
             self._flow.fail(error)
 
-    async def _run_member(self, member: int) -> None:
+    async def _run_member(self, member: int) -> Outcome | None:
         """Sample and score one trajectory, with its retries; the last member to end reports the group."""
-        failures: Counter[FailureKind] | None = None
         try:
-            while not isinstance(self._outcomes[member], Trajectory):
+            outcome: Outcome | None = None
+            while outcome is None:
                 try:
-                    trajectory = await self._sampled(member)
-                    self._flow.stats.trajectory_generated(trajectory)
-                    self._member_generated(member)
-                    score = await self._flow.ports.rewards.score(self.queued.task, trajectory)
-                    self._member_scored(member, trajectory, score)
-                except TrajectoryError as failure:
-                    self._outcomes[member] = failure
-                    failures = failures or Counter()
-                    failures[failure.kind] += 1
-                    if not self._flow.core.may_retry(failure.kind, failures[failure.kind]):
-                        break
-            self._member_generated(member)
+                    outcome = await self._sampled(member)
+                    self._member_generated(member, outcome)
+                    score = await self._flow.ports.rewards.score(self.task, outcome)
+                    outcome = self._member_scored(member, outcome, score)
+                except TrajectoryError as error:
+                    outcome = self._member_failed(member, error)
             self._unfinished -= 1
             if self._unfinished == 0:
-                await self._flow.group_finished(self, [outcome for outcome in self._outcomes if outcome is not None])
+                await self._finish(member, outcome)
+            return outcome
         except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
             self._flow.fail(error)
+            return None
+
+    def _finish(self, last: int, outcome: Outcome) -> Awaitable[None]:
+        """Report what all members came to, in their order; the tasks of all but the `last` are done."""
+        ended = [outcome if member == last else job.result() for member, job in enumerate(self._jobs)]
+        return self._flow.group_finished(self, [one for one in ended if one is not None])
 
     def _sampled(self, member: int) -> Awaitable[Trajectory]:
         ports, limit = self._flow.ports, self.queued.max_new_tokens
         sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
-        return ports.runner.run(
-            self.queued.task,
-            TrajectoryId(f"{self.group_id}/{member}"),
-            trajectory_sampling(sampling, self.group_id, member),
-            watcher=self,
-            member=member,
-            slots=self._gang,
-        )
+        return ports.runner.run(self, member, trajectory_sampling(sampling, self.group, member))
 
     def member_at(self, member: int, version: int) -> None:
         """Which version samples a member; the runner tells."""
-        self._flow.core.member_at(self.group_id, member, version)
+        self._flow.core.member_at(self.group, member, version)
 
-    def _member_generated(self, member: int) -> None:
+    def _member_generated(self, member: int, trajectory: Trajectory | None) -> None:
         """It has its tokens, or never will; once said, it may be said again."""
+        if trajectory is not None:
+            self._flow.stats.trajectory_generated(trajectory)
         if self._ungenerated == 0:
             return
         self._ungenerated &= ~(1 << member)
         if self._ungenerated == 0:
-            self._flow.core.generated(self.group_id)
+            self._flow.core.generated(self.group)
             if self._all_generated is not None:
                 self._all_generated.set()
 
-    def _member_scored(self, member: int, trajectory: Trajectory, score: Score) -> None:
+    def _member_scored(self, member: int, trajectory: Trajectory, score: Score) -> Trajectory:
         trajectory.score(score.reward, score.parts)
-        failure = self._outcomes[member]
-        if isinstance(failure, TrajectoryError):
-            trajectory = replace(trajectory, retried_after=failure.summary)
-        self._outcomes[member] = trajectory
+        if self._failures is not None and member in self._failures:
+            return replace(trajectory, retried_after=self._failures[member][-1].summary)
+        return trajectory
+
+    def _member_failed(self, member: int, failure: TrajectoryError) -> TrajectoryError | None:
+        """What it comes to; None if it gets another attempt."""
+        if self._failures is None:
+            self._failures = {}
+        failures = self._failures.setdefault(member, [])
+        failures.append(failure)
+        if self._flow.core.may_retry(failure.kind, sum(one.kind == failure.kind for one in failures)):
+            return None
+        self._member_generated(member, None)
+        return failure

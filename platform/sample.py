@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.trajectory import Task, Trajectory
@@ -27,6 +27,7 @@ from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.roles import model_path
 from penstock.platform.run_dir import mark_finished, prepare_run_dir
 from penstock.platform.serving import Serving, serving
+from penstock.rollout.group_task import GroupTask
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
 TASKS_AT_A_TIME = 512
@@ -91,12 +92,13 @@ async def _answers(
     served: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig, counts: Counter[str]
 ) -> list[Trajectory]:
     """Scored answers of one task; one that failed every time is counted, and is not there."""
+    asked = GroupTask(task, group_id)
 
     async def answer(member: int) -> Trajectory | None:
         drawn = trajectory_sampling(sampling, group_id, member)
         for _ in range(ATTEMPTS):
             try:
-                trajectory = await served.runner.run(task, TrajectoryId(f"{group_id}/{member}"), drawn)
+                trajectory = await served.runner.run(asked, member, drawn)
                 score = await served.rewards.score(task, trajectory)
             except TrajectoryError:
                 continue

@@ -36,7 +36,11 @@ class SlotSource(Protocol):
         ...
 
     def take(self, lease: Lease) -> bool:
-        """Grant it at once, or promise `lease.granted` to be resolved; says which."""
+        """Grant it at once, or promise to; says which."""
+        ...
+
+    def promise(self, lease: Lease) -> asyncio.Future[None]:
+        """What is resolved with the grant of a lease that waits."""
         ...
 
     def give_back(self, lease: Lease) -> None: ...
@@ -77,30 +81,36 @@ class Lease(Ticket):
     Attributes:
         heard_at: When the engine last delivered tokens, or the lease was granted or began to wait; seconds.
         interruption: Why it was interrupted from outside, if it was.
-        granted: Resolved with the grant, if that takes waiting.
         dispatched_at: Version of the engine when the request went to it.
     """
 
     source: SlotSource | None = None
     heard_at: float = 0.0
     interruption: Interruption | None = None
-    granted: asyncio.Future[None] | None = None
     dispatched_at: int = -1
     _holder: asyncio.Task[object] | None = None
     _cancelling: int = 0
 
     async def acquire(self) -> None:
         """Wait for the slot. If that fails or is cancelled there is nothing to release."""
+        if not self.take():
+            await self.wait()
+
+    def take(self) -> bool:
+        """Take the slot if one is free; if this says no, it is to be waited for."""
         assert self.source is not None, "a lease comes from a pool"
         self.heard_at = self.source.loop.time()
-        if not self.source.take(self):
-            assert self.granted is not None, "a lease that waits has a future"
-            try:
-                await self.granted
-            except BaseException:
-                self.source.give_up(self)
-                raise
-            self.heard_at = self.source.loop.time()
+        return self.source.take(self)
+
+    async def wait(self) -> None:
+        """Wait for the slot that was not free. If that fails or is cancelled there is nothing to release."""
+        assert self.source is not None, "after `take`"
+        try:
+            await self.source.promise(self)
+        except BaseException:
+            self.source.give_up(self)
+            raise
+        self.heard_at = self.source.loop.time()
 
     def release(self) -> None:
         """Give the slot back; nothing under it can be interrupted any more."""
@@ -196,6 +206,9 @@ class Gang:
         self._num_members += 1
         self._pool.join(lease, self._held.view)
         return True
+
+    def promise(self, lease: Lease) -> asyncio.Future[None]:  # noqa: ARG002 - none is made
+        raise AssertionError("a gang grants at once")
 
     def give_back(self, lease: Lease) -> None:
         self._num_members -= 1

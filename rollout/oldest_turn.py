@@ -7,41 +7,44 @@ thread that is opened late.
 
 from __future__ import annotations
 
-from typing import Protocol
+from penstock.rollout.group_task import GroupTask
 
 ANY_VERSION = -1
 
 
-class VersionWatcher(Protocol):
-    """Told which versions sample the members of its group."""
-
-    def member_at(self, member: int, version: int) -> None:
-        """The engine's version at dispatch, then the version of the first token, if that is another."""
-        ...
-
-
 class OldestTurn:
-    """Watches the turns of one episode, numbered as they begin, and tells the group's watcher of the oldest."""
+    """Watches the turns of one episode, and tells its group of the oldest."""
 
-    def __init__(self, watcher: VersionWatcher | None, member: int) -> None:
-        self._watcher = watcher
+    def __init__(self, asked: GroupTask, member: int) -> None:
+        self._asked = asked
         self._member = member
-        self._num_turns = 0
-        self._versions: dict[int, int] = {}
+        self._versions: dict[GroupTask, int] = {}
 
     @property
     def floor(self) -> int:
         """Version of the oldest turn that was dispatched; -1 before the first."""
         return min(self._versions.values(), default=ANY_VERSION)
 
-    def begin(self) -> int:
-        """Number of a further turn."""
-        self._num_turns += 1
-        return self._num_turns - 1
+    def begin(self) -> GroupTask:
+        """What a further turn is sampled for."""
+        return _Turn(self._asked, self)
 
-    def member_at(self, turn: int, version: int) -> None:
-        """As a group's watcher, of a turn."""
+    def turn_at(self, turn: GroupTask, version: int) -> None:
+        """A turn was dispatched at `version`, or its first token came from it."""
         before = self.floor
         self._versions[turn] = version
-        if self._watcher is not None and self.floor != before:
-            self._watcher.member_at(self._member, self.floor)
+        if self.floor != before:
+            self._asked.member_at(self._member, self.floor)
+
+
+class _Turn(GroupTask):
+    """One turn of an episode."""
+
+    __slots__ = ("_episode",)
+
+    def __init__(self, asked: GroupTask, episode: OldestTurn) -> None:
+        super().__init__(asked.task, asked.group, asked.slots)
+        self._episode = episode
+
+    def member_at(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one member
+        self._episode.turn_at(self, version)

@@ -110,7 +110,9 @@ class PartialTrajectory:
 
     def _newest_or(self, default: int) -> int:
         """Version of the newest token."""
-        return next((delta.spans[-1].version for delta in reversed(self._deltas or []) if delta.spans), default)
+        if self._deltas is None:
+            return default
+        return next((delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), default)
 
     def settle(self) -> bool:
         """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""

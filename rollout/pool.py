@@ -50,6 +50,7 @@ class EnginePool:
         self._dispatcher = Dispatcher(policy or PrefixAware(seed))
         for engine in engines:
             self._dispatcher.add(EngineView(engine, max_per_engine, max_per_engine))
+        self._promised: dict[Lease, asyncio.Future[None]] = {}
         self._num_leases = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
@@ -228,10 +229,13 @@ class EnginePool:
             self._num_leases += 1
             self._idle.clear()
             return True
-        lease.granted = asyncio.get_running_loop().create_future()
+        self._promised[lease] = self.loop.create_future()
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.floor:
             self._watch_stall(self.version_timeout_s)
         return False
+
+    def promise(self, lease: Lease) -> asyncio.Future[None]:
+        return self._promised[lease]
 
     def join(self, lease: Lease, view: EngineView) -> None:
         self._dispatcher.join(lease, view)
@@ -253,6 +257,7 @@ class EnginePool:
         if lease.view is not None:
             self.give_back(lease)
         elif lease.waits_at is not None:
+            del self._promised[lease]
             self._settle(self._dispatcher.withdraw(lease))
 
     def measured(self, view: EngineView) -> None:
@@ -273,18 +278,19 @@ class EnginePool:
         """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`give_up`)."""
         for lease in granted:
             assert isinstance(lease, Lease), "the pool submits leases"
-            assert lease.granted is not None, "who waited has a future"
             self._num_leases += 1
             self._idle.clear()
-            if not lease.granted.done():
-                lease.granted.set_result(None)
+            promised = self._promised.pop(lease)
+            if not promised.done():
+                promised.set_result(None)
 
     def _fail(self, waiting: Iterable[Ticket], error: Exception) -> None:
         for ticket in list(waiting):
             assert isinstance(ticket, Lease), "the pool submits leases"
             self._settle(self._dispatcher.withdraw(ticket))
-            if ticket.granted is not None and not ticket.granted.done():
-                ticket.granted.set_exception(error)
+            promised = self._promised.pop(ticket)
+            if not promised.done():
+                promised.set_exception(error)
 
     def _watch_stall(self, after_s: float) -> None:
         if self._stall is None:

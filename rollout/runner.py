@@ -11,50 +11,27 @@ silence watch, which looks at all running requests every eighth of its limit, so
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
-from penstock.dataflow.ids import RequestId, TaskId, TrajectoryId
+from penstock.dataflow.ids import RequestId, TaskId
 from penstock.dataflow.ports import Engine, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.lease import Interruption, Lease, LeaseMaker
-from penstock.rollout.oldest_turn import OldestTurn, VersionWatcher
+from penstock.rollout.group_task import GroupTask
+from penstock.rollout.lease import Interruption, Lease
+from penstock.rollout.oldest_turn import OldestTurn
 from penstock.rollout.partial import PartialTrajectory, PartialTurn, ResumeStats
 from penstock.rollout.pool import EnginePool
+from penstock.rollout.prompts import Prompt
 from penstock.rollout.tokenizers import TokenCodec
 
 LOOKS_PER_LIMIT = 8
-MAX_PROMPTS = 4096
-"""Rendered prompts kept: the members of a group share theirs."""
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One trajectory, or one turn of an episode, on its way."""
-
-    task: Task
-    trajectory_id: TrajectoryId
-    watcher: VersionWatcher | None
-    member: int
-    slots: LeaseMaker
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    task: Task
-    token_ids: tuple[int, ...]
-    text: str
-    array: NDArray[np.int32]
 
 
 class Runs(Protocol):
@@ -66,16 +43,7 @@ class Runs(Protocol):
     @property
     def stats(self) -> ResumeStats: ...
 
-    def run(
-        self,
-        task: Task,
-        trajectory_id: TrajectoryId,
-        sampling: SamplingParams,
-        *,
-        watcher: VersionWatcher | None = None,
-        member: int = 0,
-        slots: LeaseMaker | None = None,
-    ) -> Coroutine[Any, Any, Trajectory]: ...
+    def run(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]: ...
 
 
 class TrajectoryRunner:
@@ -102,41 +70,27 @@ class TrajectoryRunner:
         self.silence_timeout_s = silence_timeout_s
         self.max_resumes = max_resumes
         self.stats = ResumeStats()
-        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()
-        self._newest: _Prompt | None = None
+        self._newest: tuple[Task, Prompt] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
 
-    def run(
-        self,
-        task: Task,
-        trajectory_id: TrajectoryId,
-        sampling: SamplingParams,
-        *,
-        watcher: VersionWatcher | None = None,
-        member: int = 0,
-        slots: LeaseMaker | None = None,
-    ) -> Coroutine[Any, Any, Trajectory]:
+    def run(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]:
         """Sample one answer, or play one episode.
 
         Args:
-            task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
-            trajectory_id: Name of this attempt's place in its group.
-            sampling: How tokens are drawn.
-            watcher: Told of the versions that sample it, as `member`.
+            asked: What the members of a group have in common.
             member: Its place in its group.
-            slots: A gang to lease from; default is the pool.
+            sampling: How tokens are drawn.
 
         Raises:
             TrajectoryError: kind `env`, if its environment fails; kind `engine`, after more than `max_resumes`
                 interruptions, or if no engine that may go on with it comes up in time.
             EngineLostError: If no engine is left in service.
         """
-        attempt = _Attempt(task, trajectory_id, watcher, member, slots or self.pool)
-        if task.environment is not None:
-            return self._play(attempt, sampling)
-        partial = PartialTrajectory(self._rendered(task).token_ids, sampling)
-        return self._sample(attempt, partial, TrajectoryRunner._trajectory)
+        if asked.task.environment is not None:
+            return self._play(asked, member, sampling)
+        prompt = self._rendered(asked.task)
+        return _Answer(self, asked, member, PartialTrajectory(prompt.token_ids, sampling), prompt).sample()
 
     def sample_turn(self, name: str, turn: PartialTurn) -> Coroutine[Any, Any, None]:
         """Sample a turn of nobody's trajectory, greedily or not as it says.
@@ -144,118 +98,27 @@ class TrajectoryRunner:
         Raises:
             TrajectoryError, EngineLostError: As `run`.
         """
-        attempt = _Attempt(Task(TaskId(name), ""), TrajectoryId(name), None, 0, self.pool)
-        return self._sample(attempt, turn, _nothing)
+        return _Turn(self, GroupTask(Task(TaskId(name), ""), name), 0, turn).sample()
 
-    def _play(self, attempt: _Attempt, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]:
+    def _play(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]:
         assert self.episodes is not None, "tasks with an environment come with what plays them"
-        turns = OldestTurn(attempt.watcher, attempt.member)
-        one_slot = None if attempt.slots is self.pool else asyncio.Lock()  # a gang has a slot for each member, not more
+        turns = OldestTurn(asked, member)
+        one_slot = None if asked.slots is None else asyncio.Lock()  # a gang has a slot for each member, not more
         return self.episodes.play(
-            attempt.task,
-            attempt.trajectory_id,
+            asked.task,
+            asked.trajectory_id(member),
             sampling,
-            lambda turn: self._sample_turn(attempt, turns, one_slot, turn),
+            lambda turn: self._sample_turn(member, turns, one_slot, turn),
         )
 
     async def _sample_turn(
-        self, attempt: _Attempt, turns: OldestTurn, one_slot: asyncio.Lock | None, partial: PartialTurn
+        self, member: int, turns: OldestTurn, one_slot: asyncio.Lock | None, partial: PartialTurn
     ) -> None:
         async with one_slot or nullcontext():
             partial.floor = max(partial.floor, turns.floor)
-            await self._sample(replace(attempt, watcher=turns, member=turns.begin()), partial, _nothing)
+            await _Turn(self, turns.begin(), member, partial).sample()
 
-    async def _sample(
-        self,
-        attempt: _Attempt,
-        partial: PartialTrajectory,
-        finished: Callable[[TrajectoryRunner, _Attempt, PartialTrajectory], _Result],
-    ) -> _Result:
-        """Sample to the end of a turn, over as many engines as it takes; returns what `finished` makes of it.
-
-        One coroutine, not one in another: as many of them wait as there are live trajectories.
-        """
-        interruption: Interruption | None = None
-        while True:
-            lease = self._lease(attempt, partial, interruption)
-            await lease.acquire()
-            try:
-                async for delta in self._deltas(lease, attempt, partial):
-                    if self._keep(delta, lease, attempt, partial):
-                        break
-                interruption = self._ending(lease, attempt, partial)
-            except BaseException as error:  # noqa: BLE001 - raised again, unless the trajectory survives it
-                interruption = self._interruption(error, lease, attempt)
-            finally:
-                lease.release()
-            if interruption is None or self._is_settled(interruption, attempt, partial):
-                return finished(self, attempt, partial)
-
-    def _lease(self, attempt: _Attempt, partial: PartialTrajectory, last: Interruption | None) -> Lease:
-        """A slot for what is missing, not where it has just been lost."""
-        avoid = None if last is None or last.kind == "aborted" else last.engine_id
-        return attempt.slots.lease(partial.remaining, attempt.task.task_id, partial.min_version, avoid)
-
-    def _deltas(self, lease: Lease, attempt: _Attempt, partial: PartialTrajectory) -> AsyncIterator[TokenDelta]:
-        """Ask for what is missing. From now until it is released, the lease may be interrupted."""
-        engine = lease.engine
-        lease.dispatched_at = engine.version
-        if attempt.watcher is not None and not partial.num_tokens:
-            attempt.watcher.member_at(attempt.member, engine.version)
-        if self._watch is None:
-            self._look_later()
-        lease.hold()
-        return engine.generate(partial.request(_request_id(lease, attempt)))
-
-    def _keep(self, delta: TokenDelta, lease: Lease, attempt: _Attempt, partial: PartialTrajectory) -> bool:
-        """Keep new tokens; says whether they were cut, so that no more are wanted."""
-        if delta.spans and not partial.num_tokens and attempt.watcher is not None:
-            first = delta.spans[0].version
-            if first != lease.dispatched_at:
-                attempt.watcher.member_at(attempt.member, first)
-        lease.received(len(delta.token_ids))
-        partial.extend(delta)
-        if partial.is_cut and delta.finish_reason is None:
-            self._abort(lease.engine, _request_id(lease, attempt))
-        return partial.is_cut
-
-    def _ending(self, lease: Lease, attempt: _Attempt, partial: PartialTrajectory) -> Interruption | None:
-        """How a stream of tokens ended that did not fail: None if the turn is complete."""
-        if partial.finish_reason not in (None, "abort"):
-            return None
-        engine_id, request_id = lease.engine.engine_id, _request_id(lease, attempt)
-        return Interruption("aborted", f"{engine_id} ended {request_id}: {partial.finish_reason}", engine_id)
-
-    def _interruption(self, error: BaseException, lease: Lease, attempt: _Attempt) -> Interruption:
-        """What ended a request before its time; raises whatever the trajectory does not survive."""
-        lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
-        engine = lease.engine
-        if isinstance(error, EngineLostError):
-            lease.lost(error)
-            return Interruption("lost", str(error), engine.engine_id)
-        self._abort(engine, _request_id(lease, attempt))
-        if isinstance(error, asyncio.CancelledError) and lease.was_interrupted():
-            assert lease.interruption is not None, "was interrupted"
-            return lease.interruption
-        raise error
-
-    def _is_settled(self, interruption: Interruption, attempt: _Attempt, partial: PartialTrajectory) -> bool:
-        """Count it, and give up on a trajectory that has had too many; says whether nothing is missing after all."""
-        self.stats.interruptions[interruption.kind] += 1
-        partial.num_interruptions += 1
-        if partial.num_interruptions > self.max_resumes:
-            raise TrajectoryError(
-                "engine",
-                f"{attempt.trajectory_id}: interrupted {partial.num_interruptions} times with {partial.num_tokens} "
-                f"tokens sampled, rollout.max_resumes is {self.max_resumes}; the last time: {interruption.reason}",
-            )
-        if partial.num_tokens:
-            self.stats.trajectories += not partial.resumed_with
-            self.stats.tokens += partial.num_tokens
-            partial.resumed_with = partial.num_tokens
-        return partial.settle()
-
-    def _abort(self, engine: Engine, request_id: RequestId) -> None:
+    def abort(self, engine: Engine, request_id: RequestId) -> None:
         """Tell the engine to stop what nobody waits for; it may hang, so nobody waits for that either."""
 
         async def abort() -> None:
@@ -266,9 +129,11 @@ class TrajectoryRunner:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    def _look_later(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._watch = loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._look)
+    def look_out(self) -> None:
+        """Interrupt requests that are silent from now on."""
+        if self._watch is None:
+            loop = asyncio.get_running_loop()
+            self._watch = loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._look)
 
     def _look(self) -> None:
         """Interrupt every request that has been silent for too long."""
@@ -279,55 +144,139 @@ class TrajectoryRunner:
             if now - lease.heard_at >= self.silence_timeout_s:
                 lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
         if running:
-            self._look_later()
+            self.look_out()
 
-    def _rendered(self, task: Task) -> _Prompt:
-        """The prompt of a task, rendered once for all its trajectories."""
-        if self._newest is not None and self._newest.task is task:
-            return self._newest  # members of a group come one after another
-        known = self._prompts.get(id(task))
-        if known is not None:
-            self._newest = known
-            return known
-        token_ids = self.codec.encode_prompt(task.prompt)
-        prompt = self._prompts[id(task)] = _Prompt(
-            task, token_ids, self.codec.decode(token_ids), np.array(token_ids, np.int32)
-        )
-        if len(self._prompts) > MAX_PROMPTS:
-            self._prompts.popitem(last=False)
-        return prompt
-
-    def _trajectory(self, attempt: _Attempt, partial: PartialTrajectory) -> Trajectory:
-        prompt = self._rendered(attempt.task)
-        num_prompt, sampled = len(prompt.token_ids), partial.token_ids
-        num_tokens = num_prompt + len(sampled)
-        token_ids = np.empty(num_tokens, np.int32)
-        token_ids[:num_prompt] = prompt.array
-        token_ids[num_prompt:] = sampled
-        loss_mask = np.zeros(num_tokens, np.bool_)
-        loss_mask[num_prompt:] = True
-        logprobs = np.zeros(num_tokens, np.float32)
-        logprobs[num_prompt:] = partial.logprobs
-        assert partial.finish_reason is not None, "it ended"
-        spoken = self.codec.split(sampled, prompt.text)
-        return Trajectory(
-            trajectory_id=attempt.trajectory_id,
-            task_id=attempt.task.task_id,
-            token_ids=token_ids,
-            loss_mask=loss_mask,
-            behavior_logprobs=logprobs,
-            spans=partial.spans,
-            prompt=prompt.text,
-            response=spoken.answer,
-            finish_reason=partial.finish_reason,
-            reasoning=spoken.reasoning,
-        )
+    def _rendered(self, task: Task) -> Prompt:
+        """The prompt of a task. Members of a group come one after another, and share it."""
+        if self._newest is None or self._newest[0] is not task:
+            self._newest = task, Prompt(self.codec, self.codec.encode_prompt(task.prompt))
+        return self._newest[1]
 
 
-def _request_id(lease: Lease, attempt: _Attempt) -> RequestId:
-    """Of its only request; no two leases of a pool have the same serial."""
-    return RequestId(f"{attempt.trajectory_id}#{lease.serial}")
+@dataclass(slots=True, eq=False)
+class _Sampling(Generic[_Result]):
+    """Tokens on their way to the end of a turn, over as many engines as it takes."""
+
+    runner: TrajectoryRunner
+    asked: GroupTask
+    member: int
+    partial: PartialTrajectory
+
+    def result(self) -> _Result:
+        """What becomes of the turn when it is complete."""
+        raise NotImplementedError
+
+    async def sample(self) -> _Result:
+        """Sample to the end.
+
+        One coroutine, not one in another: as many of them wait as there are live trajectories.
+        """
+        interruption: Interruption | None = None
+        while True:
+            lease = self._lease(interruption)
+            if not lease.take():
+                await lease.wait()
+            try:
+                async for delta in self._deltas(lease):
+                    if self._keep(delta, lease):
+                        break
+                interruption = self._ending(lease)
+            except BaseException as error:  # noqa: BLE001 - raised again, unless the trajectory survives it
+                interruption = self._interruption(error, lease)
+            finally:
+                lease.release()
+            if interruption is None or self._is_settled(interruption):
+                return self.result()
+
+    def _request_id(self, lease: Lease) -> RequestId:
+        """Of a lease's only request; no two leases of a pool have the same serial."""
+        return RequestId(f"{self.asked.group}/{self.member}#{lease.serial}")
+
+    def _lease(self, last: Interruption | None) -> Lease:
+        """A slot for what is missing, not where it has just been lost."""
+        asked, partial = self.asked, self.partial
+        avoid = None if last is None or last.kind == "aborted" else last.engine_id
+        slots = asked.slots or self.runner.pool
+        return slots.lease(partial.remaining, asked.task.task_id, partial.min_version, avoid)
+
+    def _deltas(self, lease: Lease) -> AsyncIterator[TokenDelta]:
+        """Ask for what is missing. From now until it is released, the lease may be interrupted."""
+        engine, partial = lease.engine, self.partial
+        lease.dispatched_at = engine.version
+        if not partial.num_tokens:
+            self.asked.member_at(self.member, engine.version)
+        self.runner.look_out()
+        lease.hold()
+        return engine.generate(partial.request(self._request_id(lease)))
+
+    def _keep(self, delta: TokenDelta, lease: Lease) -> bool:
+        """Keep new tokens; says whether they were cut, so that no more are wanted."""
+        partial = self.partial
+        if not partial.num_tokens and delta.spans:
+            first = delta.spans[0].version
+            if first != lease.dispatched_at:
+                self.asked.member_at(self.member, first)
+        lease.received(len(delta.token_ids))
+        partial.extend(delta)
+        if partial.is_cut and delta.finish_reason is None:
+            self.runner.abort(lease.engine, self._request_id(lease))
+        return partial.is_cut
+
+    def _ending(self, lease: Lease) -> Interruption | None:
+        """How a stream of tokens ended that did not fail: None if the turn is complete."""
+        reason = self.partial.finish_reason
+        if reason is not None and reason != "abort":
+            return None
+        engine_id = lease.engine.engine_id
+        return Interruption("aborted", f"{engine_id} ended {self._request_id(lease)}: {reason}", engine_id)
+
+    def _interruption(self, error: BaseException, lease: Lease) -> Interruption:
+        """What ended a request before its time; raises whatever the trajectory does not survive."""
+        lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
+        engine = lease.engine
+        if isinstance(error, EngineLostError):
+            lease.lost(error)
+            return Interruption("lost", str(error), engine.engine_id)
+        self.runner.abort(engine, self._request_id(lease))
+        if isinstance(error, asyncio.CancelledError) and lease.was_interrupted():
+            assert lease.interruption is not None, "was interrupted"
+            return lease.interruption
+        raise error
+
+    def _is_settled(self, interruption: Interruption) -> bool:
+        """Count it, and give up on a trajectory that has had too many; says whether nothing is missing after all."""
+        partial, stats, max_resumes = self.partial, self.runner.stats, self.runner.max_resumes
+        stats.interruptions[interruption.kind] += 1
+        partial.num_interruptions += 1
+        if partial.num_interruptions > max_resumes:
+            raise TrajectoryError(
+                "engine",
+                f"{self.asked.trajectory_id(self.member)}: interrupted {partial.num_interruptions} times with "
+                f"{partial.num_tokens} tokens sampled, rollout.max_resumes is {max_resumes}; the last time: "
+                f"{interruption.reason}",
+            )
+        if partial.num_tokens:
+            stats.trajectories += not partial.resumed_with
+            stats.tokens += partial.num_tokens
+            partial.resumed_with = partial.num_tokens
+        return partial.settle()
 
 
-def _nothing(_runner: TrajectoryRunner, _attempt: _Attempt, _partial: PartialTrajectory) -> None:
-    """A turn is kept by its dialogue."""
+@dataclass(slots=True, eq=False)
+class _Answer(_Sampling[Trajectory]):
+    """A trajectory of one turn."""
+
+    prompt: Prompt
+
+    def result(self) -> Trajectory:
+        asked = self.asked
+        return self.prompt.trajectory(asked.trajectory_id(self.member), asked.task.task_id, self.partial)
+
+
+class _Turn(_Sampling[None]):
+    """A turn of a dialogue, which keeps it."""
+
+    __slots__ = ()
+
+    def result(self) -> None:
+        """Nothing more."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.dataflow.ids import PARTNER, TrajectoryId
+from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.rollout.lease import LeaseMaker
-from penstock.rollout.oldest_turn import VersionWatcher
+from penstock.dataflow.trajectory import Trajectory
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.partial import ResumeStats
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import Runs
@@ -35,19 +34,9 @@ class SharedGroups:
         """What was resumed on either's engines."""
         return self._policy.stats + self._partner.stats
 
-    async def run(
-        self,
-        task: Task,
-        trajectory_id: TrajectoryId,
-        sampling: SamplingParams,
-        *,
-        watcher: VersionWatcher | None = None,
-        member: int = 0,
-        slots: LeaseMaker | None = None,
-    ) -> Trajectory:
+    async def run(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Trajectory:
         """As `TrajectoryRunner.run`."""
-        assert slots is None, "a gang is on one engine, and these are of two policies"
+        assert asked.slots is None, "a gang is on one engine, and these are of two policies"
         if member % 2 == 0:
-            return await self._policy.run(task, trajectory_id, sampling, watcher=watcher, member=member)
-        sampled = await self._partner.run(task, trajectory_id, sampling, watcher=watcher, member=member)
-        return replace(sampled, policy_id=PARTNER)
+            return await self._policy.run(asked, member, sampling)
+        return replace(await self._partner.run(asked, member, sampling), policy_id=PARTNER)

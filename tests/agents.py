@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from penstock.dataflow.ids import EngineId, RequestId, TaskId, TrajectoryId
+from penstock.dataflow.ids import EngineId, RequestId, TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
@@ -23,6 +23,7 @@ from penstock.envs.environment import EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec
@@ -112,7 +113,7 @@ async def run_agents(
     runner = TrajectoryRunner(EnginePool([engine], 64), codec, 20.0, episodes=player)
     sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids)
     try:
-        runs = [runner.run(task, TrajectoryId(task.task_id), sampling) for task in tasks]
+        runs = [runner.run(GroupTask(task, task.task_id), 0, sampling) for task in tasks]
         return list(await asyncio.wait_for(asyncio.gather(*runs), 60))
     finally:
         await endpoint.close()

@@ -29,16 +29,10 @@ class SimulatedCodec(TokenCodec):
         self._observation_tokens = observation_tokens
         self.stop_token_ids = (0,)
         self._prompt_tokens = prompt_tokens
-        self._newest: dict[str, tuple[int, ...]] = {}
 
     def encode_prompt(self, prompt: str | Sequence[dict[str, str]]) -> tuple[int, ...]:
         assert isinstance(prompt, str)
-        ids = self._newest.get(prompt)
-        if ids is None:
-            if len(self._newest) > 1024:
-                self._newest.clear()
-            ids = self._newest[prompt] = prompt_ids(int(prompt), self._prompt_tokens)
-        return ids
+        return prompt_ids(int(prompt), self._prompt_tokens)
 
     def encode_observation(self, content: str | Sequence[dict[str, str]], _last_token: int) -> tuple[int, ...]:
         assert isinstance(content, str)

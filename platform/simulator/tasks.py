@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from penstock.dataflow.filters import FilterChain, user
 from penstock.dataflow.ids import TaskId
@@ -17,11 +18,12 @@ from penstock.platform.simulator.world import Promises, task_of
 EVALUATION_TASKS = 1_000_000
 """Evaluation tasks are numbered from here, away from those that train."""
 MAX_REFILLS = 1_000_000
+_NO_FIELDS: Mapping[str, Any] = {}
 _HASH, _HASHES = 2_654_435_761, 1 << 32
 
 
 def make_task(number: int, environment: str | None = None) -> Task:
-    return Task(TaskId(f"simulated/{number}"), str(number), environment=environment)
+    return Task(TaskId(f"simulated/{number}"), str(number), _NO_FIELDS, environment)
 
 
 def number_of(task_id: TaskId) -> int:

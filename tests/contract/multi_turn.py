@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.dataflow.versions import versions_per_token
@@ -20,6 +20,7 @@ from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
@@ -76,7 +77,7 @@ class MultiTurnContract:
         player = EpisodePlayer(Together(between), CODEC, EpisodeBudget(NUM_TURNS, 500))
         runner = TrajectoryRunner(EnginePool([harness.engine], NUM_DIALOGUES), CODEC, 60.0, episodes=player)
         runs = [
-            runner.run(Task(TaskId(f"t{i}"), PROMPT * 4 + str(i), environment=""), TrajectoryId(f"turns/{i}"), SAMPLING)
+            runner.run(GroupTask(Task(TaskId(f"t{i}"), PROMPT * 4 + str(i), environment=""), "turns"), i, SAMPLING)
             for i in range(NUM_DIALOGUES)
         ]
         for trajectory in await within(asyncio.gather(*runs)):

@@ -11,9 +11,10 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from penstock.dataflow.ids import TaskId, TrajectoryId
+from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.local_engine import LocalEngine
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
@@ -63,7 +64,7 @@ async def answers(
 ) -> tuple[TrajectoryRunner, list[Trajectory]]:
     runner = TrajectoryRunner(EnginePool([engine], 32), CODEC, 60.0)
     runs = [
-        runner.run(Task(TaskId(f"t{index}"), prompt), TrajectoryId(f"{name}/{index}"), sampling)
+        runner.run(GroupTask(Task(TaskId(f"t{index}"), prompt), name), index, sampling)
         for index, prompt in enumerate(PROMPTS)
     ]
     return runner, list(await within(asyncio.gather(*runs)))
@@ -91,7 +92,7 @@ class PartialRolloutContract:
         task, sampling = Task(TaskId("t"), "12+34="), SamplingParams(120, temperature=1.0)
         runner = TrajectoryRunner(EnginePool([engine], 32), CODEC, 60.0)
         runner.pool.set_limit(engine.engine_id, 1)
-        running = asyncio.create_task(runner.run(task, TrajectoryId("new/0"), sampling))
+        running = asyncio.create_task(runner.run(GroupTask(task, "new"), 0, sampling))
         other = asyncio.create_task(self._publish_when_interrupted(harness, runner))
         trajectory = await within(running)
         await within(other)

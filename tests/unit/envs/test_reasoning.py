@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI, BadRequestError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import GroupPayload, Task
 from penstock.envs.config import EnvConfig, ReasoningConfig
@@ -23,6 +23,7 @@ from penstock.envs.reasoning import ReasoningReader, split_turn
 from penstock.platform.observability.trajectory_table import trajectory_row
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec
@@ -100,7 +101,7 @@ async def test_a_reward_gets_the_answer_and_the_trainer_all_tokens() -> None:
     engine = SayingEngine(lambda context: said, THINKING)
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0)
     task = Task(TaskId("t"), [user("6 * 7?")], {"answer": "42"})
-    trajectory = await runner.run(task, TrajectoryId("0/0"), SAMPLING)
+    trajectory = await runner.run(GroupTask(task, "0"), 0, SAMPLING)
     assert (trajectory.reasoning, trajectory.response) == (said[: -len("It is \\boxed{42}.")], "It is \\boxed{42}.")
     assert trajectory.text == said
     assert math_verify_reward(trajectory, "42") == 1.0
@@ -136,7 +137,7 @@ async def test_an_environment_gets_answers_while_the_history_keeps_the_thinking(
     engine = SayingEngine(lambda context: f"<think>{context.count('user')}</think>yes", THINKING)
     player = EpisodePlayer(Twice(), THINKING, EpisodeBudget(4, 500))
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(Task(TaskId("t"), "?", {}, ""), TrajectoryId("0/0"), SAMPLING), 10)
+    trajectory = await asyncio.wait_for(runner.run(GroupTask(Task(TaskId("t"), "?", {}, ""), "0"), 0, SAMPLING), 10)
     assert [(one.text, one.reasoning) for one in heard] == [
         ("yes", "<think>1</think>"),
         ("yes", "<think>2</think>"),

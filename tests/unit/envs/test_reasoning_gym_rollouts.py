@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from penstock.dataflow.ids import EngineId, TrajectoryId
+from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import SamplingParams
 from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, reasoning_gym_reward
 from penstock.envs.config import EnvConfig
 from penstock.envs.scripted_check import check_environment
 from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
@@ -75,7 +76,7 @@ async def test_policies_answer_twenty_tasks_and_their_verifiers_score_it(tmp_pat
         weights = load_file(tmp_path / "model.safetensors").items()
         await engine.update_weights(write_version(weights, 0, "float32", tmp_path))
         runner = TrajectoryRunner(EnginePool([engine], len(NAMES)), codec, 60.0)
-        runs = [runner.run(task, TrajectoryId(name), sampling) for name, task in tasks.items()]
+        runs = [runner.run(GroupTask(task, name), 0, sampling) for name, task in tasks.items()]
         trajectories = await asyncio.wait_for(asyncio.gather(*runs), 60)
     finally:
         await engine.shutdown()

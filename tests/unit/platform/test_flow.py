@@ -12,6 +12,7 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.streams import LengthLimits
 from penstock.dataflow.trajectory import Task
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards
@@ -114,7 +115,7 @@ async def test_losing_every_engine_fails_groups_instead_of_hanging() -> None:
     await pool.fence(engine.engine_id, "planted")
     runner = TrajectoryRunner(pool, CODEC, 1.0)
     with pytest.raises(Exception, match="no rollout engine is left in service"):
-        await runner.run(next(tasks()), "0/0", SamplingParams(4))  # type: ignore[arg-type]
+        await runner.run(GroupTask(next(tasks()), "0"), 0, SamplingParams(4))
 
 
 async def test_a_bug_in_a_group_stops_the_run() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrainingError
-from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId, TrajectoryId
+from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
 from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.compose import compose_config
@@ -16,6 +16,7 @@ from penstock.platform.evaluation import Evaluation
 from penstock.platform.partners import EvaluateTogether, PublishTogether, TrainTogether
 from penstock.platform.placement import plan_placement
 from penstock.platform.streams import stream_of
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.shared_groups import SharedGroups
@@ -33,7 +34,7 @@ async def test_even_members_are_the_policys_and_odd_ones_its_partners() -> None:
     mine, other = FakeEngine(version=3), FakeEngine(version=2, fail_first=1)
     shared = SharedGroups(runner_on(mine), runner_on(other))
     task, sampling = Task(TaskId("t"), "1+1="), SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
-    sampled = [await shared.run(task, TrajectoryId(f"0/{member}"), sampling, member=member) for member in range(4)]
+    sampled = [await shared.run(GroupTask(task, "0"), member, sampling) for member in range(4)]
     assert [one.policy_id for one in sampled] == [POLICY, PARTNER, POLICY, PARTNER]
     assert [one.spans[0].version for one in sampled] == [3, 2, 3, 2]
     assert (mine.served, other.served) == (2, 3)

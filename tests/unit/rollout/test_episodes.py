@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import EngineId, TaskId, TrajectoryId
+from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.environment import Action
 from penstock.envs.episode_child import EpisodeReply
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
@@ -62,7 +63,7 @@ async def play(
     environment = Scripted(script)
     player = EpisodePlayer(environment, CODEC, EpisodeBudget(turns, tokens))
     runner = TrajectoryRunner(EnginePool(engines or [FakeEngine()], 8), CODEC, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(TASK, TrajectoryId("0/0"), SAMPLING), 5)
+    trajectory = await asyncio.wait_for(runner.run(GroupTask(TASK, "0"), 0, SAMPLING), 5)
     assert not environment.is_open
     return trajectory, environment
 
@@ -137,7 +138,7 @@ async def test_the_next_turn_waits_for_an_engine_that_is_as_new_as_the_last() ->
 
     player = EpisodePlayer(Scripted(only_the_older_is_free), CODEC, EpisodeBudget(3, 100))
     runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(TASK, TrajectoryId("0/0"), SAMPLING), 5)
+    trajectory = await asyncio.wait_for(runner.run(GroupTask(TASK, "0"), 0, SAMPLING), 5)
     assert [span.version for span in trajectory.spans] == [3]
     assert older.requests == []
 
@@ -155,6 +156,6 @@ async def test_the_only_slot_is_free_while_an_environment_thinks() -> None:
     engine = FakeEngine()
     runner = TrajectoryRunner(EnginePool([engine], 1), CODEC, 5.0, episodes=player)
     async with asyncio.timeout(5):
-        played = await asyncio.gather(*(runner.run(TASK, TrajectoryId(f"0/{member}"), SAMPLING) for member in range(2)))
+        played = await asyncio.gather(*(runner.run(GroupTask(TASK, "0"), member, SAMPLING) for member in range(2)))
     assert [len(one.episode.turns) for one in played if one.episode is not None] == [2, 2]
     assert engine.most_running == 1

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
-from penstock.dataflow.ids import EngineId, TaskId, TrajectoryId
+from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
@@ -31,8 +32,8 @@ def make_runner(*engines: FakeEngine, silence_s: float = 5.0, max_resumes: int =
     return TrajectoryRunner(EnginePool(engines, 8, version_timeout_s=0.05), CODEC, silence_s, max_resumes)
 
 
-async def run(runner: TrajectoryRunner, task: Task = TASK, **settings: object) -> Trajectory:
-    running = runner.run(task, TrajectoryId("0/0"), GREEDY, **settings)  # type: ignore[arg-type]
+async def run(runner: TrajectoryRunner, task: Task = TASK) -> Trajectory:
+    running = runner.run(GroupTask(task, "0"), 0, GREEDY)
     return await asyncio.wait_for(running, 5)
 
 

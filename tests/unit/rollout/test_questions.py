@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from penstock.dataflow.errors import ConfigError, EngineLostError
-from penstock.dataflow.ids import RequestId, TaskId, TrajectoryId
+from penstock.dataflow.ids import RequestId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EndpointConfig
@@ -20,6 +20,7 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.environment import EndpointAccess
 from penstock.platform.config.compose import compose_config
 from penstock.platform.episodes import answer_questions, episode_player
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.questions import PolicyAnswers
 from penstock.rollout.runner import TrajectoryRunner
@@ -72,7 +73,7 @@ async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
     answers = PolicyAnswers(runner, 500, sampling)
     exchanges = [Questions(KEY, answers).ask(_asked(f"q{index}")) for index in range(3)]
     task = Task(TaskId("t"), [{"role": "user", "content": "?"}])
-    rollout = asyncio.create_task(runner.run(task, TrajectoryId("0/0"), sampling))
+    rollout = asyncio.create_task(runner.run(GroupTask(task, "0"), 0, sampling))
     await asyncio.sleep(0.01)
     assert len(engine.served) == 2
     assert engine.may_go_on is not None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import EngineId, TaskId, TrajectoryId
+from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
@@ -22,6 +22,7 @@ from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.episode_child import EpisodeReply, to_episode_reply
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.oldest_turn import OldestTurn
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import EngineView, LeastLoaded, Ticket
@@ -64,9 +65,12 @@ class Scripted:
         return reply
 
 
-@dataclass
-class Watcher:
-    told: list[int] = field(default_factory=list)
+class Watched(GroupTask):
+    """The task, and what is told of its only member."""
+
+    def __init__(self) -> None:
+        super().__init__(TASK, "0")
+        self.told: list[int] = []
 
     def member_at(self, member: int, version: int) -> None:
         assert member == 3
@@ -85,19 +89,19 @@ async def play(
     script: Script,
     *engines: FakeEngine,
     budget: EpisodeBudget = BUDGET,
-    watcher: Watcher | None = None,
+    asked: Watched | None = None,
     sampling: SamplingParams = SAMPLING,
     gang: bool = False,
 ) -> tuple[Trajectory, Scripted]:
     environment = Scripted(opening, script)
     pool = EnginePool(engines or [FakeEngine()], 8, policy=OldestFirst())
     runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=EpisodePlayer(environment, CODEC, budget))
-    run = {"watcher": watcher or Watcher(), "member": 3}
+    asked = asked or Watched()
     async with asyncio.timeout(10):
         if not gang:
-            return await runner.run(TASK, TrajectoryId("0/3"), sampling, **run), environment
-        async with pool.gang("t", 1) as held:
-            return await runner.run(TASK, TrajectoryId("0/3"), sampling, slots=held, **run), environment
+            return await runner.run(asked, 3, sampling), environment
+        async with pool.gang("t", 1) as asked.slots:
+            return await runner.run(asked, 3, sampling), environment
 
 
 def drafts_then_refine(actions: Sequence[Action]) -> Any:
@@ -196,9 +200,9 @@ async def test_in_any_tree_every_sampled_token_carries_loss_once_behind_its_own_
     rng = random.Random(seed)
     lengths = [rng.randint(1, 5) for _ in range(50)]
     engine = RecordingEngine(length=lambda serial: lengths[serial], rng=random.Random(seed))
-    watcher = Watcher()
+    asked = Watched()
     budget = EpisodeBudget(rng.randint(1, 16), rng.randint(12, 60), 60)
-    trajectory, environment = await play(Observation("1+1="), random_tree(rng), engine, budget=budget, watcher=watcher)
+    trajectory, environment = await play(Observation("1+1="), random_tree(rng), engine, budget=budget, asked=asked)
     found = Counter()
     for thread in trajectory.separate():
         ids, mask = thread.token_ids.tolist(), thread.loss_mask.tolist()
@@ -225,40 +229,40 @@ async def test_in_any_tree_every_sampled_token_carries_loss_once_behind_its_own_
     assert len(trajectory.episode.turns) == len(engine.answers) <= budget.max_turns
     assert trajectory.num_sampled_tokens == sum(turn.num_tokens for turn in trajectory.episode.turns)
     assert sum(map(len, environment.heard)) == len(engine.answers)
-    assert watcher.told[-1] <= trajectory.oldest_version
+    assert asked.told[-1] <= trajectory.oldest_version
     assert trajectory.oldest_version == min(version for _, _, versions in engine.answers for version in versions)
 
 
 async def test_the_date_is_that_of_the_oldest_turn_and_later_threads_are_no_older() -> None:
     newer, older = FakeEngine(EngineId("newer"), version=5), FakeEngine(EngineId("older"), version=4)
-    asked: list[str] = []
+    steps: list[str] = []
 
     def script(actions: Sequence[Action]) -> Any:
-        asked.append("")
+        steps.append("")
         older.version = 3  # as after a restart: nothing of this episode may begin there any more
-        if len(asked) == 1:
+        if len(steps) == 1:
             return [Observation("1", thread="c"), Observation("2", thread="d"), Observation("3", thread="e")]
         return Done(1.0)
 
-    watcher = Watcher()
+    asked = Watched()
     opening = [Observation("1+1=", thread="a"), Observation("2+2=", thread="b")]
-    trajectory, _ = await play(opening, script, newer, older, watcher=watcher)
+    trajectory, _ = await play(opening, script, newer, older, asked=asked)
     assert [one.oldest_version for one in trajectory.separate()] == [4, 5, 5, 5, 5]
     assert (trajectory.oldest_version, trajectory.newest_version, len(older.requests)) == (4, 5, 1)
-    assert watcher.told == [4]
+    assert asked.told == [4]
 
 
 def test_a_date_rises_only_when_the_oldest_turn_does() -> None:
-    watcher = Watcher()
-    turns = OldestTurn(watcher, 3)
+    asked = Watched()
+    turns = OldestTurn(asked, 3)
     first, second = turns.begin(), turns.begin()
-    turns.member_at(first, 5)
-    turns.member_at(second, 5)
-    turns.member_at(first, 7)  # its first token came after a publish
-    assert (watcher.told, turns.floor) == ([5], 5)
-    turns.member_at(second, 6)
-    turns.member_at(turns.begin(), 9)
-    assert (watcher.told, turns.floor) == ([5, 6], 6)
+    first.member_at(3, 5)
+    second.member_at(3, 5)
+    first.member_at(3, 7)  # its first token came after a publish
+    assert (asked.told, turns.floor) == ([5], 5)
+    second.member_at(3, 6)
+    turns.begin().member_at(3, 9)
+    assert (asked.told, turns.floor) == ([5, 6], 6)
 
 
 async def test_in_a_gang_turns_at_the_same_time_share_the_members_slot() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.dataflow.errors import EngineLostError
-from penstock.dataflow.ids import EngineId, RequestId, TaskId, TrajectoryId
+from penstock.dataflow.ids import EngineId, RequestId, TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span, versions_per_token
@@ -23,6 +23,7 @@ from penstock.envs.environment import Action
 from penstock.envs.episode_child import EpisodeReply
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec
@@ -151,7 +152,7 @@ async def play(template: str, seed: int) -> tuple[TokenCodec, RandomDialogues, l
     publisher = asyncio.create_task(keep_up())
     tasks = [Task(TaskId(f"t/{index}"), prompts(dialogues), {}, "") for index in range(NUM_DIALOGUES)]
     sampling = SamplingParams(24, stop_token_ids=codec.stop_token_ids)
-    runs = [runner.run(task, TrajectoryId(f"{index}/0"), sampling) for index, task in enumerate(tasks)]
+    runs = [runner.run(GroupTask(task, f"{index}"), 0, sampling) for index, task in enumerate(tasks)]
     trajectories = list(await asyncio.wait_for(asyncio.gather(*runs), 200))
     publisher.cancel()
     assert sum(runner.stats.interruptions.values()) > NUM_DIALOGUES // 4

@@ -1,0 +1,33 @@
+"""What the members of a group have in common while they are sampled: kept once, not once for each."""
+
+from __future__ import annotations
+
+from penstock.dataflow.ids import GroupId, TrajectoryId
+from penstock.dataflow.trajectory import Task
+from penstock.rollout.lease import LeaseMaker
+
+
+class GroupTask:
+    """A task, and for whom it is answered.
+
+    Attributes:
+        task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
+        group: Names the group; its trajectories are `<group>/<member>`.
+        slots: A gang to lease from while there is one; else the pool.
+    """
+
+    __slots__ = ("group", "slots", "task")
+
+    def __init__(self, task: Task, group: GroupId | str, slots: LeaseMaker | None = None) -> None:
+        self.task = task
+        self.group = group
+        self.slots = slots
+
+    def trajectory_id(self, member: int) -> TrajectoryId:
+        return TrajectoryId(f"{self.group}/{member}")
+
+    def member_at(self, member: int, version: int) -> None:
+        """Hear which version samples a member: the engine's at dispatch, then that of the first token if it differs.
+
+        Here nobody wants to know.
+        """
