@@ -147,9 +147,10 @@ class Dataflow:
         record = self._expect(group.group_id, GroupState.SCORING)
         if record is None:
             return False
-        self._check_stamps(record, group)
+        oldest = group.oldest_version
+        self._check_stamps(record, group, oldest)
         self.ledger.move(group.group_id, GroupState.READY)
-        record.oldest = group.oldest_version
+        record.oldest = oldest
         record.member_versions = [record.oldest]
         self._gate.date(group.group_id, record.oldest)
         self._gate.mark_ready(group.group_id)
@@ -305,12 +306,12 @@ class Dataflow:
         self.end(group_id, GroupState.DROPPED, reason)
         self._cancelled.append(Cancelled(group_id, may_requeue))
 
-    def _check_stamps(self, record: GroupRecord, group: GroupRef) -> None:
+    def _check_stamps(self, record: GroupRecord, group: GroupRef, oldest: int) -> None:
         """I8: no engine serves a version that was not published when it was dispatched, or not published at all."""
         dispatched = record.oldest_version
-        if group.newest_version > self.version + 1 or (dispatched is not None and group.oldest_version < dispatched):
+        if group.newest_version > self.version + 1 or (dispatched is not None and oldest < dispatched):
             raise StalenessError(
-                f"dataflow: group {group.group_id} carries versions {group.oldest_version}..{group.newest_version}, "
+                f"dataflow: group {group.group_id} carries versions {oldest}..{group.newest_version}, "
                 f"but it was dispatched at v{dispatched} and v{self.version} is published (I8)"
             )
 

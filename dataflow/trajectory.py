@@ -142,7 +142,7 @@ class Trajectory:
     reasoning: str = ""
 
     def __post_init__(self) -> None:
-        assert self.token_ids.shape == self.loss_mask.shape == self.behavior_logprobs.shape
+        assert len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs)
         assert not self.threads or sum(one.num_tokens for one in self.threads) == len(self.token_ids)
         labelled, masked = num_tokens(self.spans), np.count_nonzero(self.loss_mask)
         if labelled != masked:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId
@@ -52,7 +53,6 @@ class EnginePool:
             self._dispatcher.add(EngineView(engine, max_per_engine, max_per_engine))
         self._promised: dict[Lease, asyncio.Future[None]] = {}
         self._num_leases = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._quiet: dict[EngineView, asyncio.Event] = {}
@@ -215,11 +215,9 @@ class EnginePool:
 
     # What leases call (SlotSource).
 
-    @property
+    @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop
+        return asyncio.get_running_loop()
 
     def take(self, lease: Lease) -> bool:
         dispatcher = self._dispatcher
@@ -227,7 +225,8 @@ class EnginePool:
             raise EngineLostError(self._nobody())
         if dispatcher.submit(lease):
             self._num_leases += 1
-            self._idle.clear()
+            if self._num_leases == 1:
+                self._idle.clear()
             return True
         self._promised[lease] = self.loop.create_future()
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.floor:

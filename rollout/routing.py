@@ -8,6 +8,7 @@ and stay so; by what one request gets it looks fast and fills up again.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -159,9 +160,9 @@ class LeastLoaded:
         if len(views) > FULL_SCAN:
             draw, count = self._random.random, len(views)
             views = [views[int(draw() * count)] for _ in range(SAMPLED)]
-        best, fewest, num_equal = views[0], float("inf"), 0
+        best, fewest, num_equal, tokens = views[0], math.inf, 0, ticket.tokens
         for view in views:
-            load = (view.outstanding_tokens + ticket.tokens) / view.speed
+            load = (view.outstanding_tokens + tokens) / view.speed
             if load < fewest:
                 best, fewest, num_equal = view, load, 1
             elif load == fewest:

@@ -70,10 +70,6 @@ class MeanLength:
     num_trajectories: int = 0
     num_tokens: int = 0
 
-    def add(self, length: int) -> None:
-        self.num_trajectories += 1
-        self.num_tokens += length
-
     @property
     def tokens(self) -> float:
         return self.num_tokens / max(self.num_trajectories, 1)
@@ -129,7 +125,8 @@ class FlowStats:
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         length = trajectory.num_sampled_tokens
         self.tokens_generated += length
-        self.population.add(length)
+        self.population.num_trajectories += 1
+        self.population.num_tokens += length
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Remember two members until the group trains (bounded by the admission window)."""
@@ -149,8 +146,8 @@ class FlowStats:
         self.total.tokens_by_lag.update(self.last.tokens_by_lag)
         self.total.multi_version_trajectories += self.last.multi_version_trajectories
         self.total.trimmed_tokens += self.last.trimmed_tokens
-        for length in (num_tokens(spans) for group in batch for spans in group.spans):
-            self.trained.add(length)
+        self.trained.num_trajectories += sum(len(group.spans) for group in batch)
+        self.trained.num_tokens += sum(num_tokens(spans) for group in batch for spans in group.spans)
         self.last_version = version
         chosen = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
         # Those that lived through an update first: they are what is worth looking at.

@@ -77,12 +77,17 @@ def controller_load(seeds: Iterable[int]) -> dict[str, Any]:
             "us_per_completion": [rounded(1e6 * cost) for cost in costs_s],
             "us_of_bare_asyncio": [rounded(1e6 * cost) for cost in bare_s],
         }
-    _held_bytes(_park_flow)  # what is loaded and cached at the first time is no group's
-    group_bytes, bare_bytes = _held_bytes(_park_flow), _held_bytes(_park_bare)
-    figures["kib per live group"] = rounded(group_bytes / 1024)
-    figures["kib of bare asyncio"] = rounded(bare_bytes / 1024)
-    figures["kib beyond asyncio"] = rounded((group_bytes - bare_bytes) / 1024)
+    group_kib, bare_kib = held_kib()
+    figures["kib per live group"] = rounded(group_kib)
+    figures["kib of bare asyncio"] = rounded(bare_kib)
+    figures["kib beyond asyncio"] = rounded(group_kib - bare_kib)
     return figures
+
+
+def held_kib() -> tuple[float, float]:
+    """What a live group holds while its trajectories are sampled, and a bare asyncio program of the same shape."""
+    _held_bytes(_park_flow)  # what is loaded and cached at the first time is no group's
+    return _held_bytes(_park_flow) / 1024, _held_bytes(_park_bare) / 1024
 
 
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:

@@ -64,7 +64,7 @@ class SimulatedEngine:
 
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Queue a request; the stream raises `EngineLostError` if the engine dies."""
-        stream = TokenStream()
+        stream = TokenStream(self._loop)
         if self._health.is_lost or self.version < 0:
             stream.put(EngineLostError(f"{self.engine_id} is down or has no weights"))
             return stream

@@ -13,10 +13,11 @@ from penstock.dataflow.ports import TokenDelta
 class TokenStream:
     """Token deltas of one request, in order. Ends after a delta with a finish reason, or with the error."""
 
-    __slots__ = ("_inbox", "_is_over", "_waiter", "is_cut")
+    __slots__ = ("_inbox", "_is_over", "_loop", "_waiter", "is_cut")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.is_cut = False
+        self._loop = loop
         self._inbox: list[TokenDelta | Exception] = []
         self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
@@ -28,7 +29,7 @@ class TokenStream:
         while not self._inbox:
             if self._is_over:
                 raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             await self._waiter
         item = self._inbox.pop(0)
         if isinstance(item, Exception):

@@ -118,7 +118,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.num_callbacks += len(ready)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:  # noqa: SLF001
                 handle._run()  # noqa: SLF001
         if self._error is not None:
             error, self._error = self._error, None

@@ -176,7 +176,7 @@ class World:
         """I8: an engine labels no token with a version it has not acknowledged. I4: labels never decrease."""
         if spans and spans[-1].version > version:
             raise InvariantError("I8", f"{engine_id} has acknowledged v{version} and serves {spans}")
-        if any(left.version > right.version for left, right in itertools.pairwise(spans)):
+        if len(spans) > 1 and any(left.version > right.version for left, right in itertools.pairwise(spans)):
             raise InvariantError("I4", f"{engine_id} stamps decreasing versions {spans}")
 
 
