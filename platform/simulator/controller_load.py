@@ -1,9 +1,10 @@
 """What the controller itself costs: many live groups of short answers, so that little but the platform's code runs.
 
 Time is CPU time of one process on one core, over the shipping flow, core, pool and runner; the simulated parts are in
-it. Memory is what a live group holds while its trajectories are sampled. Both stand beside a bare asyncio program with
-as many tasks of the same shape (a task in which coroutines wait for each other, and the innermost for a future), run
-just before: what asyncio takes of the figures, on this machine at this moment.
+it, with engines that do no more than answer. Memory is what a live group holds while its trajectories are sampled. Both
+stand beside a bare asyncio program with as many tasks of the same shape (a task in which coroutines wait for each
+other, and the innermost for a future), run just before: what asyncio takes of the figures, on this machine at this
+moment.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.versions import Span
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.simulator.around_run import rare_collections
 from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.decoding import EngineCost
+from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore
-from penstock.platform.simulator.simulation import simulate
+from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.tasks import training_tasks
 from penstock.platform.simulator.world import World
@@ -39,6 +44,10 @@ LIVE_GROUPS = (1_000, 10_000)
 GROUP_SIZE = 8
 ENGINES = 64
 STEPS = 4
+ANSWER_S = 1.0
+ANSWER_TOKENS = 16
+_TOKEN_IDS = tuple(range(1, ANSWER_TOKENS + 1))
+_LOGPROBS = (-1.0,) * ANSWER_TOKENS
 MEASURED_GROUPS = 1_000
 """For memory: what a group holds does not depend on how many there are."""
 
@@ -47,8 +56,8 @@ def load_config(live_groups: int) -> SimulationConfig:
     """`live_groups` under way at η = 1, every one of them in a slot; answers of one delta of 16 tokens."""
     return SimulationConfig(
         profile="constant",
-        mean_tokens=16,
-        cap_tokens=16,
+        mean_tokens=ANSWER_TOKENS,
+        cap_tokens=ANSWER_TOKENS,
         grain=1,
         prompt_tokens=8,
         engines=ENGINES,
@@ -90,10 +99,31 @@ def held_kib() -> tuple[float, float]:
     return _held_bytes(_park_flow) / 1024, _held_bytes(_park_bare) / 1024
 
 
+class AnsweringEngine(SimulatedEngine):
+    """Answers every request with one delta within `ANSWER_S`: no model of decoding, which would be in the figure."""
+
+    def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
+        super().__init__(engine_id, cost, world, speed)
+        self._asked: list[TokenStream] = []
+
+    def generate(self, _request: GenerateRequest) -> TokenStream:
+        stream = TokenStream(self._loop)
+        if not self._asked:
+            self._loop.call_later(ANSWER_S, self._answer)
+        self._asked.append(stream)
+        return stream
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, []
+        answer = TokenDelta(_TOKEN_IDS, _LOGPROBS, (Span(self.version, ANSWER_TOKENS),), "stop")
+        for stream in asked:
+            stream.put(answer)
+
+
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:
     gc.collect()  # what the run before left behind is not this one's cost
     started = time.process_time()
-    outcome = simulate(config, seed, is_checked=False)
+    outcome = simulate(config, seed, Seams(engine=AnsweringEngine), is_checked=False)
     assert outcome.violation is None, outcome.violation
     return (time.process_time() - started) / len(outcome.trained.lengths)
 

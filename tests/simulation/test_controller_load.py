@@ -5,8 +5,8 @@ from __future__ import annotations
 import cProfile
 import pstats
 
-from penstock.platform.simulator.controller_load import GROUP_SIZE, held_kib, load_config
-from penstock.platform.simulator.simulation import simulate
+from penstock.platform.simulator.controller_load import GROUP_SIZE, AnsweringEngine, held_kib, load_config
+from penstock.platform.simulator.simulation import Seams, simulate
 
 
 def test_a_live_group_holds_at_most_4_kib_beyond_what_asyncio_takes() -> None:
@@ -26,6 +26,6 @@ def calls(live_groups: int, steps: int) -> float:
     config = load_config(live_groups).model_copy(update={"steps": steps, **few_engines})
     profile = cProfile.Profile()
     with profile:
-        outcome = simulate(config, 0, is_checked=False)
+        outcome = simulate(config, 0, Seams(engine=AnsweringEngine), is_checked=False)
     assert outcome.violation is None, outcome.violation
     return pstats.Stats(profile).total_calls / len(outcome.trained.lengths)  # type: ignore[attr-defined]
