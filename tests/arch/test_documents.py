@@ -34,7 +34,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 @cache
 def make_targets() -> frozenset[str]:
-    return frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 @cache
