@@ -63,6 +63,15 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
                 "weights.memory=device",  # on CPU a file per engine rank
             ],
         ),
+        (
+            "autotp_streaming_into_the_parameters_of_one_worker",
+            [
+                "trainer.tensor_parallel_size=2",
+                "weights.staging=bucket",
+                "weights.transport=group",
+                "weights.memory=device",
+            ],
+        ),
     ],
 )
 def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
