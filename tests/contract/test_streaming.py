@@ -240,8 +240,8 @@ async def test_a_bucket_that_is_damaged_on_the_way_is_not_applied_and_the_next_v
     running = StreamingRequests(harness, [prompt_of(6)], max_new_tokens=400)
     await running.all_moved()
     before, manifest = harness.engine.version, trainer.announce()
-    sent = list(trainer.senders[0]._held.values())
-    sent[len(sent) // 2].view(torch.int32)[1] ^= 1  # as a bit that changes on the wire
+    sent = trainer.senders[0]._held["model.layers.0.mlp.up_proj.weight"]
+    sent.view(torch.int32)[1] ^= 1  # as a bit that changes on the wire
     refusal, *_ = await trainer.publish(manifest)
     assert isinstance(refusal, WeightSyncError)
     assert "damaged on the way. Its parameters are of no version now" in str(refusal)
