@@ -48,19 +48,26 @@ class GroupExport:
         self._generation = self._num_sent = 0
         self._transfer: ShardTransfer | None = None
         self._begun: int | None = None
+        self._is_streamed = config.staging == "bucket" and ends.on_devices
+        self._leg_s = config.timeout_s
 
     async def begin(self, version: int) -> Departure:
+        await self._get_ready(version)
+        await self._trainer.ask("hold_weights", self._config.overlap)
+        return self._deliver(version)
+
+    async def _get_ready(self, version: int) -> Crossing:
+        """Be in a crossing with every end that is to get a version."""
         if version == self._begun:
             self._crossing = None  # it is damaged somewhere: codecs begin anew, so that all of it is sent
         self._begun = version
-        if self._crossing is None or set(self._crossing.ends) != set(self._ends.present()):
-            try:
-                await self._meet()
-            except WeightSyncError as error:
-                await self._ends.give_up_silent_ones(str(error))
-                await self._meet()
-        await self._trainer.ask("hold_weights", self._config.overlap)
-        return self._deliver(version)
+        if self._crossing is not None and set(self._crossing.ends) == set(self._ends.present()):
+            return self._crossing
+        try:
+            return await self._meet()
+        except WeightSyncError as error:
+            await self._ends.give_up_silent_ones(str(error))
+            return await self._meet()
 
     async def close(self) -> None:
         await self._ends.close()
@@ -96,14 +103,14 @@ class GroupExport:
         share = None if self._config.codec == "int8_delta" else changed_share(sent)
         return Parcel(manifest, payload, sum(one.num_bytes for one in sent), share)
 
-    async def _meet(self) -> None:
+    async def _meet(self) -> Crossing:
         """Make a crossing of the ends that are there now."""
         ends = self._ends.present()
         if not ends:
             raise WeightSyncError("weights: no engine is left to publish to; the log says why each was fenced off.")
         await self._ends.prepare()
         self._generation += 1
-        timeout_s, codec = self._config.timeout_s, self._config.codec
+        timeout_s, codec = self._leg_s, self._config.codec
         assert codec != "lora", "adapters travel by themselves (exports.py)"
         crossing = Crossing(
             transfer=self._transfer or await self._plan(ends[0].node),
@@ -114,6 +121,7 @@ class GroupExport:
             generation=self._generation,
             timeout_s=timeout_s,
             codec=codec,
+            is_streamed=self._is_streamed,
         )
         limit = timeout_s + GRACE_S
         shared = ray.put(crossing)
@@ -124,8 +132,10 @@ class GroupExport:
             *(self._ends.join(shared, end, place) for place, end in enumerate(ends)),
         )
         self._crossing, self._num_sent = crossing, 0
+        return crossing
 
     async def _plan(self, first_node: str) -> ShardTransfer:
         planned = await self._trainer.plan_transfer(self._layout, self._dtype, first_node)
-        self._transfer = replace(planned, directory=None) if self._ends.on_devices else planned
+        folder = None if self._ends.on_devices else planned.directory
+        self._transfer = replace(planned, directory=folder, num_slots=self._config.num_slots)
         return self._transfer

@@ -141,16 +141,22 @@ class Landings:
 
 
 class EngineSlots:
-    """The engines themselves: every rank receives into a slot on its own device."""
+    """The engines themselves: every rank receives into a slot on its own device, or into its live parameters.
+
+    Attributes:
+        lacking: A version that only those engines are to get that have not acknowledged it; None: all are.
+    """
 
     on_devices = True
 
     def __init__(self, pool: EnginePool, first_node: str) -> None:
+        self.lacking: int | None = None
         self._pool = pool
         self._first_node = first_node
 
     def present(self) -> tuple[End, ...]:
-        engines = sorted(self._engines().values(), key=lambda one: (one.node_id != self._first_node, one.node_id))
+        some = [one for one in self._engines().values() if self.lacking is None or one.version != self.lacking]
+        engines = sorted(some, key=lambda one: (one.node_id != self._first_node, one.node_id))
         return tuple(End(engine.engine_id, engine.node_id) for engine in engines)
 
     async def prepare(self) -> None:

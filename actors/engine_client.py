@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 
 from penstock.actors.engine import Answer
 from penstock.actors.locations import at_node
+from penstock.actors.streaming import Streaming
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
@@ -85,6 +86,11 @@ class RemoteEngine:
             WeightSyncError: The engine refused them.
             EngineLostError: The engine died.
         """
+        if isinstance(payload, Streaming):
+            return await payload.into(self.engine_id, self._update_weights(manifest, None))
+        return await self._update_weights(manifest, payload)
+
+    async def _update_weights(self, manifest: WeightManifest, payload: Any) -> WeightAck:
         try:
             ack: WeightAck = await self._actor.update_weights.remote(*at_node(manifest, payload, self.node_id))
         except ray.exceptions.RayActorError as error:

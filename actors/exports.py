@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import ray
@@ -18,7 +19,7 @@ from penstock.dataflow.errors import PlacementError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool import EnginePool
 from penstock.weights.adapters import adapter_manifest
-from penstock.weights.config import WeightsConfig
+from penstock.weights.config import NUM_SLOTS, WeightsConfig
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
@@ -29,7 +30,8 @@ class Parcel(NamedTuple):
     """A version that engines can fetch.
 
     Attributes:
-        payload: What else they need: `Locations`, or a handle of the bytes for engines without access to the file.
+        payload: What else they need: `Locations`, a handle of the bytes for engines without access to the file, or a
+            `Streaming` that they take it from.
         sent_bytes: By the training ranks, to other processes.
         changed_share: Of the elements, since the version before, where a codec has counted them.
     """
@@ -57,8 +59,13 @@ class Export(Protocol):
 
 def arrived(manifest: WeightManifest, payload: Any = None) -> Departure:
     """A departure that is over."""
+    return departed(Parcel(manifest, payload))
+
+
+def departed(parcel: Parcel) -> Departure:
+    """Likewise, of a parcel."""
     future: asyncio.Future[Parcel] = asyncio.get_running_loop().create_future()
-    future.set_result(Parcel(manifest, payload))
+    future.set_result(parcel)
     return future
 
 
@@ -131,6 +138,7 @@ class SharedMemoryExport:
         layout: EngineSide,
         dtype: DType,
         timeout_s: float,
+        num_slots: int = NUM_SLOTS,
     ) -> None:
         """Connect both sides.
 
@@ -146,12 +154,14 @@ class SharedMemoryExport:
         self._layout = layout
         self._dtype: DType = dtype
         self._timeout_s = timeout_s
+        self._num_slots = num_slots
         self._transfer: ShardTransfer | None = None
 
     async def begin(self, version: int) -> Departure:
         what = f"publish v{version}"
         if self._transfer is None:
-            transfer = await self._trainer.plan_transfer(self._layout, self._dtype)
+            planned = await self._trainer.plan_transfer(self._layout, self._dtype)
+            transfer = replace(planned, num_slots=self._num_slots)
             await self._trainer.leg(what, self._timeout_s, "share_weights", ray.put(transfer))
             self._transfer = transfer
         parts = await self._trainer.leg(what, self._timeout_s, "write_shards", version)

@@ -28,7 +28,7 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import DType
-from penstock.weights.transport.crossing import Crossing, Sender, Sent
+from penstock.weights.transport.crossing import Announced, Crossing, Sender, Sent
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
@@ -191,6 +191,11 @@ class TrainerRank:
     def join_crossing(self, crossing: Crossing) -> None:
         """Meet the ends of the engines' side; the crossing before is left."""
         self._sender.join(crossing)
+
+    @ray.method(concurrency_group="courier")
+    def announce_weights(self) -> Announced:
+        """What `send_weights` will send of what is held, bucket by bucket."""
+        return self._sender.sums()
 
     @ray.method(concurrency_group="courier")
     def send_weights(self, version: int) -> Sent:

@@ -2,6 +2,7 @@
 
     python benchmarks/weights.py bytes     (15 s, no GPU; writes benchmarks/results/weights_bytes.md and .json)
     python benchmarks/weights.py time      (1 min, 7 GiB of memory; writes benchmarks/results/weights_time.md and .json)
+    python benchmarks/weights.py stall     (1 min, 7 GiB of memory; writes weights_stall.md and .json there)
     python benchmarks/weights.py delta     (1 min, needs the demo's warm start; writes weights_delta.md and .json there)
 
 `bytes`: Qwen2.5-7B in bfloat16 from 4 ZeRO-3 ranks to 2 engines of 4 tensor-parallel ranks each, all on devices of
@@ -249,6 +250,16 @@ def measure_time() -> None:
     write("weights_time", "Time of a weight update through shared memory", header, rows, notes, results)
 
 
+def measure_stall() -> None:
+    """The section `stall`: benchmarks/weights_stall.py."""
+    from weights_stall import stall_table, time_stalls
+
+    results = time_stalls() | {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "torch": version("torch")}
+    header, rows, notes = stall_table(results)
+    notes += [f"{results['machine']}; torch {results['torch']}", "by: python benchmarks/weights.py stall"]
+    write("weights_stall", "How long generation stands still for a version", header, rows, notes, results)
+
+
 def measure_delta(policy: Path) -> None:
     """The section `delta`: benchmarks/weights_delta.py."""
     from weights_delta import delta_table, measure_codecs
@@ -262,6 +273,7 @@ def measure_delta(policy: Path) -> None:
 SECTIONS: dict[str, Callable[[argparse.Namespace], None]] = {
     "bytes": lambda _: count_bytes(),
     "time": lambda _: measure_time(),
+    "stall": lambda _: measure_stall(),
     "delta": lambda arguments: measure_delta(arguments.policy),
 }
 

@@ -208,6 +208,15 @@ class AdapterManifest(NamedTuple):
     boxes: tuple[AdaptedBox, ...]
 
 
+class BucketSum(NamedTuple):
+    """What one sender adds, in one bucket, to the checksum of a buffer of an engine rank."""
+
+    bucket: int
+    rank: int
+    buffer: str
+    checksum: int
+
+
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
     """One message that says everything about a published version.
@@ -218,6 +227,7 @@ class WeightManifest:
         checksum: Combined over all entries, and those of the adapters; what every engine must acknowledge.
         num_shards: Tensor-parallel ranks of an engine, if the entries are its parameters; 0 if they are whole tensors.
         adapters: What travels, if it is not the weights; the entries then are those of the weights below them.
+        bucket_sums: Of a version that is still with its senders: what is compared bucket by bucket as it arrives.
     """
 
     version: int
@@ -227,6 +237,7 @@ class WeightManifest:
     checksum: int
     num_shards: int = 0
     adapters: AdapterManifest | None = None
+    bucket_sums: tuple[BucketSum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

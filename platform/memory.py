@@ -12,6 +12,7 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
     engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more with weights.stage_on=device
+                       (64 MiB with weights.staging=bucket)
     critic               as a second policy; activations are of one of them at a time
     published            P·b in shared memory, twice with weights.mode=direct; or P·b / tp on each device of an engine,
                          also while it sleeps (weights.memory=device)
@@ -31,9 +32,9 @@ from typing import Literal
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.platform.slots import slots_on
 from penstock.rollout.config import VllmEngineConfig
-from penstock.weights.config import NUM_SLOTS
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.model_config import DTYPE_BYTES
+from penstock.weights.planner.plan import BUCKET_BYTES
 
 GIB = 1 << 30
 LOGITS_CHUNK_TOKENS = 1024
@@ -145,8 +146,10 @@ def published_gib(config: RunConfig) -> float:
 def staged_gib(config: RunConfig) -> float:
     """What a version that has arrived takes on each device of a GPU engine until its swap, GiB."""
     weights = config.weights
-    is_staged = weights.mode == "direct" and weights.stage_on == "device"
-    return published_gib(config) / config.rollout.engine.tensor_parallel_size if is_staged else 0.0
+    if weights.mode != "direct" or weights.stage_on == "host":
+        return 0.0
+    shard = published_gib(config) / config.rollout.engine.tensor_parallel_size
+    return min(shard, BUCKET_BYTES / GIB) if weights.staging == "bucket" else shard
 
 
 def shared_gib(config: RunConfig) -> float:
@@ -156,7 +159,7 @@ def shared_gib(config: RunConfig) -> float:
         return 4 * adapter_parameters(config) / GIB + of_partner
     if slots_on(config) == "device":
         return of_partner
-    return published_gib(config) * (NUM_SLOTS if config.weights.mode == "direct" else 1) + of_partner
+    return published_gib(config) * (config.weights.num_slots if config.weights.mode == "direct" else 1) + of_partner
 
 
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:

@@ -26,6 +26,7 @@ from penstock.actors.exports import AdapterExport, Export, GatherExport, SharedM
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
+from penstock.actors.stream_export import StreamExport
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
@@ -40,6 +41,7 @@ from penstock.trainer.batches.preferences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment
 from penstock.weights.layout.engine import EngineSide
+from penstock.weights.planner.plan import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +96,10 @@ class RunActors:
         if on_devices and is_shared:
             return DeviceExport(self.trainer, pool, layout, dtype, weights)
         if is_shared or weights.transport == "shared_memory":
-            return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s)
+            return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_slots)
         first = self.trainer.node_id
+        if on_devices and weights.staging == "bucket":
+            return StreamExport(self.trainer, EngineSlots(pool, first), layout, dtype, weights)
         ends = EngineSlots(pool, first) if on_devices else Landings(pool, first, weights)
         return GroupExport(self.trainer, ends, layout, dtype, weights)
 
@@ -246,6 +250,7 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
             stage_on=config.weights.stage_on,
+            bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,
             stage_timeout_s=0.9 * config.weights.timeout_s,  # it tells more than the driver, who waits for all of it
             publish_in=config.weights.directory,
             seed=config.seed + index,

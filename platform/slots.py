@@ -38,6 +38,12 @@ def against_device(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             "host",
             "a version in device memory is staged where it lies",
         )
+    if weights.staging == "bucket" and weights.transport != "group":
+        yield (
+            "weights.staging",
+            "bucket",
+            "a slot there is a second shard; with weights.transport=group versions need none",
+        )
     trainer, rollout = cluster.pools[cluster.trainer_pool].device, cluster.pools[cluster.rollout_pool].device
     if trainer != rollout:
         both = f"the trainer is on a {trainer} pool and the engines are on a {rollout} pool"

@@ -29,6 +29,7 @@ class EngineSpec:
         threads: CPU threads of this process.
         publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
         stage_on: Where a version that has arrived waits for the swap.
+        bucket_bytes: Stage no more than this of a version, which streams through it under the freeze; None: all of it.
         stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
     """
 
@@ -41,6 +42,7 @@ class EngineSpec:
     seed: int
     threads: int
     stage_on: Literal["device", "host"] = "device"
+    bucket_bytes: int | None = None
     stage_timeout_s: float = 120.0
     publish_in: str | None = None
 
@@ -93,6 +95,8 @@ class LocalEngine(Engine, Sleeper, Protocol):
 
     async def join_crossing(self, crossing: Crossing, replica: int) -> None:
         """Be the `replica`-th end of a crossing from device to device; requests go on.
+
+        A version of one that is streamed is received by `update_weights`, under the freeze.
 
         Raises:
             WeightSyncError: If someone does not come, or there is no memory for a version.

@@ -29,10 +29,11 @@ from penstock.rollout.decode_thread import DecodeThread
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.torch_cache import SlotCache
 from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
-from penstock.rollout.torch_weights import StagedTensors, stage, swap
+from penstock.rollout.torch_weights import Sources, StagedTensors, stage, swap
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
+from penstock.weights.streaming import Incoming
 from penstock.weights.transport.arrival import Arrival
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
@@ -133,7 +134,8 @@ class TorchEngine:
         async with self._updating:
             started = time.monotonic()
             model = self._open().batch.model
-            staged, sums = await asyncio.to_thread(stage, model, manifest, self.engine_id, self._base, self._slot)
+            sources = Sources(self._base, self._slot, self._arrival, self._spec.bucket_bytes)
+            staged, sums = await asyncio.to_thread(stage, model, manifest, self.engine_id, sources)
             stage_s = time.monotonic() - started
             checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, sums))
             if manifest.adapters is not None:
@@ -151,8 +153,9 @@ class TorchEngine:
 
     async def join_crossing(self, crossing: Crossing, replica: int) -> None:
         """See `LocalEngine`."""
-        self._arrival = self._arrival or Arrival(0, torch.device(self._spec.device))
-        self._slot = await asyncio.to_thread(self._arrival.join, crossing, replica, self._slot)
+        async with self._updating:  # one that was given up may still be streaming
+            self._arrival = self._arrival or Arrival(0, torch.device(self._spec.device))
+            self._slot = await asyncio.to_thread(self._arrival.join, crossing, replica, self._slot)
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
@@ -208,8 +211,12 @@ class TorchEngine:
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise TrajectoryError("engine", f"prompt holds token id {max(prompt)}; the vocabulary has {vocab_size}")
 
-    def _swap(self, batch: DecodeBatch, staged: StagedTensors, manifest: WeightManifest) -> tuple[int, float]:
-        """Runs in the decode thread. Weights that fail the read-back freeze decoding until a good update (I8)."""
+    def _swap(
+        self, batch: DecodeBatch, staged: StagedTensors | Incoming, manifest: WeightManifest
+    ) -> tuple[int, float]:
+        """Runs in the decode thread. Weights that fail the read-back, or come in part, freeze decoding until a good
+        update (I8).
+        """
         started = time.monotonic()
         if manifest.version < batch.version and batch.has_requests:
             raise WeightSyncError(

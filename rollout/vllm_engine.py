@@ -31,7 +31,6 @@ from penstock.dataflow.ports import (
     EngineLoad,
     GenerateRequest,
     SamplingParams,
-    TensorEntry,
     TokenDelta,
     WeightAck,
     WeightManifest,
@@ -41,14 +40,15 @@ from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.vllm_worker import BACKEND, decode_entries, encode
+from penstock.rollout.vllm_worker import BACKEND, encode
+from penstock.rollout.vllm_workers import Workers
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.model_config import DTYPE_BYTES, DType
+from penstock.weights.streaming import ON_THE_WAY
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
 
 UNPUBLISHED = -1
-STAGE_POLL_S = 0.002
 
 
 class CacheUsage(StatLoggerBase):
@@ -75,7 +75,8 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     cache_gib = config.cache_gib(spec.device)
     utilization = config.gpu_memory_utilization
     if spec.device == "cuda" and spec.stage_on == "device":
-        staged = spec.model.shape.num_parameters * DTYPE_BYTES[spec.model.dtype] / config.tensor_parallel_size
+        shard = spec.model.shape.num_parameters * DTYPE_BYTES[spec.model.dtype] / config.tensor_parallel_size
+        staged = shard if spec.bucket_bytes is None else min(shard, spec.bucket_bytes)
         utilization = config.utilization_without(staged, current_platform.get_device_total_memory())
     return AsyncEngineArgs(
         model=spec.model_path,
@@ -182,7 +183,7 @@ class VllmEngine:
             return self._ack
         update = encode(manifest)
         started = time.monotonic()
-        entries = await self._stage(manifest, update)
+        entries = await self._workers.stage(manifest, update)
         staged = time.monotonic()
         checksum = await self._swap(replace(manifest, entries=entries), update)
         stall_s = time.monotonic() - staged
@@ -193,41 +194,20 @@ class VllmEngine:
         """Freeze, take the new weights, read them back, resume; returns their checksum."""
         llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
+        self._version, self._ack = UNPUBLISHED, None  # what fails from here on leaves it paused
+        if manifest.location == ON_THE_WAY:
+            await self._workers.stream(manifest)
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         answers = await llm.collective_rpc("penstock_live_checksums", args=(update,))
         live = {(rank, name): int(value, 16) for rows, _ in answers for rank, name, value in rows}
-        self._version, self._ack = UNPUBLISHED, None
+        await llm.finish_weight_update(weight_version=str(manifest.version))  # also of a bad one: another may follow
         if wrong := [words for _, words in answers if words]:
             raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {wrong[0]}")
-        await llm.finish_weight_update(weight_version=str(manifest.version))
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
         self._version = manifest.version
         await llm.resume_generation()
         return checksum
-
-    async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
-        """Let the workers fetch and check their part while requests go on; returns what their parameters must be."""
-        refusals = await self._open().collective_rpc("penstock_stage", args=(update, self._spec.stage_on))
-        if any(refusals):
-            raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {next(filter(None, refusals))}")
-        answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged", manifest.version)
-        return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
-
-    async def _until_done(self, what: str, method: str, *arguments: Any) -> list[Any]:
-        """Answers of all workers, once each has ended what it does beside decoding."""
-        started = time.monotonic()
-        while True:
-            answers = await self._open().collective_rpc(method, args=arguments)
-            if wrong := [error for _, error, *_ in answers if error]:
-                raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
-            if all(is_done for is_done, *_ in answers):
-                return list(answers)
-            if time.monotonic() - started > self._spec.stage_timeout_s:
-                late = ", ".join(str(rank) for rank, (is_done, *_) in enumerate(answers) if not is_done)
-                limit = f"{self._spec.stage_timeout_s:g} s (weights.timeout_s)"
-                raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not ended it after {limit}.")
-            await asyncio.sleep(STAGE_POLL_S)
 
     async def make_slots(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
@@ -241,12 +221,12 @@ class VllmEngine:
     async def join_crossing(self, crossing: Crossing, replica: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_join", args=(pickle.dumps(crossing), replica))
-        await self._until_done("weights: meeting", "penstock_beside")
+        await self._workers.until_done("weights: meeting", "penstock_beside")
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_receive", args=(version,))
-        await self._until_done(f"publish v{version}: receiving", "penstock_beside")
+        await self._workers.until_done(f"publish v{version}: receiving", "penstock_beside")
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""
@@ -259,6 +239,10 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=5.0)
             self._llm = None
+
+    @property
+    def _workers(self) -> Workers:
+        return Workers(self._open().collective_rpc, self._spec)
 
     def _open(self) -> AsyncLLM:
         if self._llm is None:

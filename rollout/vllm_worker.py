@@ -21,13 +21,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, WeightManifest
+from penstock.dataflow.ports import AdaptedBox, AdapterManifest, BucketSum, TensorEntry, WeightManifest
 from penstock.rollout.vllm_live import LiveTensors
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
+from penstock.weights.streaming import ON_THE_WAY, Pieces
 from penstock.weights.transport.arrival import Arrival, Beside
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
@@ -42,6 +43,8 @@ _base: WeakKeyDictionary[torch.nn.Module, BaseWeights] = WeakKeyDictionary()
 """What a model was loaded with, where versions come as adapters."""
 _slot: WeakKeyDictionary[torch.nn.Module, DeviceSlot] = WeakKeyDictionary()
 """Where a model's versions are written, or arrive, if that is in device memory."""
+_broken: dict[int, str] = {}
+"""Why a version has come into this worker's parameters in part only."""
 _arrival: WeakKeyDictionary[torch.nn.Module, tuple[Arrival, Beside]] = WeakKeyDictionary()
 """Where they arrive from other nodes, and what runs for that."""
 
@@ -87,10 +90,19 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
         manifest = decode(update_info)
-        if manifest.num_shards:
-            swap_shard(self.model, _staging.pop(manifest.version).take())
+        _broken.clear()
+        if manifest.location == ON_THE_WAY:
+            return  # it has arrived in the parameters themselves (penstock_stream)
+        staged = _staging.pop(manifest.version).take()
+        if isinstance(staged, Pieces):
+            try:
+                staged.apply(flat_parameters(self.model))
+            except WeightSyncError as error:  # an error out of here would leave answers of other workers unread
+                _broken[manifest.version] = str(error)
+        elif manifest.num_shards:
+            swap_shard(self.model, staged)
         else:
-            self.model.load_weights(iter(_staging.pop(manifest.version).take().items()))
+            self.model.load_weights(iter(staged.items()))
 
     def finish_weight_update(self) -> None:
         pass
@@ -165,9 +177,14 @@ def _words(held: tuple[int, torch.dtype] | None) -> str:
 @torch.no_grad()
 def swap_shard(model: torch.nn.Module, shard: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's shard into the live parameters."""
-    live = dict(model.named_parameters())
+    live = flat_parameters(model)
     for name, values in shard.items():
-        copy_values(live[name].view(-1), values)
+        copy_values(live[name], values)
+
+
+def flat_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> live parameter, flat."""
+    return {name: parameter.detach().view(-1) for name, parameter in model.named_parameters()}
 
 
 class WorkerExtension:
@@ -200,7 +217,9 @@ class WorkerExtension:
 
         def join() -> None:
             met: Crossing = pickle.loads(crossing)  # noqa: S301 - from the driver of this run
-            _slot[model] = arrival.join(met, replica, _slot.get(model))
+            slot = arrival.join(met, replica, _slot.get(model))
+            if slot is not None:
+                _slot[model] = slot
 
         beside.begin(f"rank {rank} joins", join)
 
@@ -209,23 +228,36 @@ class WorkerExtension:
         arrival, beside = _arrival[self.model_runner.get_model()]
         beside.begin(f"receive v{version}", lambda: arrival.receive(version))
 
+    def penstock_stream(self, version: int, sums: Sequence[tuple[int, int, str, str]]) -> None:
+        """Begin to receive a version into the live parameters; generation is paused."""
+        model = self.model_runner.get_model()
+        arrival, beside = _arrival[model]
+        expected = [BucketSum(bucket, rank, buffer, int(checksum, 16)) for bucket, rank, buffer, checksum in sums]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what still reads them was started on another stream
+        beside.begin(f"stream v{version}", lambda: arrival.stream(version, expected, flat_parameters(model)))
+
     def penstock_beside(self) -> tuple[bool, str]:
         """Whether that has ended, and why it failed, if it has."""
         _, beside = _arrival[self.model_runner.get_model()]
         return beside.is_done, beside.error()
 
-    def penstock_stage(self, update: Mapping[str, Any], stage_on: str) -> str:
+    def penstock_stage(self, update: Mapping[str, Any], stage_on: str, bucket_bytes: int | None) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
         manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
         _staging.clear()  # one that was given up
         model = self.model_runner.get_model()
         wrong = what_is_wrong(model, manifest, rank)
+        if not wrong and manifest.location == ON_THE_WAY:
+            return "" if model in _arrival else f"it is streamed, and rank {rank} has joined no crossing."
         if not wrong:
             is_whole = not manifest.num_shards  # the loader copies tensor by tensor: two models would not fit
-            device = torch.device("cpu") if is_whole or stage_on == "host" else self.device
+            in_main_memory = is_whole or (stage_on == "host" and bucket_bytes is None)
+            device = torch.device("cpu") if in_main_memory else self.device
             base = _base.setdefault(model, BaseWeights(rank))
             live = dict(model.named_parameters())
-            _staging[manifest.version] = Staging(manifest, rank, device, base, live, _slot.get(model))
+            slot = _slot.get(model)
+            _staging[manifest.version] = Staging(manifest, rank, device, base, live, slot, bucket_bytes)
         return wrong
 
     def penstock_staged(self, version: int) -> tuple[bool, str, list[EntryRow]]:
@@ -238,6 +270,8 @@ class WorkerExtension:
     def penstock_live_checksums(self, update: Mapping[str, Any]) -> tuple[list[tuple[int, str, str]], str]:
         """Read live parameters back: (rank, name, checksum in hex) of this worker's entries, and what is wrong."""
         manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
+        if manifest.version in _broken:
+            return [], _broken[manifest.version]
         mine = replace(manifest, entries=tuple(entry for entry in manifest.entries if entry.rank == rank))
         live = LiveTensors(self.model_runner.get_model(), mine)
         unplaced = {entry.name for entry in live.unplaced}

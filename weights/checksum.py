@@ -129,10 +129,14 @@ def check_arrived(
         WeightSyncError: At the first difference.
     """
     for entry in entries:
-        checksum = tensor_checksum(tensors[entry.name])
-        if checksum != entry.checksum:
-            raise WeightSyncError(
-                f"publish v{version}: what arrived of {entry.name}{whose} has checksum {checksum:x}, sent was "
-                f"{entry.checksum:x}. It was damaged on the way, or replaced by a newer version; the old weights go on "
-                "serving."
-            )
+        compare_arrived(tensor_checksum(tensors[entry.name]), entry, version, whose)
+
+
+def compare_arrived(checksum: int, entry: TensorEntry, version: int, whose: str = "") -> None:
+    """`check_arrived`, of one tensor whose checksum is known."""
+    if checksum != entry.checksum:
+        raise WeightSyncError(
+            f"publish v{version}: what arrived of {entry.name}{whose} has checksum {checksum:x}, sent was "
+            f"{entry.checksum:x}. It was damaged on the way, or replaced by a newer version; the old weights go on "
+            "serving."
+        )

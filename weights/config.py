@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 NUM_SLOTS = 2
-"""Versions kept in shared memory by `direct`: one is written while another may still be read. Of memory=device: 1."""
+"""Versions kept in shared memory by `direct`: one is written while another may still be read. Of memory=device, and
+with staging=bucket: 1."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
 CodecName = Literal["full", "delta", "int8_delta"]
 """Those of messages between nodes; `lora` is none, since it is not the weights that travel."""
@@ -35,6 +36,10 @@ class WeightsConfig(BaseModel):
         stage_on: Where a GPU engine keeps an arrived version until the swap: `device` needs its shard's size of GPU
             memory once more, and freezes for a copy within the device; `host` needs none, and freezes for longer, and
             is for versions in shared memory.
+        staging: What of an arriving version an engine holds beside its live parameters: `shard` is all of it, so that
+            requests go on until it is there; `bucket` is one bucket (64 MiB), and requests stand still while the
+            version streams through it (weights/streaming.py). Of shared memory it takes one slot instead of two; from
+            device to device it needs transport=group, and no slot at all.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
@@ -53,10 +58,16 @@ class WeightsConfig(BaseModel):
     memory: Literal["auto", "host", "device"] = "auto"
     directory: str | None = None
     stage_on: Literal["device", "host"] = "device"
+    staging: Literal["shard", "bucket"] = "shard"
     update_mode: UpdateMode = "keep_kv"
     probe_every: int = Field(default=20, ge=0)
     timeout_s: float = Field(default=120.0, gt=0)
     drain_timeout_s: float = Field(default=300.0, gt=0)
+
+    @property
+    def num_slots(self) -> int:
+        """Versions kept in shared memory by `direct`."""
+        return 1 if self.staging == "bucket" else NUM_SLOTS
 
     @property
     def kv_mode(self) -> Literal["keep_kv", "recompute_kv"]:

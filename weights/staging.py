@@ -19,6 +19,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import check_arrived
+from penstock.weights.streaming import Pieces
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
@@ -40,6 +41,7 @@ class Staging:
         base: BaseWeights,
         live: Mapping[str, torch.Tensor],
         slot: DeviceSlot | None,
+        bucket_bytes: int | None = None,
     ) -> None:
         """Begin.
 
@@ -50,16 +52,19 @@ class Staging:
             base: What adapters are added to.
             live: Parameters by name; only read.
             slot: Of this rank in device memory, if it has one.
+            bucket_bytes: Hold no more than this of a shard, which then streams through it under the freeze
+                (streaming.py); None: hold all of it.
         """
         self.seconds = 0.0
         self.entries = tuple(entry for entry in manifest.entries if entry.rank == rank)
         self._base = base
         self._live = live
         self._slot = slot
+        self._bucket_bytes = bucket_bytes
         self._manifest = manifest
         self._rank = rank
         self._device = device
-        self._staged: dict[str, torch.Tensor] = {}
+        self._staged: dict[str, torch.Tensor] | Pieces = {}
         self._error: WeightSyncError | None = None
         self._thread = threading.Thread(target=self._run, name=f"stage v{manifest.version}", daemon=True)
         self._thread.start()
@@ -72,8 +77,8 @@ class Staging:
         """What is wrong with the version, if anything."""
         return "" if self._error is None else str(self._error)
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """Buffer name -> flat values on the device.
+    def take(self) -> dict[str, torch.Tensor] | Pieces:
+        """Buffer name -> flat values on the device; or what streams.
 
         Raises:
             WeightSyncError: If the bytes that arrived are not those of the manifest.
@@ -104,7 +109,7 @@ class Staging:
         else:
             self._staged = self._fetch()
 
-    def _fetch(self) -> dict[str, torch.Tensor]:
+    def _fetch(self) -> dict[str, torch.Tensor] | Pieces:
         """The version's values on the device, compared with the manifest."""
         if self._manifest.adapters is not None:
             merged = self._base.merge(self._manifest, self._live, self._device)
@@ -112,6 +117,8 @@ class Staging:
             return merged
         if self._manifest.num_shards:
             arrived = dict(read_shard(self._manifest, self._rank, self._slot))
+            if self._bucket_bytes is not None:
+                return Pieces(arrived, self.entries, self._manifest.version, self._bucket_bytes, self._device)
         else:
             arrived = dict(read_version(self._manifest))
         if self._device.type == "cuda":

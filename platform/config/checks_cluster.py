@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from math import ceil
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.platform.config.checks_weights import check_staging
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
@@ -34,6 +35,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_transport(config)
         yield from check_weights_memory(config)
         yield from check_overlap(config)
+        yield from check_staging(config)
 
 
 def check_pools(config: RunConfig) -> Iterator[Finding]:

@@ -33,16 +33,20 @@ def open_harness(
     publisher_of_tiny: Callable[..., TinyPublisher],
     tiny_tensors: Callable[[int], dict[str, torch.Tensor]],
 ) -> OpenHarness:
-    """`async with open_harness(engine_type, config, update_mode, memory) as harness`: starts at version 0.
+    """`async with open_harness(engine_type, config, update_mode, memory, bucket_bytes)`: a harness, at version 0.
 
-    `memory` is where versions are written: `host` or `device`.
+    `memory` is where versions are written: `host` or `device`; they stream through a bucket if there is one.
     """
 
     @asynccontextmanager
     async def opened(
-        engine_type: type[LocalEngine], config: EngineConfig, update_mode: str, memory: str = "host"
+        engine_type: type[LocalEngine],
+        config: EngineConfig,
+        update_mode: str,
+        memory: str = "host",
+        bucket_bytes: int | None = None,
     ) -> AsyncIterator[Harness]:
-        spec = make_spec(tiny_model_config, config, update_mode)
+        spec = make_spec(tiny_model_config, config, update_mode, bucket_bytes)
         engine = engine_type(spec)
         side = EngineSide(config.type, tiny_model_config.shape, config.tensor_parallel_size)
         tensors = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items()]

@@ -6,6 +6,7 @@ Two training ranks under ZeRO-3 live in threads of the test, with connections of
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.planner.plan import make_plan
 from penstock.weights.transport.crossing import Crossing, End, Sender
 from penstock.weights.transport.links import serve_store
 from penstock.weights.transport.shards import ShardTransfer
@@ -26,13 +28,20 @@ NUM_RANKS = 2
 CPU = torch.device("cpu")
 
 
-def make_crossing(harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float) -> Crossing:
+def make_crossing(
+    harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float, is_streamed: bool = False
+) -> Crossing:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in harness.reference.tensors(0).items())
     engine = harness.spec.engine
     side = EngineSide(engine.type, harness.spec.model.shape, engine.tensor_parallel_size)
     training = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True)
+    transfer = ShardTransfer.between(training, side, "float32", None)
+    if is_streamed:
+        sides = training.layout(), side.layout(specs)
+        assert harness.spec.bucket_bytes is not None
+        transfer = replace(transfer, plan=make_plan(*sides, 4, bucket_bytes=harness.spec.bucket_bytes))
     return Crossing(
-        transfer=ShardTransfer.between(training, side, "float32", None),
+        transfer=transfer,
         num_training=NUM_RANKS,
         ends=(End(str(harness.spec.engine_id), "node"),),
         on_devices=True,
@@ -40,6 +49,7 @@ def make_crossing(harness: Harness, port: int, generation: int, *, codec: str, t
         generation=generation,
         timeout_s=timeout_s,
         codec=codec,  # type: ignore[arg-type]
+        is_streamed=is_streamed,
     )
 
 

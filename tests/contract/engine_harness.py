@@ -35,7 +35,9 @@ async def within(awaitable: Awaitable[Result]) -> Result:
     return await asyncio.wait_for(awaitable, WAIT_S)
 
 
-def make_spec(model: ModelConfig, engine: EngineConfig, update_mode: str) -> EngineSpec:
+def make_spec(
+    model: ModelConfig, engine: EngineConfig, update_mode: str, bucket_bytes: int | None = None
+) -> EngineSpec:
     return EngineSpec(
         engine_id=EngineId("engine-0"),
         model_path=str(model.path),
@@ -45,6 +47,7 @@ def make_spec(model: ModelConfig, engine: EngineConfig, update_mode: str) -> Eng
         update_mode=update_mode,  # type: ignore[arg-type]
         seed=7,
         threads=1,
+        bucket_bytes=bucket_bytes,
     )
 
 
@@ -209,7 +212,7 @@ class Harness:
         return self.reference.logprobs(self.seed_of_version[span.version], prompt, output.token_ids, temperature)
 
 
-OpenHarness = Callable[[type[LocalEngine], EngineConfig, str], AbstractAsyncContextManager[Harness]]
+OpenHarness = Callable[..., AbstractAsyncContextManager[Harness]]
 
 
 def prompt_of(length: int, shift: int = 0) -> list[int]:

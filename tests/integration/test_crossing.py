@@ -9,11 +9,12 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
 import ray
+import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -21,11 +22,13 @@ from penstock.actors.crossing import GroupExport
 from penstock.actors.ends import EngineSlots, Landings
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import is_one_node
+from penstock.actors.exports import Departure, is_one_node
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.stream_export import StreamExport
 from penstock.actors.trainer import TrainerRank
 from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.local_engine import EngineSpec
@@ -135,6 +138,45 @@ async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes:
     await publisher.close()
 
 
+class DamagedOnce(StreamExport):
+    """One bit of `version` changes on its way, behind the sums of what is sent."""
+
+    damaged: int | None = 3
+
+    async def begin(self, version: int) -> Departure:
+        departure = await super().begin(version)
+        if version == self.damaged:
+            self.damaged = None
+            await self._trainer._ranks[1].__ray_call__.remote(flip_a_bit)
+        return departure
+
+
+def flip_a_bit(rank: Any) -> None:
+    held = list(rank._sender._held.values())
+    held[len(held) // 2].view(torch.int32)[0] ^= 1
+
+
+async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_a_damaged_one_is_sent_once_more(
+    nodes: Nodes,
+) -> None:
+    trainer, engines, pool, model = nodes
+    config = WeightsConfig(transport="group", memory="device", staging="bucket", timeout_s=60.0)
+    ends = EngineSlots(pool, trainer.node_id)
+    export = DamagedOnce(trainer, ends, EngineSide("torch", model.shape), "float32", config)
+    publisher = ActorWeightPublisher(pool, config, export)
+    for version in (2, 3, 4):
+        report = await publisher.publish(version)  # acknowledged is what was read back from live parameters
+        assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
+        assert report.rewrites == (version == 3)
+        assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the first engine hands it on to the second"
+        assert min(ack.stall_s for ack in report.acks) > max(ack.stage_s for ack in report.acks), "all of it is frozen"
+        await trainer.supervised_step(EXAMPLES)
+    assert not pool.fenced
+    with pytest.raises(WeightSyncError, match="no longer on its way to engine-0, which gets the next version"):
+        await engines[0].update_weights(publisher._parcel.manifest, publisher._parcel.payload)
+    await publisher.close()
+
+
 async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lost_landing_costs_its_engines_only(
     nodes: Nodes,
 ) -> None:
@@ -145,12 +187,12 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     export = GroupExport(trainer, landings, EngineSide("torch", model.shape), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     shares = []
-    for version in range(2, 5):  # an engine acknowledges what it has read back from its live parameters only
+    for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters only
         report = await publisher.publish(version)
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
         assert 0 < report.sent_bytes < 1.1 * report.num_bytes, "the trainer sends one policy, however many engines"
         shares.append(report.changed_share)
-        if version > 2:
+        if version > 5:
             await trainer.supervised_step(EXAMPLES)
     first, unchanged, trained = shares
     assert first == 1.0, "of the first version nobody knows what receivers hold"
@@ -160,7 +202,7 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
     os.kill(pid, signal.SIGSTOP)  # the others begin, and wait for it in the middle of the version
     started = time.monotonic()
-    publish = asyncio.create_task(publisher.publish(5))
+    publish = asyncio.create_task(publisher.publish(8))
     await asyncio.sleep(1.0)
     assert not publish.done()
     os.kill(pid, signal.SIGKILL)
@@ -170,7 +212,7 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     assert report.changed_share == 1.0, "a new meeting begins with everything"
     assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
     assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
-    for version in (6, 7):
+    for version in (9, 10):
         await trainer.supervised_step(EXAMPLES)
         report = await publisher.publish(version)
         assert [(ack.engine_id, ack.version) for ack in report.acks] == [("engine-0", version)], "training goes on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,15 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
                 "rollout.engine.tensor_parallel_size=2",
                 "trainer.tensor_parallel_size=2",
                 "weights.memory=device",  # on CPU a file per engine rank
+            ],
+        ),
+        (
+            "autotp_streaming_into_the_parameters_of_one_worker",
+            [
+                "trainer.tensor_parallel_size=2",
+                "weights.staging=bucket",
+                "weights.transport=group",
+                "weights.memory=device",
             ],
         ),
     ],
@@ -217,7 +227,9 @@ def test_a_policy_learns_from_pairs_of_its_own_answers(workspace: Path, train_ov
     assert architecture == "Qwen3ForCausalLM"
 
 
-def test_a_users_own_reward_and_tasks_train(workspace: Path, train_overrides: list[str]) -> None:
+def test_a_users_own_reward_and_tasks_train_with_versions_in_a_folder(
+    workspace: Path, train_overrides: list[str], tmp_path: Path
+) -> None:
     (workspace / "my_task.py").write_text(
         "from penstock.envs.arithmetic import ArithmeticTasks\n"
         "class MyTasks(ArithmeticTasks):\n"
@@ -226,15 +238,21 @@ def test_a_users_own_reward_and_tasks_train(workspace: Path, train_overrides: li
         "    right = trajectory.response.endswith(answer)\n"
         "    return {'right': float(right), 'short': 0.1 * (len(trajectory.response) < 30)}\n"
     )
-    done = run_cli(
-        "train",
-        *train_overrides,
-        *SMALL,
+    overrides = [
         "name=own",
         "rollout/engine=torch",
         "env.factory=my_task:MyTasks",
         "reward.fn=my_task.my_reward",
-        cwd=workspace,
-    )
+        f"weights.directory={tmp_path}",
+    ]
+    seen: set[str] = set()
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(run_cli, "train", *train_overrides, *SMALL, *overrides, cwd=workspace)
+        while not run.done():
+            seen |= {"/".join(file.parts[-2:]) for file in tmp_path.glob("penstock-weights-*/slot*/rank*")}
+            wait([run], timeout=0.1)
+    done = run.result()
     assert done.returncode == 0, done.stderr
+    assert seen == {"slot0/rank0", "slot1/rank0"}, "an engine acknowledges what it has read back"
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
     assert read_metric(workspace / "runs" / "own", "reward/mean")

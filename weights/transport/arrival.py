@@ -3,18 +3,21 @@
 Consumes: the messages of the training ranks, or of the engine before it in the relay. Waits for: everyone at a meeting,
 then each message. Unblocked by: those, a lost peer, or the time-out of the leg, which ends the crossing. It runs in a
 thread beside decoding, and on a GPU on a stream of its own; what has arrived is complete when `receive` returns. One
-slot is enough, as in device_memory.py: no version is sent before every engine has acknowledged the one before.
+slot is enough, as in device_memory.py: no version is sent before every engine has acknowledged the one before. Of a
+crossing that is streamed there is none: `stream` puts every bucket into live parameters, and generation stands still.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.ports import BucketSum
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.streaming import ExpectedBuckets
 from penstock.weights.transport.crossing import Crossing, on_own_stream
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
 from penstock.weights.transport.transfer import Transfer
@@ -30,7 +33,7 @@ class Arrival:
         self._device = device
         self._transfer: Transfer | None = None
 
-    def join(self, crossing: Crossing, replica: int, known: DeviceSlot | None) -> DeviceSlot:
+    def join(self, crossing: Crossing, replica: int, known: DeviceSlot | None) -> DeviceSlot | None:
         """Meet everyone as a rank of the `replica`-th end; the crossing before is left.
 
         Args:
@@ -39,15 +42,16 @@ class Arrival:
             known: The slot that this rank has, if it has one: taken if it fits.
 
         Returns:
-            The slot that versions arrive in.
+            The slot that versions arrive in; None if they are streamed.
 
         Raises:
             WeightSyncError: If someone does not come, or there is no memory for a version.
         """
         self.close()
         with on_own_stream(self._device):
-            transfer = crossing.transfer
-            slot = slot_for(known, transfer.buffers[self._rank], TORCH_DTYPES[transfer.dtype], self._device)
+            transfer, slot = crossing.transfer, None
+            if not crossing.is_streamed:
+                slot = slot_for(known, transfer.buffers[self._rank], TORCH_DTYPES[transfer.dtype], self._device)
             self._transfer = crossing.join(crossing.members.engine(replica, self._rank), self._device)
         self._slot = slot
         return slot
@@ -62,6 +66,27 @@ class Arrival:
             raise WeightSyncError(f"publish v{version}: rank {self._rank} of this engine has joined no crossing.")
         with on_own_stream(self._device):
             self._transfer.run(version, {}, self._slot.buffers)
+
+    def stream(self, version: int, sums: Iterable[BucketSum], live: Mapping[str, torch.Tensor]) -> None:
+        """Receive a version into live parameters, which nothing may read meanwhile.
+
+        Args:
+            version: Of the policy.
+            sums: What its buckets must be.
+            live: Name -> flat parameter.
+
+        Raises:
+            WeightSyncError: If a bucket is damaged, or a peer is lost or too late: they are of no version then.
+        """
+        if self._transfer is None:
+            raise WeightSyncError(f"publish v{version}: rank {self._rank} of this engine has joined no crossing.")
+        with on_own_stream(self._device):
+            self._transfer.run(version, {}, live, expected=ExpectedBuckets(sums))
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that messages take; at most one bucket, since an engine only receives and passes on."""
+        return 0 if self._transfer is None else self._transfer.extra_bytes
 
     def close(self) -> None:
         """Leave; the slot stays."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.dataflow.ports import BucketSum
 from penstock.weights.checksum import PartialSum
 from penstock.weights.codec.choice import CODECS
 from penstock.weights.config import CodecName
@@ -60,6 +61,7 @@ class Crossing:
         generation: A number that no earlier crossing at this store has.
         timeout_s: Longest wait for everyone, and then for each message, seconds.
         codec: What messages go through.
+        is_streamed: Versions go into the engines' live parameters as they arrive, and there are no slots.
     """
 
     transfer: ShardTransfer
@@ -70,6 +72,7 @@ class Crossing:
     generation: int
     timeout_s: float
     codec: CodecName
+    is_streamed: bool = False
 
     @property
     def members(self) -> Members:
@@ -114,6 +117,18 @@ class Sent(NamedTuple):
     num_bytes: int
     num_elements: int
     num_changed: int
+
+
+class Announced(NamedTuple):
+    """What one training rank is about to send of one version.
+
+    Attributes:
+        sums: Bucket by bucket.
+        num_bytes: To other processes.
+    """
+
+    sums: list[BucketSum]
+    num_bytes: int
 
 
 def changed_share(sent: Iterable[Sent]) -> float | None:
@@ -165,6 +180,12 @@ class Sender:
             self._held[name].copy_(tensor.detach())
         if self._packs_on.type == "cuda":
             torch.cuda.synchronize(self._packs_on)  # it is sent from another stream
+
+    def sums(self) -> Announced:
+        """What is held, as it will be sent. Reads all of it; nothing else may be sent meanwhile."""
+        assert self._transfer is not None, "join comes first"
+        with on_own_stream(self._packs_on):
+            return Announced(list(self._transfer.bucket_sums(self._held)), self._transfer.num_sent_bytes)
 
     def send(self, version: int) -> Sent:
         """Send what is held; may run beside training.

@@ -48,12 +48,14 @@ class ShardTransfer:
         buffers: By engine rank: name -> size in elements.
         dtype: Of the wire, and of the engine's parameters.
         directory: Where the files are, in shared memory; None: the slots are in device memory.
+        num_slots: Versions that the files hold. With one, no engine may read a version when the next is written.
     """
 
     plan: Plan
     buffers: tuple[Mapping[str, int], ...]
     dtype: DType
     directory: str | None
+    num_slots: int = NUM_SLOTS
 
     @classmethod
     def between(
@@ -93,7 +95,7 @@ class ShardTransfer:
     def folder(self, version: int) -> Path:
         """Where a version's files are."""
         assert self.directory is not None, "slots in device memory have no files"
-        return Path(self.directory) / f"slot{version % NUM_SLOTS}"
+        return Path(self.directory) / f"slot{version % self.num_slots}"
 
     def manifest(self, version: int, parts: list[PartialSum]) -> WeightManifest:
         """What the engines are told, once every training rank has written its part."""
@@ -127,9 +129,9 @@ class ShardFiles:
         self._transfer = transfer
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._mapped: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
-        for slot in range(NUM_SLOTS):
+        for slot in range(transfer.num_slots):
             for engine_rank, sizes in enumerate(transfer.buffers):
-                _reserve(_file(transfer.folder(slot), engine_rank), slot_size(sizes, self._dtype), self._dtype)
+                _reserve(transfer, slot, engine_rank, slot_size(sizes, self._dtype) * self._dtype.itemsize)
 
     def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
         """Name -> flat tensor: what an engine rank needs of a version; it replaces the version before the last one."""
@@ -241,14 +243,15 @@ def _map(folder: Path, rank: int, sizes: Mapping[str, int], dtype: torch.dtype) 
     return cut_slot(torch.from_file(str(_file(folder, rank)), shared=True, size=size, dtype=dtype), sizes)
 
 
-def _reserve(file: Path, num_elements: int, dtype: torch.dtype) -> None:
-    num_bytes = num_elements * dtype.itemsize
+def _reserve(transfer: ShardTransfer, slot: int, engine_rank: int, num_bytes: int) -> None:
+    file = _file(transfer.folder(slot), engine_rank)
     try:
         reserve(file, num_bytes)
     except OSError as error:
         free = os.statvfs(file.parent)
         raise WeightSyncError(
             f"weights: {file.parent} has {free.f_bavail * free.f_frsize >> 20} MiB free, one shard of the policy "
-            f"needs {num_bytes >> 20} MiB, {NUM_SLOTS} versions of every shard are kept ({error.strerror}). Give "
-            "the machine or container more of it (docker: --shm-size)."
+            f"needs {num_bytes >> 20} MiB, {transfer.num_slots} of every shard are kept ({error.strerror}). Give "
+            "the machine or container more of it (docker: --shm-size)"
+            + (", or set weights.staging=bucket, which takes half." if transfer.num_slots > 1 else ".")
         ) from error

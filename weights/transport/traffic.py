@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.weights.checksum import PartialSum
+from penstock.weights.streaming import ExpectedBuckets
 
 Tensors = Mapping[str, torch.Tensor]
 """Buffer name -> flat tensor."""
@@ -22,12 +23,14 @@ class Cargo(NamedTuple):
         source: What it holds on the plan's source side.
         destination: What it fills on the plan's destination side.
         held: The version before, as it was received.
+        expected: What arrives is compared with this, bucket by bucket, if it goes where it is in use.
     """
 
     version: int
     source: Tensors
     destination: Tensors
     held: Tensors
+    expected: ExpectedBuckets | None = None
 
 
 @dataclass(slots=True)

@@ -17,13 +17,15 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError, boundary
+from penstock.dataflow.ports import BucketSum
 from penstock.weights.codec.codec import Codec
 from penstock.weights.planner.plan import Plan
+from penstock.weights.streaming import ExpectedBuckets
 from penstock.weights.transport.coded import CodedBuckets
 from penstock.weights.transport.group import TransferGroup
 from penstock.weights.transport.links import Exchange, Links, LostPeerError, Pending
@@ -78,6 +80,7 @@ class Transfer:
         *,
         held: Tensors | None = None,
         wants_sums: bool = False,
+        expected: ExpectedBuckets | None = None,
     ) -> Traffic:
         """Carry out this process's part of one version.
 
@@ -88,6 +91,8 @@ class Transfer:
                 it. Padding is left as it is. On a GPU it is complete in the order of the current stream.
             held: With a codec: the version before, as it was received; may be `destination`, which is the default.
             wants_sums: Add up what this process sends for the checksums of the destination's buffers.
+            expected: Compare every bucket with this before any of it is put into `destination` or passed on. Not with
+                a codec.
 
         Returns:
             Bytes by peer, and those sums.
@@ -96,7 +101,10 @@ class Transfer:
             WeightSyncError: If a peer does not come, is lost or is too late. Then the group is closed, and what
                 arrived must not be used.
         """
-        what, cargo = f"weights v{version}", Cargo(version, source, destination, destination if held is None else held)
+        what, cargo = (
+            f"weights v{version}",
+            Cargo(version, source, destination, destination if held is None else held, expected),
+        )
         name = self._group.members.name(self._group.rank)
         try:
             with boundary(WeightSyncError, f"{what}: {name}"):
@@ -108,7 +116,7 @@ class Transfer:
                     begun = time.monotonic()
                     try:
                         if self._coded is None:
-                            self._bucket(links, step, cargo, traffic)
+                            self._bucket(links, number, step, cargo, traffic)
                         else:
                             self._coded.carry(links, number, step, cargo, (self._outgoing, self._incoming), traffic)
                     except LostPeerError as lost:
@@ -122,11 +130,24 @@ class Transfer:
             _forget_frames(error)
             raise
 
+    @torch.no_grad()
+    def bucket_sums(self, source: Tensors) -> Iterator[BucketSum]:
+        """What this process is about to send adds to the checksums, bucket by bucket, read where it comes from."""
+        for number, step in enumerate(self._steps):
+            for message in step.sends:
+                pack(message, source, self._outgoing)
+                yield from (BucketSum(number, *part) for part in sums_of(message, self._outgoing))
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """What this process sends of its own of every version, without a codec."""
+        return sum(step.num_sent for step in self._steps) * self._outgoing.itemsize
+
     def close(self) -> None:
         """Leave the group; may be called twice."""
         self._group.close()
 
-    def _bucket(self, links: Links, step: Step, cargo: Cargo, traffic: Traffic) -> None:
+    def _bucket(self, links: Links, number: int, step: Step, cargo: Cargo, traffic: Traffic) -> None:
         me, source, destination = self._group.rank, cargo.source, cargo.destination
         for message in step.sends:
             pack(message, source, self._outgoing)
@@ -144,6 +165,8 @@ class Transfer:
         self._finish(exchange.receiving)
         for peer, tensor in receives:
             traffic.received_bytes[peer] += tensor.nbytes
+        if cargo.expected is not None:
+            cargo.expected.check(cargo.version, number, step.receives, self._incoming)
         relays = [(child, self._incoming[: step.num_received]) for child in step.children]
         relay = links.exchange(relays, []) if relays else Exchange([], [])
         for message in step.receives:

@@ -166,6 +166,26 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["weights.memory=device", "weights.transport=shared_memory"],
             ["weights.transport=shared_memory", "that is main memory"],
         ),
+        (["weights.staging=bucket", "weights.mode=gather"], ["weights.mode=gather", "whole tensors", "staging=shard"]),
+        (
+            ["weights.staging=bucket", "weights.codec=delta"],
+            ["weights.codec=delta", "has written over"],
+        ),
+        (
+            ["weights.staging=bucket", "trainer=lora", "weights.codec=lora"],
+            ["weights.codec=lora", "adapters"],
+        ),
+        (["weights.staging=bucket", "weights.overlap=true"], ["weights.overlap=true", "stand still"]),
+        (
+            [
+                "weights.staging=bucket",
+                "weights.memory=device",
+                "weights.transport=group",
+                "weights.update_mode=multi_version",
+            ],
+            ["weights.update_mode=multi_version", "none would serve"],
+        ),
+        (["weights.staging=bucket", "weights.memory=device"], ["weights.staging=bucket", "a second shard"]),
         (["weights.memory=device", "weights.stage_on=host"], ["weights.stage_on=host", "where it lies"]),
         (
             ["weights.memory=device", "trainer=lora", "weights.codec=lora"],

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from penstock.platform.config.compose import compose_config
-from penstock.platform.memory import GIB, engine_memory, kv_cache_gib, published_gib, shared_gib, trainer_memory
+from penstock.platform.memory import (
+    GIB,
+    engine_memory,
+    kv_cache_gib,
+    published_gib,
+    shared_gib,
+    staged_gib,
+    trainer_memory,
+)
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
 from penstock.platform.slots import slots_on
 
@@ -187,6 +195,8 @@ def test_versions_go_from_gpu_to_gpu_where_all_have_gpus_of_one_machine():
         ([], "device"),
         (["cluster.address=auto"], "host"),
         (["weights.stage_on=host"], "host"),
+        (["weights.staging=bucket"], "host"),
+        (["weights.staging=bucket", "weights.transport=group", "weights.memory=device"], "device"),
         (["weights.memory=host"], "host"),
         (["weights=gather"], "host"),
         (["weights.transport=group"], "host"),
@@ -208,6 +218,16 @@ def test_a_slot_stays_on_the_gpu_while_the_engine_sleeps():
     assert loads["device"] - loads["host"] == pytest.approx(published_gib(config))
     host = compose_config(["experiment=gsm8k_qwen_1gpu", "weights.memory=host"])
     assert (shared_gib(config), shared_gib(host)) == (0, pytest.approx(2 * published_gib(config)))
+
+
+def test_staging_one_bucket_takes_half_of_the_shared_memory_and_hardly_any_of_the_gpus():
+    both = {
+        staging: compose_config(["experiment=math_qwen_8gpu", "weights.memory=host", f"weights.staging={staging}"])
+        for staging in ("shard", "bucket")
+    }
+    assert shared_gib(both["bucket"]) == pytest.approx(shared_gib(both["shard"]) / 2)
+    staged = {staging: staged_gib(config) for staging, config in both.items()}
+    assert staged == {"shard": pytest.approx(published_gib(both["shard"])), "bucket": 1 / 16}
 
 
 def test_main_memory_counts_every_process():

@@ -1,0 +1,211 @@
+"""`python benchmarks/weights.py stall`: how long generation stands still, by what engines have memory for.
+
+The decoder of `time` (1 GiB in float32, ZeRO-3 over 2 processes, into 2 that hold vLLM's layout at tensor parallelism
+2) is published in four ways, one after the other in every round:
+
+- shard, slot: compared in shared memory beside decoding; frozen for the copy and the reading back.
+- bucket, slot: likewise compared; frozen while it is copied bucket by bucket, each compared again, and for the reading
+  back. One slot in shared memory instead of two.
+- shard, messages: received (gloo) into a slot of the engine's own beside decoding; then as the first.
+- bucket, messages: frozen while buckets arrive, are compared and applied, and for the reading back. No slot.
+
+vLLM's own pause (benchmarks/in_flight.py pause) comes on top of each.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import ray
+import torch
+from weights_time import MODEL, NUM_RANKS, TP, EngineProcess, TrainingProcess, _all, _timed
+
+from penstock.dataflow.ports import BucketSum
+from penstock.trainer.spec import free_port
+from penstock.weights.adapters import BaseWeights
+from penstock.weights.checksum import PartialSum
+from penstock.weights.copies import copy_environment
+from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.planner.plan import BUCKET_BYTES
+from penstock.weights.staging import Staging
+from penstock.weights.streaming import Pieces
+from penstock.weights.transport.arrival import Arrival
+from penstock.weights.transport.crossing import Announced, Crossing, End, Sender
+from penstock.weights.transport.links import serve_store
+from penstock.weights.transport.shards import ShardTransfer
+from penstock.weights.transport.shared_memory import private_directory
+
+ROUNDS = 7
+TIMEOUT_S = 60.0
+WAYS = ("shard, slot", "bucket, slot", "shard, messages", "bucket, messages")
+CPU = torch.device("cpu")
+
+
+class StreamingRank(TrainingProcess):
+    """A training rank that can send, too."""
+
+    def join(self, crossing: Crossing) -> None:
+        self._sender = Sender(self._rank, CPU)
+        self._sender.join(crossing)
+        self._sender.hold(self._parts, copies=False)
+
+    def announce(self) -> Announced:
+        return self._sender.sums()
+
+    def send(self, version: int) -> list[PartialSum]:
+        return self._sender.send(version).sums
+
+
+class StreamingEngine(EngineProcess):
+    """An engine rank that can receive, too."""
+
+    def join(self, crossing: Crossing) -> None:
+        self._arrival = Arrival(self._rank, CPU)
+        self._slot = self._arrival.join(crossing, 0, None)
+
+    def receive(self, version: int) -> None:
+        self._arrival.receive(version)
+
+    def stage_from_slot(self, manifest: Any) -> None:
+        """Of its own."""
+        self._staging = Staging(manifest, self._rank, CPU, BaseWeights(self._rank), self._live, self._slot)
+        self._staging.take()
+
+    def stage_pieces(self, manifest: Any) -> int:
+        """Compare, to be streamed; extra memory in bytes."""
+        base = BaseWeights(self._rank)
+        self._staging = Staging(manifest, self._rank, CPU, base, self._live, None, BUCKET_BYTES)
+        self._pieces = self._staging.take()
+        assert isinstance(self._pieces, Pieces)
+        return self._pieces.extra_bytes
+
+    def apply(self) -> None:
+        assert isinstance(self._pieces, Pieces)
+        self._pieces.apply(self._live)
+
+    def stream(self, version: int, sums: list[BucketSum]) -> int:
+        """Receive into the live parameters; extra memory in bytes."""
+        self._arrival.stream(version, sums, self._live)
+        return self._arrival.extra_bytes
+
+
+def time_stalls() -> dict[str, Any]:
+    """Seconds of each way, by round."""
+    directory = private_directory()
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30, address="local")
+    try:
+        return _measured(str(directory))
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _measured(directory: str) -> dict[str, Any]:
+    training = TrainingSide(tuple(decoder_tensors(MODEL)), NUM_RANKS, is_partitioned=True)
+    transfer = ShardTransfer.between(training, EngineSide("vllm", MODEL, TP), "float32", directory)
+    port, store = free_port(), serve_store("127.0.0.1")
+    as_shipped = {"runtime_env": {"env_vars": copy_environment()}}
+    ranks = [ray.remote(StreamingRank).options(**as_shipped).remote(rank, port) for rank in range(NUM_RANKS)]
+    engines = [ray.remote(StreamingEngine).options(**as_shipped).remote(rank, transfer) for rank in range(TP)]
+    _all(rank.share.remote(transfer) for rank in ranks)
+    crossing = Crossing(
+        transfer=replace(transfer, directory=None),
+        num_training=NUM_RANKS,
+        ends=(End("engine-0", "node"),),
+        on_devices=True,
+        store_at=("127.0.0.1", store.port),
+        generation=0,
+        timeout_s=TIMEOUT_S,
+        codec="full",
+    )
+    stalls: dict[str, list[float]] = defaultdict(list)
+    beside: dict[str, list[float]] = defaultdict(list)
+    extra: dict[str, int] = dict.fromkeys(WAYS, 0)
+    for number in range(-1, ROUNDS):
+        took = _slots(ranks, engines, transfer, number, extra)
+        took |= _messages(ranks, engines, crossing, 2 * number, extra)
+        for way, (beside_s, stall_s) in took.items() if number >= 0 else ():
+            beside[way].append(beside_s)
+            stalls[way].append(stall_s)
+    num_bytes = transfer.manifest(0, []).num_bytes
+    return {"num_bytes": num_bytes, "rounds": ROUNDS, "stall_s": stalls, "beside_s": beside, "extra_bytes": extra}
+
+
+def _slots(ranks: Any, engines: Any, transfer: ShardTransfer, number: int, extra: dict[str, int]) -> Any:
+    write_s, _ = _timed(rank.write.remote(number % 2) for rank in ranks)
+    sums_s, parts = _timed(rank.sums.remote() for rank in ranks)
+    manifest = transfer.manifest(number % 2, [part for some in parts for part in some])
+    before_s = write_s + sums_s
+    stage_s, _ = _timed(engine.stage.remote(manifest) for engine in engines)
+    swap_s, _ = _timed(engine.swap.remote() for engine in engines)
+    check_s, _ = _timed(engine.check.remote(manifest) for engine in engines)
+    took = {"shard, slot": (before_s + stage_s, swap_s + check_s)}
+    stage_s, taken = _timed(engine.stage_pieces.remote(manifest) for engine in engines)
+    apply_s, _ = _timed(engine.apply.remote() for engine in engines)
+    check_s, _ = _timed(engine.check.remote(manifest) for engine in engines)
+    extra["bucket, slot"] = max(taken)
+    return took | {"bucket, slot": (before_s + stage_s, apply_s + check_s)}
+
+
+def _messages(ranks: Any, engines: Any, crossing: Crossing, version: int, extra: dict[str, int]) -> Any:
+    took = {}
+    for place, way in enumerate(("shard, messages", "bucket, messages")):
+        met = replace(crossing, generation=100 + version + place, is_streamed=bool(place))
+        _all([one.join.remote(met) for one in (*ranks, *engines)])
+        if place:
+            announce_s, announced = _timed(rank.announce.remote() for rank in ranks)
+            sums = [one for some in announced for one in some.sums]
+            manifest = met.transfer.manifest(version, [PartialSum(*one[1:]) for one in sums])
+            stream_s, taken = _timed(
+                [
+                    *(engine.stream.remote(version, sums) for engine in engines),
+                    *(rank.send.remote(version) for rank in ranks),
+                ]
+            )
+            check_s, _ = _timed(engine.check.remote(manifest) for engine in engines)
+            took[way] = announce_s, stream_s + check_s
+            extra[way] = max(taken[: len(engines)])
+            continue
+        receiving = [engine.receive.remote(version) for engine in engines]
+        cross_s, answers = _timed([*receiving, *(rank.send.remote(version) for rank in ranks)])
+        manifest = met.transfer.manifest(version, [part for some in answers[len(engines) :] for part in some])
+        stage_s, _ = _timed(engine.stage_from_slot.remote(manifest) for engine in engines)
+        swap_s, _ = _timed(engine.swap.remote() for engine in engines)
+        check_s, _ = _timed(engine.check.remote(manifest) for engine in engines)
+        took[way] = cross_s + stage_s, swap_s + check_s
+        extra[way] = manifest.num_bytes // TP + BUCKET_BYTES
+    return took
+
+
+def stall_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], list[str]]:
+    """Header, rows and notes of the report."""
+    size = results["num_bytes"]
+    shared = {"shard, slot": 2 * size, "bucket, slot": size, "shard, messages": 0, "bucket, messages": 0}
+    rows = [
+        [
+            way,
+            _ms(results["stall_s"][way]),
+            _ms(results["beside_s"][way]),
+            f"{results['extra_bytes'][way] / 2**20:.0f} MiB",
+            f"{shared[way] / 2**30:.1f} GiB",
+        ]
+        for way in WAYS
+    ]
+    notes = [
+        f"{size / 2**30:.2f} GiB in float32, 2 partitioned ranks to tensor parallelism 2, {results['rounds']} rounds; "
+        "one thread per process, 4 processes; median (least … greatest), calls included",
+        "stall: what an engine is frozen for, without vLLM's own pause; beside: sums, writing or crossing, staging",
+        "of its own: memory that a rank of an engine takes for a version beside its parameters (on GPUs a shard "
+        "also with the first); in shared memory: of the node",
+        "all engine parameters were equal after every way, by their checksums",
+    ]
+    return ["weights.staging, way", "stall", "beside decoding", "of its own", "in shared memory"], rows, notes
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * median(seconds):.0f} ms ({1e3 * min(seconds):.0f} … {1e3 * max(seconds):.0f})"
