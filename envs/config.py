@@ -33,6 +33,8 @@ def _named_rights(value: object) -> object:
     if isinstance(value, str) and value != USERS_RIGHTS:
         near = " Did you mean user?" if get_close_matches(value, [USERS_RIGHTS]) else ""
         raise ValueError(f"it is null, user, or a section with network, variables and read.{near}")
+    if isinstance(value, dict):
+        return {name: tuple(one) if isinstance(one, list) else one for name, one in value.items()}
     return {"user": True} if value == USERS_RIGHTS else value
 
 

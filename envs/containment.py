@@ -31,6 +31,7 @@ from penstock.envs.view import SHARED_MEMORY, TEMPORARY, View, plan_view
 
 _SHARED_MEMORY_MIB = 64
 _TRIAL_TIMEOUT_S = 60.0
+_OF_THE_KERNEL = "/proc/sys/kernel/core_pattern"
 _PRIVATE = kernel.MS_NOSUID | kernel.MS_NODEV
 
 
@@ -127,6 +128,8 @@ def enter(granted: Sequence[str], temporary: str, owners: int | None, *, has_net
     become_nobody()
     kernel.drop_privileges()
     kernel.set_dumpable(1)
+    if os.access(_OF_THE_KERNEL, os.W_OK):
+        raise OSError(errno.EPERM, f"this user stays root for {_OF_THE_KERNEL}")
     with contextlib.suppress(OSError):  # it is hidden
         os.chdir(folder)
 

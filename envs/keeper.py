@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from penstock.envs import process_tree
 from penstock.envs.containment import Processes, enter, has_ended, open_processes
-from penstock.envs.missing_rights import SECTION_VARIABLE
+from penstock.envs.missing_rights import contained_variable
 from penstock.envs.sandbox import kernel_calls as kernel
 from penstock.envs.sandbox.contract import FORK_SERVER
 from penstock.envs.view import TEMPORARY
@@ -96,7 +96,8 @@ def _contain(settings: Mapping[str, Any], processes: Processes) -> None:
         enter(grants["read"], settings["temporary"], processes.owners, has_network=grants["network"])
     except OSError as error:
         _say_and_end(error)
-    os.environ.update({"TMPDIR": TEMPORARY, SECTION_VARIABLE: settings["section"]})
+    os.environ["TMPDIR"] = TEMPORARY
+    os.environ.update(contained_variable(settings["section"], has_network=grants["network"]))
 
 
 def _say_and_end(error: OSError) -> NoReturn:

@@ -10,19 +10,20 @@ from types import TracebackType
 
 from penstock.envs.view import is_hidden
 
-SECTION_VARIABLE = "PENSTOCK_CONTAINED"
-"""In the environment of a contained process: the section of the configuration with its `rights`."""
+CONTAINED_VARIABLE = "PENSTOCK_CONTAINED"
+"""In the environment of a contained process: the section of the configuration with its `rights`, and ` network`."""
 
-_NO_NETWORK = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN})
+_NO_NETWORK = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ECONNREFUSED})
 _MAX_CAUSES = 10
 
 
 def missing_right(error: BaseException) -> str:
     """In a contained process: a sentence for an error that containment explains, after a space; else nothing."""
-    section = os.environ.get(SECTION_VARIABLE)
+    section, _, network = os.environ.get(CONTAINED_VARIABLE, "").partition(" ")
     if not section:
         return ""
-    found = next(filter(None, (_explain(cause, section) for cause in _causes(error))), None)
+    explained = (_explain(cause, section, has_network=bool(network)) for cause in _causes(error))
+    found = next(filter(None, explained), None)
     return f" [it runs contained: {found}; docs/guides/sandbox.md]" if found else ""
 
 
@@ -35,12 +36,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _explain(error: BaseException, section: str) -> str:
+def contained_variable(section: str, *, has_network: bool) -> dict[str, str]:
+    """The variable, for the environment."""
+    return {CONTAINED_VARIABLE: f"{section} network" if has_network else section}
+
+
+def _explain(error: BaseException, section: str, *, has_network: bool) -> str:
     if isinstance(error, KeyError) and _comes_from_environment(error.__traceback__):
         return f"variables of the environment need {section}.rights.variables=[{str(error.args[0])[:60]}]"
     if not isinstance(error, OSError):
         return ""
-    if isinstance(error, socket.gaierror) or error.errno in _NO_NETWORK:
+    if not has_network and (isinstance(error, socket.gaierror) or error.errno in _NO_NETWORK):
         return f"the network needs {section}.rights.network=true"
     path = error.filename if isinstance(error.filename, str) else ""
     if error.errno == errno.EROFS or (isinstance(error, PermissionError) and path):

@@ -138,7 +138,7 @@ ACTS = (
     _reach("reads others' environments", "processes of its own", "FileNotFoundError", ""),
     _reach("reads home", "home is hidden", "FileNotFoundError", "read=[/"),
     _reach("connects to the host", "no network", "OSError: [Errno 101] Network is unreachable", "network=true"),
-    _reach("connects to an abstract socket", "no network", "ConnectionRefusedError", ""),
+    _reach("connects to an abstract socket", "no network", "ConnectionRefusedError", "network=true"),
     _reach("connects to the outside", "no network", "OSError: [Errno 101] Network is unreachable", "network=true"),
     _reach("writes outside", "all but its own folder is read-only", "OSError: [Errno 30] Read-only", "=user"),
     _reach("changes the kernel", "no user's rights", "PermissionError", "=user"),
