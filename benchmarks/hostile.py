@@ -45,7 +45,7 @@ Who has which rights:
 
 def in_short(record: str) -> str:
     """The last line of a failure, or what the model is told; as a table's cell."""
-    line = (_PREFIX.sub("", record).strip().splitlines() or [""])[-1]
+    line = (_PREFIX.sub("", record).strip().splitlines() or [""])[-1].replace(str(Path.home()), "~")
     line = line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
     return line.replace("|", "/") or "no harm"
 
