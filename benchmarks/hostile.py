@@ -25,25 +25,27 @@ from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES  # noqa: E402
 from penstock.envs.sandbox.local import LocalSandbox  # noqa: E402
 from tests.hostile_acts import ACTS  # noqa: E402
 from tests.hostile_play import no_process_left, play_steps_and_tools, score_rewards  # noqa: E402
+from tests.hostile_reaches import lay_outside  # noqa: E402
 
 _MAX_CHARACTERS = 90
 _WORDS = {True: "yes", False: "NO", None: "not run"}
 _PREFIX = re.compile(r"^(env: )?(step of t/0: )?(tests\.hostile_acts:reward on 0/0 \(t/0\): )?")
 _RIGHTS = """\
-What rewards, environments, tools and agent programs are not kept from: they run with the user's rights.
+Who has which rights:
 
-| | program in the sandbox | reward, environment, tool, agent program |
-| --- | --- | --- |
-| reads the environment | six harmless names | all that the run has, but `WANDB_API_KEY` |
-| reads home | no | yes |
-| opens sockets | no | yes |
-| writes outside its folder | no | yes, where the user may |
+| | program in the sandbox | reward, environment, tool | those with `rights: user`, and penstock's own |
+| --- | --- | --- | --- |
+| reads the environment | six harmless names | harmless names, and those granted | all but `WANDB_API_KEY` |
+| reads home, `/tmp` of others | no | what is granted, or named in `args` | yes |
+| opens connections | no | if granted | yes |
+| writes outside its folder | no | no | yes, where the user may |
+| sees or signals other processes | no | no | yes |
 """
 
 
 def in_short(record: str) -> str:
     """The last line of a failure, or what the model is told; as a table's cell."""
-    line = (_PREFIX.sub("", record).strip().splitlines() or [""])[-1]
+    line = (_PREFIX.sub("", record).strip().splitlines() or [""])[-1].replace(str(Path.home()), "~")
     line = line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}…"
     return line.replace("|", "/") or "no harm"
 
@@ -63,9 +65,9 @@ async def programs() -> list[tuple[str, str, str]]:
 async def acts() -> tuple[list[tuple[str, ...]], int]:
     """`(act, what contains it, reward, step, tool)`, and how many left a process or broke the next episode."""
     os.environ["WANDB_API_KEY"] = "secret"
-    with lay_trap() as trap, no_process_left():
-        rewards = await score_rewards(trap)
-        played = await play_steps_and_tools(trap)
+    with lay_trap() as trap, lay_outside() as outside, no_process_left():
+        rewards = await score_rewards(trap, outside)
+        played = await play_steps_and_tools(trap, outside)
         num_bad = int(await survives(trap)) + sum(one.leaves_process or one.after != 0.5 for one in played.values())
     rows = []
     for act in ACTS:
@@ -92,8 +94,8 @@ def main() -> None:
     ]
     lines += [
         f"The same acts in a reward, in a step of an environment, and in a tool: {len(committed)} acts; {num_bad}",
-        "left a process or kept the next episode from being played. `error: …` is said to the",
-        "model, and the episode goes on.",
+        "left a process or kept the next episode from being played; none got, wrote or reached anything of the",
+        "host. `error: …` is said to the model, and the episode goes on.",
         "",
         "| act | what contains it | record: reward | record: step | record: tool |",
         "| --- | --- | --- | --- | --- |",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -13,22 +15,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
+from penstock.envs.containment import why_not_contained
 from penstock.envs.contract import Device
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
+from penstock.envs.rights import Grants, environment_for, grants_of_reward
 from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
 _LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
-_NOT_FOR_USER_CODE = frozenset({"WANDB_API_KEY"})
-"""Secrets of the run that no reward and no environment needs; judges and datasets need theirs."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class ChildSpec:
         section: Of the configuration, where the limits are.
         module: Its `main(arguments)` serves frames until its socket closes.
         arguments: Behind the number of its socket.
+        grants: What contained code may have; None: the user's rights.
         is_hello: Whether what it says first is well-formed.
         is_reply: The same of an answer. The user's code can write into the socket, so a process that sends anything
             else has died.
@@ -51,6 +55,7 @@ class ChildSpec:
     arguments: Sequence[str]
     max_memory_gib: float | None
     max_processes: int
+    grants: Grants | None
     is_hello: Callable[[object], bool]
     is_reply: Callable[[object], bool]
 
@@ -64,6 +69,7 @@ def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) ->
         [device, reward.model_dump_json(), sandbox.model_dump_json()],
         reward.max_memory_gib,
         reward.max_processes,
+        grants_of_reward(reward),
         is_hello,
         is_reply,
     )
@@ -106,10 +112,11 @@ class ChildProcess(asyncio.Protocol):
             ConfigError: If the function does not load, or not in time.
             OSError: If the machine has no process, memory, file or disk space left for it.
         """
+        is_contained = self._spec.grants is not None and await _can_contain()
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = self._spawn(theirs)
+                self._process = self._spawn(theirs, is_contained=is_contained)
             except BaseException:
                 ours.close()
                 raise
@@ -124,7 +131,8 @@ class ChildProcess(asyncio.Protocol):
             raise ConfigError([hello["error"]])
         self.hello = hello
 
-    def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
+    def _spawn(self, connection: socket.socket, *, is_contained: bool) -> subprocess.Popen[bytes]:
+        grants = self._spec.grants
         self._temporary = tempfile.mkdtemp(prefix=f"penstock-{self._spec.section}-")
         memory_gib = self._spec.max_memory_gib
         settings = {
@@ -134,14 +142,16 @@ class ChildProcess(asyncio.Protocol):
             "max_memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
             "max_processes": self._spec.max_processes,
             "temporary": self._temporary,
+            "grants": asdict(grants) if grants is not None and is_contained else None,
         }
+        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # an argument has at most 128 KiB
             json.dump(settings, file)
             file.seek(0)
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "penstock.envs.keeper", str(file.fileno())],
                 pass_fds=[connection.fileno(), file.fileno()],
-                env={**_inherited(), "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+                env={**environment_for(grants), "PYTHONPATH": paths},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -247,6 +257,19 @@ class ChildProcess(asyncio.Protocol):
             self._on_exit(self)
 
 
-def _inherited() -> dict[str, str]:
-    """The environment without `_NOT_FOR_USER_CODE`."""
-    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_USER_CODE}
+async def _can_contain() -> bool:
+    """Whether this host can; the first time takes a trial."""
+    problem = await asyncio.to_thread(why_not_contained)
+    if problem:
+        _warn(problem)
+    return not problem
+
+
+@functools.cache
+def _warn(problem: str) -> None:
+    """Once: this host cannot contain user code."""
+    logger.warning(
+        "This host cannot contain rewards, environments and tools (%s): they read, write and connect as you can; only "
+        "the variables of the environment are kept from them. Allow user namespaces (docs/guides/sandbox.md).",
+        problem,
+    )

@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from difflib import get_close_matches
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+USERS_RIGHTS = "user"
+
+
+class RightsConfig(BaseModel):
+    """What user code may do beside computing (docs/guides/sandbox.md); `user` is `{user: true}`.
+
+    Attributes:
+        user: All that the user may who starts the run; then nothing else counts.
+        network: Open connections.
+        variables: Names in the environment that it sees, beside harmless ones.
+        read: Paths that it may read in home and in folders for temporary files.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    user: bool = False
+    network: bool = False
+    variables: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+
+
+def _named_rights(value: object) -> object:
+    """One set of rights has a name."""
+    if isinstance(value, str) and value != USERS_RIGHTS:
+        near = " Did you mean user?" if get_close_matches(value, [USERS_RIGHTS]) else ""
+        raise ValueError(f"it is null, user, or a section with network, variables and read.{near}")
+    if isinstance(value, dict):
+        return {name: tuple(one) if isinstance(one, list) else one for name, one in value.items()}
+    return {"user": True} if value == USERS_RIGHTS else value
+
+
+Rights = Annotated[RightsConfig | None, BeforeValidator(_named_rights)]
 
 
 class StreamConfig(BaseModel):
@@ -42,6 +76,7 @@ class EpisodeConfig(BaseModel):
         num_workers: Environment processes; each plays many episodes at a time.
         max_memory_gib: Memory of a process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
+        rights: What user code may do; None: contained, and the user's for code of Penstock's own (envs/rights.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +89,7 @@ class EpisodeConfig(BaseModel):
     num_workers: int = Field(default=1, ge=1)
     max_memory_gib: float | None = Field(default=8.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
+    rights: Rights = None
 
 
 class EndpointConfig(BaseModel):
@@ -126,7 +162,8 @@ class EnvConfig(BaseModel):
     def _named(cls, value: object) -> object:
         """One set of marks has a name."""
         if isinstance(value, str) and value != "think":
-            raise ValueError("it is null, think, or a section with open and close")
+            near = " Did you mean think?" if get_close_matches(value, ["think"]) else ""
+            raise ValueError(f"it is null, think, or a section with open and close.{near}")
         return {} if value == "think" else value
 
 
@@ -167,6 +204,7 @@ class RewardConfig(BaseModel):
         max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
         max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
+        rights: What user code may do; None: contained, and the user's for code of Penstock's own (envs/rights.py).
         cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure); of parts,
             those of each pure one.
     """
@@ -186,6 +224,7 @@ class RewardConfig(BaseModel):
     max_attempts: int = Field(default=2, ge=1)
     max_memory_gib: float | None = Field(default=4.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
+    rights: Rights = None
     cache_entries: int = Field(default=4096, ge=0)
 
     @property

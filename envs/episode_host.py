@@ -29,6 +29,7 @@ from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.episode_child import EpisodeReply, is_episode_hello, is_episode_reply
 from penstock.envs.reward_child import encode_frame
+from penstock.envs.rights import grants_of_episodes
 from penstock.envs.streams import stream_factories
 
 
@@ -139,6 +140,7 @@ class EpisodeHost:
             [json.dumps(factories), str(seed)],
             env.episode.max_memory_gib,
             env.episode.max_processes,
+            grants_of_episodes(env),
             is_episode_hello,
             is_episode_reply,
         )

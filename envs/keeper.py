@@ -6,13 +6,15 @@ by the first of them, kills every descendant, says on its standard output how th
 folder for temporary files, and ends. If it is killed itself, the child dies with it.
 
 `SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
-`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`.
+`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`, `grants` (of contained
+code, else null).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -22,11 +24,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.envs import process_tree
+from penstock.envs.containment import Processes, enter, has_ended, open_processes
+from penstock.envs.missing_rights import contained_variable
 from penstock.envs.sandbox import kernel_calls as kernel
 from penstock.envs.sandbox.contract import FORK_SERVER
+from penstock.envs.view import TEMPORARY
 
 _LOOK_EVERY_MS = 50
 _LIFELINE = 0
@@ -38,12 +43,17 @@ def main(arguments: Sequence[str]) -> None:
         settings = json.load(file)
     kernel.adopt_orphans()
     me = os.getpid()
+    keeper = os.pidfd_open(me)
+    try:
+        contained = None if settings["grants"] is None else open_processes()
+    except OSError as error:
+        _say_and_end(error)
     child = os.fork()
     if child == 0:
-        _become_child(settings, me)
+        _become_child(settings, keeper, contained)
         return
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the socket is the child's
-    problem = _watch(child, settings)
+    problem = _watch([child, *([contained.init] if contained else [])], settings)
     process_tree.kill_descendants(me)
     _, status = os.waitpid(child, 0)
     process_tree.reap_children()
@@ -62,32 +72,54 @@ def how_it_ended(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
-def _become_child(settings: Mapping[str, Any], keeper: int) -> None:
+def _become_child(settings: Mapping[str, Any], keeper: int, contained: Processes | None) -> None:
     os.setsid()
     kernel.signal_when_parent_dies(signal.SIGKILL)
-    if os.getppid() != keeper:
+    if has_ended(keeper):
         os._exit(0)
+    os.close(keeper)
+    os.environ["TMPDIR"] = settings["temporary"]
+    if contained is not None:
+        _contain(settings, contained)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
     os.close(nothing)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ["TMPDIR"] = settings["temporary"]
     tempfile.tempdir = None
     importlib.import_module(settings["module"]).main(settings["serve"])
 
 
-def _watch(child: int, settings: Mapping[str, Any]) -> str:
-    """Wait until the child has to end or has ended; why it had to, or nothing.
+def _contain(settings: Mapping[str, Any], processes: Processes) -> None:
+    grants = settings["grants"]
+    try:
+        enter(grants["read"], settings["temporary"], processes.owners, has_network=grants["network"])
+    except OSError as error:
+        _say_and_end(error)
+    os.environ["TMPDIR"] = TEMPORARY
+    os.environ.update(contained_variable(settings["section"], has_network=grants["network"]))
+
+
+def _say_and_end(error: OSError) -> NoReturn:
+    """The host could contain user code before, and cannot now."""
+    os.write(1, f"could not be contained, {error}: it ".encode())
+    os._exit(1)
+
+
+def _watch(heads: Sequence[int], settings: Mapping[str, Any]) -> str:
+    """Wait until the child, the first of `heads`, has to end or has ended; why it had to, or nothing.
+
+    What it started is below it, or, if that is orphaned, below the other.
 
     Programs in the sandbox have limits of their own: they count neither as processes nor as memory of the reward.
     """
     poll = select.poll()
-    poll.register(os.pidfd_open(child), select.POLLIN)
+    poll.register(os.pidfd_open(heads[0]), select.POLLIN)
     poll.register(_LIFELINE, select.POLLIN)
     max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
     while not poll.poll(_LOOK_EVERY_MS):
-        members = [child, *process_tree.descendants_outside(child, FORK_SERVER)]
+        below = (process_tree.descendants_outside(head, FORK_SERVER) for head in heads)
+        members = [heads[0], *itertools.chain.from_iterable(below)]
         usage = process_tree.measure(members)
         if len(members) > max_processes:
             return f"was killed: it had {len(members)} processes, more than {section}.max_processes={max_processes}"

@@ -23,6 +23,7 @@ from penstock.envs.composition import is_async_function, is_pure_function
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device, RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
+from penstock.envs.missing_rights import missing_right
 from penstock.envs.reward_result import Reply, to_failure, to_reply
 from penstock.envs.sandbox.config import SandboxConfig
 
@@ -103,7 +104,7 @@ def main(arguments: list[str]) -> None:
         )
         function = load_reward(config, context)
     except ConfigError as error:
-        connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations)}))
+        connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations) + missing_right(error)}))
         return
     is_async = is_async_function(function)
     hello: Reply = {"is_async": is_async, "is_pure": is_pure_function(function)}

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TypedDict
 
+from penstock.envs.missing_rights import missing_right
+
 MAX_DETAIL_CHARACTERS = 4000
 MAX_PARTS = 64
 _MAX_NAME_CHARACTERS = 100
@@ -81,7 +83,10 @@ def are_finite(numbers: Iterable[object]) -> bool:
 
 
 def to_failure(error: BaseException) -> Reply:
-    """What the user's function raised, with its traceback; at most `MAX_DETAIL_CHARACTERS` of it."""
+    """What the user's function raised, with its traceback, at most `MAX_DETAIL_CHARACTERS` of it.
+
+    Behind it stands which right it lacked, if that is why.
+    """
     text = "".join(traceback.format_exception(error))
     if len(text) > MAX_DETAIL_CHARACTERS:
         frames = "".join(traceback.format_tb(error.__traceback__))
@@ -90,7 +95,7 @@ def to_failure(error: BaseException) -> Reply:
             message = f"{message[:_MAX_MESSAGE_CHARACTERS]}… ({len(message)} characters)"
         last = f"{type(error).__name__}: {message}"
         text = frames[-(MAX_DETAIL_CHARACTERS - len(last)) :] + last
-    return {"error": text}
+    return {"error": text.rstrip() + missing_right(error)}
 
 
 def _to_number(value: object, what: str) -> float | str:

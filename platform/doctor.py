@@ -19,6 +19,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from penstock.envs.containment import why_not_contained
 from penstock.platform import hardware
 from penstock.platform.memory import GIB
 
@@ -52,7 +53,8 @@ def run_doctor(console: Console | None = None) -> int:
     """Print one line per diagnosis as it is made; 1 if something is broken, else 0."""
     console = console or Console(highlight=False, soft_wrap=True)
     is_broken = False
-    for look in (look_at_python, look_at_packages, look_at_torchvision, look_at_devices, look_at_engines, look_at_room):
+    looks = (look_at_python, look_at_packages, look_at_torchvision, look_at_devices, look_at_engines, look_at_room)
+    for look in (*looks, look_at_containment):
         for diagnosis in look():
             is_broken |= diagnosis.status == "bad"
             console.print(_line(diagnosis))
@@ -134,6 +136,15 @@ def look_at_room() -> Iterator[Diagnosis]:
     else:
         advice = "Published weights go to the temporary folder, or to weights.directory."
         yield Diagnosis("shared memory", "warn", f"no {hardware.SHARED_MEMORY}", advice)
+
+
+def look_at_containment() -> Iterator[Diagnosis]:
+    """Whether rewards, environments and tools can be kept from home, the network and the run's processes."""
+    if problem := why_not_contained():
+        advice = "They would have your rights. Allow user namespaces: docs/guides/sandbox.md."
+        yield Diagnosis("containment", "warn", f"rewards and tools cannot be contained here: {problem}", advice)
+    else:
+        yield Diagnosis("containment", "ok", "rewards and tools run contained, in namespaces")
 
 
 def _room(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:

@@ -17,10 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.tool_environment import ToolEnvironment
+from tests.hostile_reaches import REACHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class HostileAct:
     Attributes:
         held_by: What contains it.
         reward: What is in the record of a trajectory whose reward does it; empty if that does no harm. Between ` | `
-            stands what else may be there, where several limits are near each other.
+            stands what else may be there, where several limits are near each other; between `&`, what is there too.
         step: The same of an environment's step.
         tool: The same of a tool; what begins with `error:` or is harmless is told to the model, the episode goes on.
             None if it is not tried there.
@@ -64,6 +66,14 @@ def _too_much(name: str, record: str, held_by: str) -> HostileAct:
     of_episode = f"{record.format(_ENV)} | {_STEP_TIME}"
     of_reward = f"{record.format('reward')} | timed out after 5 s"
     return HostileAct(name, held_by, of_reward, of_episode, f"{of_episode} | {_TOOL_TIME}")
+
+
+def _reach(name: str, held_by: str, record: str, grant: str) -> HostileAct:
+    """The record of a reward and of a step also says what would be granted by which key."""
+    hints = [f"{record}&.rights.{grant}" if grant.startswith(("v", "r", "n")) else record] * 2
+    if grant == "=user":
+        hints = [f"{record}&{section}.rights=user" for section in ("reward", _ENV)]
+    return HostileAct(name, held_by, *hints, f"error: {record}")
 
 
 def _forged(name: str) -> HostileAct:
@@ -124,8 +134,26 @@ ACTS = (
         "KeyError: 'WANDB_API_KEY'",
         "error: KeyError: 'WANDB_API_KEY'",
     ),
+    _reach("reads the host's environment", "an environment of harmless names", "KeyError: 'KNOWN", "variables=[KNOWN"),
+    _reach("reads others' environments", "processes of its own", "FileNotFoundError", ""),
+    _reach("reads home", "home is hidden", "FileNotFoundError", "read=[/"),
+    _reach("connects to the host", "no network", "OSError: [Errno 101] Network is unreachable", "network=true"),
+    _reach("connects to an abstract socket", "no network", "ConnectionRefusedError", "network=true"),
+    _reach("connects to the outside", "no network", "OSError: [Errno 101] Network is unreachable", "network=true"),
+    _reach("writes outside", "all but its own folder is read-only", "OSError: [Errno 30] Read-only", "=user"),
+    _reach("changes the kernel", "no user's rights", "PermissionError", "=user"),
+    _reach("signals the run", "processes of its own", "ProcessLookupError", ""),
+    _everywhere("kills its parent", "processes of its own: it has none, and kills its group", "was killed by SIGKILL"),
+    _reach("kills all it sees", "processes of its own: there is none", "ProcessLookupError", ""),
+    _reach("unmounts its view", "no user's rights", "FileNotFoundError", "read=[/"),
 )
 FINE = "fine"
+
+
+def says(record: str, expected: str) -> bool:
+    """Whether a record says what `HostileAct` expects of it."""
+    return any(all(part in record for part in cause.split("&")) for cause in expected.split(" | "))
+
 
 _REPLIES = {
     "empty reply": b"{}",
@@ -155,13 +183,16 @@ _RETURNED: dict[str, Callable[[], object]] = {
 }
 
 
-def commit(what: str, nap: str) -> object:  # noqa: C901  a list
+def commit(what: str, nap: str, host: dict[str, Any]) -> object:  # noqa: C901  a list
     """Do it, and return what the user's code would return.
 
     Args:
         what: Name of an act, or `fine`.
         nap: Argument of `sleep` by which a daemon is known.
+        host: As `hostile_reaches.lay_outside` gives it.
     """
+    if what in REACHES:
+        REACHES[what](host)
     if what == "infinite loop":
         while True:
             pass
@@ -243,9 +274,9 @@ def _go_down() -> None:
     _go_down()
 
 
-def reward(trajectory: Trajectory, nap: str = "", **_: object) -> object:
+def reward(trajectory: Trajectory, nap: str = "", host: dict[str, Any] | None = None, **_: object) -> object:
     """The response names the act."""
-    return commit(trajectory.response, nap)
+    return commit(trajectory.response, nap, host or {})
 
 
 class HostileEnvironment(ToolEnvironment):
@@ -256,13 +287,13 @@ class HostileEnvironment(ToolEnvironment):
     def __init__(self) -> None:
         def act(what: str) -> object:
             """Do it."""
-            return commit(what, self.task.fields["nap"])
+            return commit(what, self.task.fields["nap"], self.task.fields["host"])
 
         self.tools = [act]
         super().__init__()
 
     def score(self, task: Task, answer: str) -> float | dict[str, float]:
-        return commit(answer, task.fields["nap"])  # type: ignore[return-value]  that is the point
+        return commit(answer, task.fields["nap"], task.fields["host"])  # type: ignore[return-value]  that is the point
 
 
 class Tasks(GeneratedTasks):

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
@@ -24,6 +25,7 @@ from penstock.envs.sandbox.hostile import Trap, survives
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct
+from tests.hostile_reaches import is_possible
 
 REWARDS = RewardConfig(
     fn="tests.hostile_acts:reward", timeout_s=5.0, max_memory_gib=0.25, max_processes=24, max_attempts=2
@@ -48,9 +50,12 @@ class Played:
     leaves_process: bool
 
 
-async def play_steps_and_tools(trap: Trap, num_lanes: int = 5) -> dict[tuple[str, str], Played]:
+async def play_steps_and_tools(
+    trap: Trap, outside: dict[str, Any], num_lanes: int = 5
+) -> dict[tuple[str, str], Played]:
     """By door (`step`, `tool`) and act. Each lane has one episode host, which has to survive all of its acts."""
-    todo = [(door, act) for act in ACTS for door in ("step", "tool") if door == "step" or act.tool is not None]
+    acts = [act for act in ACTS if is_possible(act.name)]
+    todo = [(door, act) for act in acts for door in ("step", "tool") if door == "step" or act.tool is not None]
     played: dict[tuple[str, str], Played] = {}
 
     async def play_lane() -> None:
@@ -60,7 +65,7 @@ async def play_steps_and_tools(trap: Trap, num_lanes: int = 5) -> dict[tuple[str
                 door, act = todo.pop(0)
                 # A survivor of its own name: lanes play at the same time.
                 own = replace(trap, nap_s=f"{trap.nap_s}{len(todo):02d}")
-                played[door, act.name] = await _play(host, door, act, own)
+                played[door, act.name] = await _play(host, door, act, own, outside)
             await _settle(host)
         finally:
             await host.close()
@@ -69,20 +74,20 @@ async def play_steps_and_tools(trap: Trap, num_lanes: int = 5) -> dict[tuple[str
     return played
 
 
-async def _play(host: EpisodeHost, door: str, act: HostileAct, trap: Trap) -> Played:
+async def _play(host: EpisodeHost, door: str, act: HostileAct, trap: Trap, outside: dict[str, Any]) -> Played:
     text = act.name if door == "step" else f'<tool_call>{{"name": "act", "arguments": {{"what": "{act.name}"}}}}'
     try:
-        record = _told(await _step(host, text, trap))
+        record = _told(await _step(host, text, trap, outside))
     except TrajectoryError as failure:
         record = f"{failure.kind}: {failure.detail}"
     if _HUNG.search(record):
         await _retired(host)
-    after = (await _step(host, FINE, trap))["reward"]
+    after = (await _step(host, FINE, trap, outside))["reward"]
     return Played(record, after, await _outlives(trap))
 
 
-async def _step(host: EpisodeHost, text: str, trap: Trap) -> EpisodeReply:
-    async with host.open(Task(TaskId("t/0"), "?", {"nap": trap.nap_s}, "")) as episode:
+async def _step(host: EpisodeHost, text: str, trap: Trap, outside: dict[str, Any]) -> EpisodeReply:
+    async with host.open(Task(TaskId("t/0"), "?", {"nap": trap.nap_s, "host": outside}, "")) as episode:
         await episode.reset()
         return await episode.step(Action(text))
 
@@ -109,23 +114,23 @@ async def _outlives(trap: Trap) -> bool:
 
 
 async def _settle(host: EpisodeHost) -> None:
-    """Wait until the host has one process at most, with nothing below it but what plays.
+    """Wait until the host has one process at most, with nothing below it but what plays and its init.
 
     Raises:
         TimeoutError: If it has more for long.
     """
     async with asyncio.timeout(_SETTLE_S):
-        while len(host.pids) > 1 or any(len(descendants(pid)) > 1 for pid in host.pids):  # noqa: ASYNC110
+        while len(host.pids) > 1 or any(len(descendants(pid)) > 2 for pid in host.pids):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
-async def score_rewards(trap: Trap, acts: Sequence[HostileAct] = ACTS) -> dict[str, str]:
+async def score_rewards(trap: Trap, outside: dict[str, Any], acts: Sequence[HostileAct] = ACTS) -> dict[str, str]:
     """What the record says of each act in a reward; empty if it does no harm."""
     runner = RewardRunner(REWARDS)
     records: dict[str, str] = {}
     try:
         for act in acts:
-            (result,) = await runner.score_many([pair(act.name, nap=trap.nap_s)])
+            (result,) = await runner.score_many([pair(act.name, nap=trap.nap_s, host=outside)])
             records[act.name] = result.detail if isinstance(result, TrajectoryError) else ""
     finally:
         await runner.shutdown()

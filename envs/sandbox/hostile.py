@@ -110,7 +110,7 @@ def lay_trap() -> Iterator[Trap]:
     Lay it before the sandbox starts, so that what the sandbox inherits is seen. A process on the host has the secret in
     the environment that it was started with, which is what `/proc` shows.
     """
-    secret, name = secrets.token_hex(8), "PENSTOCK_SANDBOX_TRAP"
+    secret, name = secrets.token_hex(8), "KNOWN_TO_THE_HOST"
     nap_s = f"{600 + secrets.randbelow(10**6) / 10**6:.6f}"
     with tempfile.TemporaryDirectory(prefix="penstock-trap-") as folder, socket.create_server(("127.0.0.1", 0)) as door:
         Path(folder).chmod(0o777)

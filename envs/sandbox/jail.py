@@ -20,10 +20,10 @@ from pathlib import Path
 
 from penstock.envs.sandbox import kernel_calls as kernel
 from penstock.envs.sandbox.contract import Limits
+from penstock.envs.sandbox.users import NOBODY_ID, become_nobody, is_real_root, map_ids
 
 WORK_DIR = "/tmp"  # noqa: S108  the cell's own, empty and gone with it
 _NEW_ROOT = "/sys"  # a folder that exists everywhere and holds nothing that a program needs
-_UNPRIVILEGED_ID = 65534
 _CELL_ID = 1000
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types")
@@ -52,9 +52,9 @@ def enter_jail(extra_paths: Sequence[str]) -> None:
     except OSError as error:
         if error.errno != errno.EPERM:
             raise
-        uid, gid = os.geteuid(), os.getegid()
+        user = os.geteuid(), os.getegid()
         kernel.unshare(_JAIL | kernel.NEW_USER)
-        _map_ids(inside=0, uid=uid, gid=gid)
+        map_ids(inside=(0, 0), outside=user)
     _fork_and_follow()
     kernel.signal_when_parent_dies(signal.SIGKILL)
     _build_root(visible)
@@ -85,33 +85,16 @@ def enter_cell(limits: Limits) -> None:
     Raises:
         OSError: If the host does not allow it.
     """
-    is_root = _is_real_root()
-    owner = _UNPRIVILEGED_ID if is_root else os.geteuid()
+    owner = NOBODY_ID if is_real_root() else os.geteuid()
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount("tmpfs", WORK_DIR, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV,
                  f"size={limits.max_disk_bytes},nr_inodes=4096,mode=0700,uid={owner},gid={owner}")  # fmt: skip
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    if is_root:
-        os.setgroups([])
-        os.setresgid(*[_UNPRIVILEGED_ID] * 3)
-        os.setresuid(*[_UNPRIVILEGED_ID] * 3)
-        kernel.set_dumpable(1)  # else /proc/self belongs to root
-    uid, gid = os.geteuid(), os.getegid()
+    become_nobody()
+    user = os.geteuid(), os.getegid()
     kernel.unshare(_CELL)
-    _map_ids(inside=_CELL_ID, uid=uid, gid=gid)
+    map_ids(inside=(_CELL_ID, _CELL_ID), outside=user)
     Path("/proc/sys/user/max_user_namespaces").write_text("0")  # no further rights by nesting
-
-
-def _is_real_root() -> bool:
-    """May this process become another user? In a user namespace of ours only one user exists."""
-    return os.geteuid() == 0 and int(Path("/proc/self/uid_map").read_text().split()[2]) > _UNPRIVILEGED_ID
-
-
-def _map_ids(*, inside: int, uid: int, gid: int) -> None:
-    kernel.set_dumpable(1)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{inside} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{inside} {gid} 1")
 
 
 def _fork_and_follow() -> None:

@@ -15,8 +15,10 @@ NEW_MOUNTS, NEW_HOSTNAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture; Linux >= 5.12
-_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
+_SYS_OPEN_TREE, _SYS_MOVE_MOUNT = 428, 429  # likewise; Linux >= 5.2
+_OPEN_TREE_CLONE, _MOVE_MOUNT_FROM_FD = 0x1, 0x4
+_AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_IDMAP = 0x1, 0x2, 0x4, 0x00100000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
@@ -71,17 +73,46 @@ class _MountAttributes(ctypes.Structure):
 
 def make_read_only(target: str, *, with_submounts: bool) -> None:
     """Forbid writing, devices and set-uid programs."""
-    attributes = _MountAttributes(_ATTR_RDONLY | _ATTR_NOSUID | (_ATTR_NODEV if with_submounts else 0), 0, 0, 0)
-    flags = _AT_RECURSIVE if with_submounts else 0
-    result = _libc.syscall(
-        _SYS_MOUNT_SETATTR,
-        _AT_FDCWD,
-        target.encode(),
-        ctypes.c_uint(flags),
-        ctypes.byref(attributes),
-        ctypes.c_size_t(ctypes.sizeof(attributes)),
-    )
+    attributes = _ATTR_RDONLY | _ATTR_NOSUID | (_ATTR_NODEV if with_submounts else 0)
+    _set_attributes(_AT_FDCWD, target, attributes, _AT_RECURSIVE if with_submounts else 0)
+
+
+def make_everything_read_only() -> None:
+    """Forbid writing and set-uid programs in all that is mounted; devices stay."""
+    _set_attributes(_AT_FDCWD, "/", _ATTR_RDONLY | _ATTR_NOSUID, _AT_RECURSIVE)
+
+
+def _set_attributes(fd: int, target: str, attributes: int, flags: int, owners: int = 0) -> None:
+    wanted = _MountAttributes(attributes, 0, 0, owners)
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, fd, target.encode(), ctypes.c_uint(flags), ctypes.byref(wanted), size)
     _check(result, f"mount_setattr {target}")
+
+
+def take_tree(path: str) -> int:
+    """A descriptor of a copy of the mounts at `path`, which stays reachable when something is mounted over it."""
+    fd: int = _libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, path.encode(), ctypes.c_uint(_OPEN_TREE_CLONE | _AT_RECURSIVE))
+    _check(min(fd, 0), f"open_tree {path}")
+    return fd
+
+
+def give_tree_to(fd: int, owners: int) -> bool:
+    """Show the files of a taken tree as others' (`users.roots_files_for_nobody`); whether its file system can."""
+    try:
+        _set_attributes(fd, "", _ATTR_IDMAP, _AT_RECURSIVE | _AT_EMPTY_PATH, owners)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
+            return False
+        raise
+    return True
+
+
+def mount_tree(fd: int, target: str) -> None:
+    """Mount a taken tree at `target`."""
+    _check(
+        _libc.syscall(_SYS_MOVE_MOUNT, fd, b"", _AT_FDCWD, target.encode(), ctypes.c_uint(_MOVE_MOUNT_FROM_FD)),
+        f"move_mount to {target}",
+    )
 
 
 def switch_root(new_root: str) -> None:

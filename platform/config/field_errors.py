@@ -41,6 +41,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         what = f": {expectation(place.field)}" if place.field else ""
         return f"{place.path} is required and not set{what}."
     where = f"{place.path}={_show(value)}{origin}"
+    if kind == "value_error":  # a validator of ours has said it
+        return f"{where}: {details['ctx']['error']}"
     if kind in _RANGE_ERRORS and place.field:
         return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
     if kind in _CHOICE_ERRORS:

@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
+from penstock.envs.containment import why_not_contained
 from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
@@ -25,8 +27,9 @@ from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
-from tests.hostile_acts import ACTS, FINE, HostileAct
+from tests.hostile_acts import ACTS, FINE, HostileAct, says
 from tests.hostile_play import REWARDS, Played, no_process_left, play_steps_and_tools
+from tests.hostile_reaches import is_possible, lay_outside
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
 NOT_CONTAINED_WITHOUT_ISOLATION = {
@@ -40,6 +43,13 @@ NOT_CONTAINED_WITHOUT_ISOLATION = {
 @pytest.fixture(scope="module")
 def trap() -> Iterator[Trap]:
     with lay_trap() as laid:
+        yield laid
+
+
+@pytest.fixture(scope="module")
+def outside() -> Iterator[dict[str, Any]]:
+    """It says at the end of all acts whether one reached something."""
+    with lay_outside() as laid:
         yield laid
 
 
@@ -104,9 +114,12 @@ async def runner(folder: Path) -> AsyncIterator[RewardRunner]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
 async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
-    act: HostileAct, runner: RewardRunner, trap: Trap
+    act: HostileAct, runner: RewardRunner, trap: Trap, outside: dict[str, Any]
 ) -> None:
-    fine, result, after = await runner.score_many([pair(FINE), pair(act.name, nap=trap.nap_s), pair(FINE)])
+    if not is_possible(act.name):
+        pytest.skip(f"this host cannot contain: {why_not_contained()}")
+    hostile = pair(act.name, nap=trap.nap_s, host=outside)
+    fine, result, after = await runner.score_many([pair(FINE), hostile, pair(FINE)])
     assert fine == after == Score(0.5, {})
     if not act.reward:
         assert isinstance(result, Score)
@@ -114,7 +127,7 @@ async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     else:
         assert isinstance(result, TrajectoryError)
         assert result.kind == "reward"
-        assert any(cause in result.detail for cause in act.reward.split(" | "))
+        assert says(result.detail, act.reward), result.detail
         assert len(result.detail) < 5000
         assert len(result.summary) <= 510
     assert not await survives(trap)
@@ -122,11 +135,11 @@ async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def played(folder: Path, trap: Trap) -> dict[tuple[str, str], Played]:
+async def played(folder: Path, trap: Trap, outside: dict[str, Any]) -> dict[tuple[str, str], Played]:
     """Every act in a step and in a tool, several episode hosts at a time; no process and no file is left."""
     before = set(folder.iterdir())
     with no_process_left():
-        records = await play_steps_and_tools(trap)
+        records = await play_steps_and_tools(trap, outside)
     assert set(folder.iterdir()) == before
     return records
 
@@ -140,8 +153,10 @@ async def test_a_hostile_environment_or_tool_costs_its_own_episode_at_most(
     expected = act.step if door == "step" else act.tool
     if expected is None:
         pytest.skip("a tool has no way to the running call")
+    if not is_possible(act.name):
+        pytest.skip(f"this host cannot contain: {why_not_contained()}")
     found = played[door, act.name]
-    assert any(cause in found.record for cause in expected.split(" | "))
+    assert says(found.record, expected), found.record
     assert door == "tool" or found.record[:5] == ("env: " if expected else "")
     assert len(found.record) < 5000
     assert found.after == 0.5

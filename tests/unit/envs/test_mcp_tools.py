@@ -14,7 +14,7 @@ import pytest
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.config import EnvConfig, EpisodeConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, RightsConfig
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.mcp_tools import McpServer, McpToolEnvironment
@@ -56,6 +56,9 @@ if __name__ == "__main__":
     server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}))
 '''
 TASK = Task(TaskId("t/0"), [{"role": "user", "content": "?"}], {}, "")
+
+
+USERS = EpisodeConfig(timeout_s=20, rights=RightsConfig(user=True))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +199,8 @@ class Episode(McpToolEnvironment):
 """
     )
     monkeypatch.syspath_prepend(tmp_path)
-    host = EpisodeHost(EnvConfig(factory="mine_mcp:Tasks", episode=EpisodeConfig(timeout_s=20)), 0)
+    # It writes a note, of a process that this test can see.
+    host = EpisodeHost(EnvConfig(factory="mine_mcp:Tasks", episode=USERS), 0)
     try:
         async with host.open(TASK) as played:
             await played.reset()

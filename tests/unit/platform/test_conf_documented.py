@@ -15,6 +15,7 @@ from penstock.platform.config.schema_tree import all_paths
 
 FILES = sorted(CONF_DIR.rglob("*.yaml"))
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):(?P<rest>.*)$")
+_KEY_IN_COMMENT = re.compile(r"(\w+): ")
 _PARTNER = re.compile(r"^partner\.(model|optimizer)\.")
 """Sections that the partner has too, with the same keys."""
 _USER_NAMES = re.compile(r"^(cluster\.pools|env\.streams|reward\.parts)\.[a-z]+")
@@ -30,7 +31,10 @@ def keys(path: Path) -> Iterator[tuple[str, bool]]:
         indent = len(match["indent"])
         parents = [parent for parent in parents if parent[0] < indent] + [(indent, match["key"])]
         has_own_value = bool(match["rest"].partition("#")[0].strip())
-        yield ".".join(key for _, key in parents), " # " in line or not has_own_value
+        dotted = ".".join(key for _, key in parents)
+        yield dotted, " # " in line or not has_own_value
+        if match["key"] == "rights":  # null by default: its comment says what may stand there
+            yield from ((f"{dotted}.{inner}", True) for inner in _KEY_IN_COMMENT.findall(line.partition("#")[2]))
 
 
 def package(path: Path) -> str:

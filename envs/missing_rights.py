@@ -1,0 +1,63 @@
+"""What to say when user code fails for a right that contained code has not (rights.py)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+
+from penstock.envs.view import is_hidden
+
+CONTAINED_VARIABLE = "PENSTOCK_CONTAINED"
+"""In the environment of a contained process: the section of the configuration with its `rights`, and ` network`."""
+
+_NO_NETWORK = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ECONNREFUSED})
+_MAX_CAUSES = 10
+
+
+def missing_right(error: BaseException) -> str:
+    """In a contained process: a sentence for an error that containment explains, after a space; else nothing."""
+    section, _, network = os.environ.get(CONTAINED_VARIABLE, "").partition(" ")
+    if not section:
+        return ""
+    explained = (_explain(cause, section, has_network=bool(network)) for cause in _causes(error))
+    found = next(filter(None, explained), None)
+    return f" [it runs contained: {found}; docs/guides/sandbox.md]" if found else ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def contained_variable(section: str, *, has_network: bool) -> dict[str, str]:
+    """The variable, for the environment."""
+    return {CONTAINED_VARIABLE: f"{section} network" if has_network else section}
+
+
+def _explain(error: BaseException, section: str, *, has_network: bool) -> str:
+    if isinstance(error, KeyError) and _comes_from_environment(error.__traceback__):
+        return f"variables of the environment need {section}.rights.variables=[{str(error.args[0])[:60]}]"
+    if not isinstance(error, OSError):
+        return ""
+    if not has_network and (isinstance(error, socket.gaierror) or error.errno in _NO_NETWORK):
+        return f"the network needs {section}.rights.network=true"
+    path = error.filename if isinstance(error.filename, str) else ""
+    if error.errno == errno.EROFS or (isinstance(error, PermissionError) and path):
+        return f"who writes outside of the folder for temporary files needs {section}.rights=user"
+    if isinstance(error, FileNotFoundError) and path and is_hidden(path):
+        return f"what the host has there needs {section}.rights.read=[{os.path.abspath(path)[:200]}]"  # noqa: PTH100
+    return ""
+
+
+def _comes_from_environment(trace: TracebackType | None) -> bool:
+    """Whether `os.environ[name]` raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is type(os.environ).__getitem__.__code__

@@ -1,0 +1,95 @@
+"""Whose rights user code has: the user's, or none but those that are granted.
+
+Code of Penstock's own (a judge, a reward model, an adapter, agent programs) does what the user configured it to do, and
+has the user's rights. Everything else is contained (containment.py), with what `reward.rights` or `env.episode.rights`
+grants. Where a host does not allow that, only the environment is kept from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.envs.config import EnvConfig, RewardConfig, RightsConfig
+from penstock.envs.registry import factory_path
+from penstock.envs.streams import stream_factories
+
+_OURS = "penstock."
+_NOT_FOR_USER_CODE = frozenset({"WANDB_API_KEY"})
+"""Secrets of the run that no reward and no environment needs, whatever rights it has."""
+_NAMES = frozenset({
+    "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "HOME", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TORCH_HOME",
+    "TOKENIZERS_PARALLELISM",
+})  # fmt: skip
+_BEGINNINGS = (
+    "LC_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "PENSTOCK_",
+)  # fmt: skip
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@dataclass(frozen=True, slots=True)
+class Grants:
+    """What contained code may have.
+
+    Attributes:
+        network: The host's.
+        variables: Of the environment, beside the harmless ones.
+        read: Paths, absolute.
+    """
+
+    network: bool = False
+    variables: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+
+
+def grants_of_reward(reward: RewardConfig) -> Grants | None:
+    """None: the user's rights."""
+    sources = [(reward.fn, reward.args), *((part.fn, part.args) for part in reward.parts.values())]
+    return _grants(reward.rights, [(path, args) for path, args in sources if path is not None])
+
+
+def grants_of_episodes(env: EnvConfig) -> Grants | None:
+    """The same of an environment with all its streams, which share processes.
+
+    Raises:
+        ConfigError: If a factory is a name that nobody offers.
+    """
+    factories = stream_factories(env).values()
+    return _grants(env.episode.rights, [(factory_path(one.factory), one.args) for one in factories])
+
+
+def _grants(rights: RightsConfig | None, sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Grants | None:
+    sources = list(sources)
+    if rights is None and all(path.startswith(_OURS) for path, _ in sources):
+        return None
+    rights = rights or RightsConfig()
+    if rights.user:
+        return None
+    named = [os.path.expanduser(path) for path in rights.read]  # noqa: PTH111
+    named += [path for _, args in sources for path in _paths_in(args)]
+    return Grants(rights.network, rights.variables, tuple(dict.fromkeys(map(os.path.abspath, named))))
+
+
+def _paths_in(value: object) -> Iterator[str]:
+    """Every text that names something that exists: the user has pointed the code at it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _paths_in(one)
+    elif isinstance(value, str) and value.strip("./~") and "\0" not in value and os.path.exists(value):  # noqa: PTH110
+        yield value
+
+
+def environment_for(grants: Grants | None) -> dict[str, str]:
+    """The environment of a process with user code."""
+    if grants is None:
+        return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_USER_CODE}
+    return {name: value for name, value in os.environ.items() if name in grants.variables or _is_harmless(name)}
+
+
+def _is_harmless(name: str) -> bool:
+    return name in _NAMES or (name.startswith(_BEGINNINGS) and not any(word in name for word in _SECRETS))

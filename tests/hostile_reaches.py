@@ -1,0 +1,154 @@
+"""What a hostile reward, environment or tool reaches for outside of its process, and what is laid out for it there.
+
+Each reach raises what the attempt raised, or `AssertionError: LEAK` if it got something.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.envs.containment import why_not_contained
+
+KNOWN = "KNOWN_TO_THE_HOST"
+"""A variable of the host's environment; `lay_trap` sets it."""
+_NEW_USER_AND_MOUNTS, _DETACH = 0x10020000, 2
+_TEST_NET = ("192.0.2.1", 80)
+
+
+@contextmanager
+def lay_outside() -> Iterator[dict[str, Any]]:
+    """What acts are told of the host: a file in home, two listening sockets, where to write. Nothing may come of it.
+
+    Raises:
+        AssertionError: If something was written, or somebody connected.
+    """
+    name = f"penstock-trap-{secrets.token_hex(8)}"
+    folders = [str(Path.home()), "/var/tmp", "/tmp", "/dev/shm", str(Path.cwd())]
+    with ExitStack() as stack:
+        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
+        abstract.bind(f"\0{name}")
+        abstract.listen()
+        file = Path.home() / f".{name}"
+        file.write_text("secret")
+        stack.callback(file.unlink)
+        targets = [f"{folder}/{name}" for folder in folders]
+        yield {"pid": os.getpid(), "file": str(file), "port": door.getsockname()[1], "name": name, "targets": targets}
+        assert [path for path in targets if Path(path).exists()] == []
+        assert file.read_text() == "secret"
+        for listener in (door, abstract):
+            listener.setblocking(False)
+            try:
+                listener.accept()
+            except BlockingIOError:
+                continue
+            raise AssertionError(f"somebody connected to {listener}")
+
+
+def reads_the_environment(host: dict[str, Any]) -> None:
+    assert f"{KNOWN}=".encode() not in Path("/proc/self/environ").read_bytes(), "LEAK"
+    print(os.environ[KNOWN])
+
+
+def reads_environments_of_others(host: dict[str, Any]) -> None:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            found = (folder / "environ").read_bytes()
+        except OSError:  # of the first process of its namespace
+            continue
+        assert f"{KNOWN}=".encode() not in found, "LEAK"
+    Path(f"/proc/{host['pid']}/environ").read_bytes()
+
+
+def reads_home(host: dict[str, Any]) -> None:
+    assert not Path(host["file"]).read_text(), "LEAK"
+
+
+def connects_to_the_host(host: dict[str, Any]) -> None:
+    socket.create_connection(("127.0.0.1", host["port"]), timeout=1)
+    raise AssertionError("LEAK")
+
+
+def connects_to_an_abstract_socket(host: dict[str, Any]) -> None:
+    socket.socket(socket.AF_UNIX).connect(f"\0{host['name']}")
+    raise AssertionError("LEAK")
+
+
+def connects_to_the_outside(host: dict[str, Any]) -> None:
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(_TEST_NET)
+    raise AssertionError("LEAK")
+
+
+def writes_outside(host: dict[str, Any]) -> None:
+    """Folders of its own with those names are no harm; `lay_outside` looks at the host's."""
+    refused: OSError | None = None
+    for path in [*host["targets"], host["file"]]:
+        try:
+            Path(path).write_text("x")
+        except OSError as error:
+            refused = error
+    if refused is not None:
+        raise refused
+
+
+def changes_the_kernel(host: dict[str, Any]) -> None:
+    path = Path("/proc/sys/kernel/core_pattern")
+    path.write_text(path.read_text())
+    raise AssertionError("LEAK")
+
+
+def signals_the_run(host: dict[str, Any]) -> None:
+    os.kill(host["pid"], 0)
+    raise AssertionError("LEAK")
+
+
+def kills_its_parent(host: dict[str, Any]) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+def kills_all_it_sees(host: dict[str, Any]) -> None:
+    assert os.getppid() == 0, "LEAK: it is in the process namespace of who started it"  # else this would kill the tests
+    os.kill(-1, signal.SIGKILL)
+
+
+def unmounts_its_view(host: dict[str, Any]) -> None:
+    """As it is, and, in a child, as root of a user namespace of its own."""
+    libc = ctypes.CDLL(None)
+    child = os.fork()
+    if child == 0:
+        libc.unshare(_NEW_USER_AND_MOUNTS)
+    is_freed = [libc.umount2(place.encode(), _DETACH) == 0 for place in (str(Path.home()), "/tmp", "/proc", "/")]
+    if child == 0:
+        os._exit(any(is_freed))
+    assert not any(is_freed), "LEAK"
+    assert os.waitpid(child, 0)[1] == 0, "LEAK"
+    reads_home(host)
+
+
+def is_possible(act: str) -> bool:
+    """Whether it can be tried: without containment it would do what it says."""
+    return act not in REACHES or not why_not_contained()
+
+
+REACHES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "reads the host's environment": reads_the_environment,
+    "reads others' environments": reads_environments_of_others,
+    "reads home": reads_home,
+    "connects to the host": connects_to_the_host,
+    "connects to an abstract socket": connects_to_an_abstract_socket,
+    "connects to the outside": connects_to_the_outside,
+    "writes outside": writes_outside,
+    "changes the kernel": changes_the_kernel,
+    "signals the run": signals_the_run,
+    "kills its parent": kills_its_parent,
+    "kills all it sees": kills_all_it_sees,
+    "unmounts its view": unmounts_its_view,
+}
