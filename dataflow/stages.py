@@ -7,7 +7,7 @@ Only the stage that is open is admitted. What was admitted before is still train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -33,10 +33,12 @@ class GatedStages:
 
     Args:
         stages: In order; see `stage_violations`.
+        note: Told of every gate that opens.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], note: Callable[[str], None] = lambda _: None) -> None:
         self._left = list(stages)
+        self._note = note
 
     @property
     def current(self) -> str:
@@ -45,7 +47,7 @@ class GatedStages:
 
     def weights(
         self,
-        version: int,  # noqa: ARG002  a gate counts groups
+        version: int,
         rewards: Mapping[str, Sequence[float]],
     ) -> Mapping[str, float]:
         """All weight to the stage that is open; at most one gate is passed at a time."""
@@ -53,6 +55,10 @@ class GatedStages:
         newest = rewards.get(stage.stream, ())[-stage.gate_groups :]
         if stage.gate is not None and len(newest) == stage.gate_groups and fmean(newest) >= stage.gate:
             self._left.pop(0)
+            self._note(
+                f"stage {self.current} begins at v{version}: the newest {len(newest)} groups of {stage.stream} have a "
+                f"mean reward of {fmean(newest):.3f}, its gate is {stage.gate:g}"
+            )
         return {self.current: 1.0}
 
 

@@ -215,6 +215,11 @@ class TaskLine:
             rewards = self._rewards.setdefault(queued.stream, deque(maxlen=REWARDS_KEPT))
             rewards.append(sum(member.reward or 0.0 for member in members) / len(members))
 
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of the streams, now."""
+        return self._weights
+
     def follow_curriculum(self, version: int, ledger: Ledger) -> None:
         """Mix as the curriculum says from now on; what was admitted before is not made up for."""
         if self.curriculum is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import TracebackType
@@ -151,6 +151,11 @@ class Flow:
         """The step was not taken: its groups are dropped(bad_step), their credits are free."""
         self.core.skip()
         self._settle()
+
+    @property
+    def stream_weights(self) -> Mapping[str, float]:
+        """Of the streams of tasks, now."""
+        return self._tasks.weights
 
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from penstock.dataflow.core import Dataflow, GroupRules
@@ -47,15 +48,15 @@ def make_core(config: RunConfig) -> Dataflow:
     return Dataflow(flow_limits(config), rules)
 
 
-def make_task_line(config: RunConfig) -> TaskLine:
-    """The tasks in line for admission: streams, curriculum and group sizes."""
+def make_task_line(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskLine:
+    """The tasks in line for admission: streams, curriculum and group sizes; `note` hears of stages that begin."""
     flow, env = config.dataflow, config.env
     longest = config.rollout.sampling.max_new_tokens
     sizing = _hook(flow.group_sizing, "dataflow.group_sizing", SizeBySuccess(flow.group_size, flow.pass_reward))
     limiting = _hook(flow.length_limiting, "dataflow.length_limiting", LengthBySuccess(longest, flow.pass_reward))
     stages = stages_of(env)
     named = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
-    curriculum = GatedStages(stages) if stages else cast("Curriculum | None", named)
+    curriculum = GatedStages(stages, note) if stages else cast("Curriculum | None", named)
     return TaskLine(
         load_task_streams(env, config.seed),
         window=flow_limits(config).window,

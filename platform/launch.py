@@ -136,7 +136,7 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
             core, filters = make_core(config), make_filters(flow.filters, flow.pass_reward)
             core.ledger.sink = instruments.events
-            return Flow(core, make_task_line(config), filters, ports, stats, options)
+            return Flow(core, make_task_line(config, instruments.note), filters, ports, stats, options)
 
         run = Run(config, Parts(side, held_out, make_flow), instruments)
         stack.push_async_callback(run.close)

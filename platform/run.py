@@ -236,6 +236,7 @@ class Run:
             "idle/trainer_wait_s": sum(waited_s.values()),
             **{f"idle/trainer_wait_for/{held_by}": seconds for held_by, seconds in waited_s.items()},
             "idle/engine_share": monitor.idle_share,
+            **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
         }
 
     def _publish_metrics(self) -> dict[str, float]:

@@ -41,6 +41,8 @@ def test_one_command_makes_the_policy_and_trains_it_stage_by_stage(tmp_path: Pat
     three_digits = [any(re.search(r"\d{3}", row["prompt"]) for row in rows) for rows in by_step]
     assert not three_digits[0], "the first stage has sums of two digits"
     assert any(three_digits), "the second one was reached"
+    assert "stage hard begins at v" in done.stdout
+    assert read_metric(run_dir, "stream/weight/hard")[-1] == 1.0
     again = run_cli("train", *STAGES, "name=again", "--dry-run", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "does not exist yet" not in again.stdout, "a policy that is there is used"

@@ -25,7 +25,8 @@ def scored(reward: float) -> Trajectory:
 
 
 def test_the_configured_stages_are_admitted_one_after_the_other() -> None:
-    line, ledger, versions = make_task_line(compose_config(OVERRIDES)), Ledger(), itertools.count(1)
+    notes: list[str] = []
+    line, ledger, versions = make_task_line(compose_config(OVERRIDES), notes.append), Ledger(), itertools.count(1)
 
     def play(num_groups: int, reward: float) -> set[str]:
         played: list[QueuedTask] = []
@@ -41,7 +42,11 @@ def test_the_configured_stages_are_admitted_one_after_the_other() -> None:
     assert play(3, 1.0) == {"easy"}
     assert play(3, 0.0) == {"easy"}, "three groups were fewer than the gate asks for"
     assert play(3, 0.9) == {"easy"}, "the newest four had 0.675 in the mean, below 0.8"
+    assert (notes, dict(line.weights)) == ([], {"easy": 1.0, "hard": 0.0})
     assert play(1, 0.9) == {"easy"}, "now it is passed"
+    (note,) = notes
+    assert "stage hard begins at v4: the newest 4 groups of easy have a mean reward of 0.900, its gate is 0.8" in note
+    assert dict(line.weights) == {"easy": 0.0, "hard": 1.0}
     assert play(4, 0.0) == {"hard"}
     assert play(4, 0.0) == {"hard"}, "a stage that was left stays left"
 
