@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.weights.copies import copy_environment, copy_values
+from penstock.weights.copies import copy_environment, copy_values, is_shortly_behind
 
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
@@ -17,6 +17,18 @@ def test_copies_are_those_of_torch(into, dtype, shape, is_strided):
     copy_values(target, source)
     assert torch.equal(target, source.to(into))
     assert (held[..., 1] == 9).all()
+
+
+@pytest.mark.parametrize(("behind", "is_slow"), [(0, False), (64, True), (448, True), (512, False), (4032, False)])
+def test_copies_between_any_two_places_in_a_page_are_right(behind: int, is_slow: bool) -> None:
+    source, held = torch.randn(5000), torch.zeros(5000 + 1024)
+    start = (behind - (held.data_ptr() - source.data_ptr())) % 4096 // 4
+    target = held[start : start + 5000]
+    assert is_shortly_behind(target.data_ptr(), source.data_ptr()) == is_slow
+    copy_values(target, source)
+    assert torch.equal(target, source)
+    assert not held[:start].any()
+    assert not held[start + 5000 :].any()
 
 
 def test_parameters_that_need_a_gradient_are_overwritten_where_they_are():
