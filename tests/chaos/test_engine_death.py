@@ -15,7 +15,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 STEPS, BATCH = 6, 12
 
 
-@pytest.mark.parametrize(("engines", "restarts"), [(2, 0), (1, 2)], ids=["one_of_two_for_good", "the_only_one"])
+@pytest.mark.parametrize(
+    ("engines", "restarts"),
+    [
+        pytest.param(2, 0, id="one_of_two_for_good"),
+        pytest.param(1, 2, id="the_only_one", marks=pytest.mark.long),  # one is started anew in test_publish_faults.py
+    ],
+)
 def test_a_killed_engine_costs_no_trajectory(
     engines: int, restarts: int, workspace: Path, train_overrides: list[str]
 ) -> None:

@@ -56,13 +56,14 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
             "zero3_adapters_into_two_workers",
             ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3", *ADAPTERS],
         ),
-        (
+        pytest.param(
             "autotp_into_the_slots_of_two_workers",
             [
                 "rollout.engine.tensor_parallel_size=2",
                 "trainer.tensor_parallel_size=2",
                 "weights.memory=device",  # on CPU a file per engine rank
             ],
+            marks=pytest.mark.long,
         ),
         (
             "autotp_streaming_into_the_parameters_of_one_worker",
