@@ -68,6 +68,8 @@ class _Worker:
             self._lose(f"it did not answer for {SILENCE_S:.0f} s")
         except (EOFError, OSError) as error:
             self._lose(await self._how_it_died() or f"its connection broke: {_first_line(error)}")
+        except Exception as error:  # noqa: BLE001  whatever it sent: nobody may wait for it for ever
+            self._lose(f"what it sent cannot be read: {type(error).__name__}: {_first_line(error)}")
 
     def _flush(self) -> None:
         """Send the jobs of this tick together, or one by one if one of them cannot be sent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,12 +12,22 @@ import torch
 
 from penstock.rollout.config import EngineConfig
 from penstock.rollout.local_engine import LocalEngine
+from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
 from tests.conftest import TinyPublisher
 
 from .engine_harness import Harness, OpenHarness, Reference, make_spec, within
+
+
+@pytest.fixture(scope="module")
+def cpu_profile() -> Iterator[None]:
+    """The environment of an engine actor, set before vLLM is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in vllm_environment("cpu", threads=1).items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout import torch_engine
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
-from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.checksum import PartialSum
 from penstock.weights.streaming import ON_THE_WAY
 from penstock.weights.transport.crossing import Crossing, Sender
@@ -44,14 +43,6 @@ VLLM = VllmEngineConfig(
     enforce_eager=True,
     journal_interval_tokens=JOURNAL_INTERVAL,
 )
-
-
-@pytest.fixture(scope="module")
-def cpu_profile() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in vllm_environment("cpu", threads=1).items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest_asyncio.fixture(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import VllmEngineConfig
-from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.transport.shared_memory import write_version
 
 from .crossing import CrossingContract
@@ -43,15 +42,6 @@ CONFIG = VllmEngineConfig(
 )
 ENGINES = [("keep_kv", 1, "host"), ("recompute_kv", 2, "device")]
 """Update mode, tensor-parallel workers, and where versions are written; an engine takes 15 s to start."""
-
-
-@pytest.fixture(scope="module")
-def cpu_profile() -> Iterator[None]:
-    """The environment of an engine actor, set before vLLM is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in vllm_environment("cpu", threads=1).items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES, ids=str)

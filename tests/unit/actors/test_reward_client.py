@@ -7,6 +7,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from penstock.actors.direct import Address, Listener
 from penstock.actors.reward_client import RewardClient
 from penstock.dataflow.errors import TrajectoryError
@@ -28,6 +30,15 @@ class Worker:
     def _score(self, jobs: list[Any]) -> None:
         self.num_messages += 1
         self.listener.send([(number, Score(1.0, {})) for number, _, _ in jobs])
+
+
+async def test_a_worker_that_sends_what_is_no_score_is_lost_and_nobody_waits_for_it() -> None:
+    worker = Worker()
+    worker.listener = Listener(lambda _: worker.listener.send("no list of results"))
+    client = RewardClient([worker.actor])
+    with pytest.raises(TrajectoryError, match="reward worker died: what it sent cannot be read: ValueError"):
+        await asyncio.wait_for(client.score(*pair("!")), 10.0)
+    await worker.listener.close()
 
 
 async def test_a_task_that_cannot_be_sent_fails_alone_and_jobs_of_a_tick_travel_together() -> None:
