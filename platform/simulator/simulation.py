@@ -80,6 +80,7 @@ class Seams:
     disk: type[DurableState] = DurableState
     line: type[TaskLine] = TaskLine
     player: type[EpisodePlayer] = EpisodePlayer
+    rewards: type[SimulatedRewards] = SimulatedRewards
 
 
 @dataclass(slots=True)
@@ -159,7 +160,7 @@ class Simulation:
         player = self.seams.player(environments, codec, episode_budget(config))
         runner = self.seams.runner(pool, codec, SILENCE_S, episodes=player)
         examined = self.seams.runner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
-        rewards = SimulatedRewards(world, config.reward_mean_s, config.reward_workers)
+        rewards = self.seams.rewards(world, config.reward_mean_s, config.reward_workers)
         trainer = self.trainer = self.seams.trainer(
             world,
             trainer_cost(config),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -30,14 +31,14 @@ class SerialTask(asyncio.Task[T]):
     """A task whose hash is its serial number, so that a set of tasks has the same order in every run."""
 
     __slots__ = ("_serial",)
+    serials = itertools.count(1)
+    """Begins anew with every loop."""
 
     def __hash__(self) -> int:
         try:
             return self._serial
         except AttributeError:  # first: asyncio puts a new task into a set
-            loop = self.get_loop()
-            assert isinstance(loop, VirtualTimeLoop), "made by its task factory"
-            self._serial: int = loop.next_serial()
+            self._serial: int = next(SerialTask.serials)
             return self._serial
 
     def __eq__(self, other: object) -> bool:
@@ -58,7 +59,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self._num_cancelled = 0
-        self._num_tasks = 0
+        SerialTask.serials = itertools.count(1)
         self._error: BaseException | None = None
 
     def time(self) -> float:
@@ -79,15 +80,17 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._num_timers, handle))
         return handle
 
+    def call_soon(  # type: ignore[override] # as `call_at`
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
         return SerialTask(coro, loop=self, name=None if name is None else str(name), context=context)
-
-    def next_serial(self) -> int:
-        """Number of a task, in the order in which they were made."""
-        self._num_tasks += 1
-        return self._num_tasks
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """An error in a callback ends the loop: nobody else would see it."""
