@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.trainer.algorithms.catalog import find, known
 
@@ -25,7 +25,12 @@ CorrectionName = Annotated[str, AfterValidator(known("correction"))]
 
 
 class OptimizerConfig(BaseModel):
-    """AdamW (torch), with linear warm-up to a constant learning rate."""
+    """AdamW (torch), with linear warm-up to a learning rate that is constant or decays.
+
+    Attributes:
+        decay_steps: Optimizer steps, those of the warm-up included, after which a half cosine has brought the rate to
+            `final_lr_ratio` of it, where it stays; 0 is constant.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,7 +39,18 @@ class OptimizerConfig(BaseModel):
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
+    final_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     gradient_clip_norm: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _decays_after_it_warmed_up(self) -> Self:
+        if 0 < self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optimizer.decay_steps={self.decay_steps} counts the steps of the warm-up too, and warmup_steps="
+                f"{self.warmup_steps}: the rate would fall before it has risen. Set more, or 0 for a constant one."
+            )
+        return self
 
 
 class LoraConfig(BaseModel):

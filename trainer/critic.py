@@ -21,7 +21,7 @@ from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.passes import Passes, StepSettings, sampled_tokens
-from penstock.trainer.updates import warmed_up_lr
+from penstock.trainer.updates import learning_rate
 from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
 
@@ -73,7 +73,7 @@ class Critic:
             if micro_batch.num_tokens:
                 num_clipped = (is_clipped[0] | is_clipped[1]).sum()
                 totals += torch.stack([loss.detach().double(), num_clipped.double(), totals.new_tensor(len(terms))])
-        self.backend.set_lr(warmed_up_lr(self._optimizer, self._num_steps))
+        self.backend.set_lr(learning_rate(self._optimizer, self._num_steps))
         result = self.backend.optimizer_step()
         totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")
         if result.is_skipped:

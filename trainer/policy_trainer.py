@@ -39,7 +39,7 @@ from penstock.trainer.forwards import Forwards, References
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.passes import Passes, StepSettings, TeacherForced
 from penstock.trainer.rank_agreement import RankShare, agreement
-from penstock.trainer.updates import OpenUpdate, Update, summary, warmed_up_lr
+from penstock.trainer.updates import OpenUpdate, Update, learning_rate, summary
 from penstock.trainer.work import Work
 from penstock.weights.adapters import adapter_tensors
 from penstock.weights.layout.engine import TrainingSide
@@ -303,7 +303,7 @@ class PolicyTrainer:
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.renormalise and sums.kept_share > 0:
             normaliser *= sums.kept_share
-        lr = warmed_up_lr(self._optimizer, self._num_steps)
+        lr = learning_rate(self._optimizer, self._num_steps)
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))

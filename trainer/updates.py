@@ -15,10 +15,20 @@ from penstock.trainer.config import OptimizerConfig
 from penstock.trainer.rank_agreement import RankShare
 
 
-def warmed_up_lr(optimizer: OptimizerConfig, num_steps: int) -> float:
-    """Linear from lr / warmup_steps at the first step to lr, then constant; `num_steps` were taken before."""
-    warmup = optimizer.warmup_steps
-    return optimizer.lr * (min(1.0, (num_steps + 1) / warmup) if warmup else 1.0)
+def learning_rate(optimizer: OptimizerConfig, num_steps: int) -> float:
+    """Rate of the next optimizer step; `num_steps` were taken before.
+
+    Linear from lr / warmup_steps at the first step to lr; then constant, or along a half cosine to
+    final_lr_ratio · lr, which step `decay_steps` has and all after it.
+    """
+    step, warmup, decay = num_steps + 1, optimizer.warmup_steps, optimizer.decay_steps
+    if step < warmup:
+        return optimizer.lr * step / warmup
+    if not decay:
+        return optimizer.lr
+    progress = min(1.0, (step - warmup) / (decay - warmup))
+    final = optimizer.final_lr_ratio
+    return optimizer.lr * (final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,11 @@ from typing import Protocol
 import torch
 
 ALIGNMENT_BYTES = 64
+LARGE_BYTES = 64 << 10
+_PAGE_BYTES = 4096
+_LARGE_START_BYTES = _PAGE_BYTES // 2
+"""In a page. Memory that torch allocates for a large tensor begins shortly behind a page's start: where a slot's
+buffers begin there too, or at a page's start, memcpy is slow into one of the two (weights/copies.py)."""
 
 
 class Slots(Protocol):
@@ -28,18 +33,22 @@ class Slots(Protocol):
 
 def slot_size(sizes: Mapping[str, int], dtype: torch.dtype) -> int:
     """Elements of a slot, from those of its buffers."""
-    return sum(_aligned(size, dtype) for size in sizes.values())
+    return _starts(sizes, dtype)[-1]
 
 
 def cut_slot(flat: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Cut a slot into its buffers, each on a cache line of its own."""
-    buffers, start = {}, 0
-    for name, size in sizes.items():
-        buffers[name] = flat[start : start + size]
-        start += _aligned(size, flat.dtype)
-    return buffers
+    """Cut a slot, which begins on a page, into its buffers: each on its own cache line, large ones half a page in."""
+    starts = _starts(sizes, flat.dtype)
+    return {name: flat[start : start + size] for (name, size), start in zip(sizes.items(), starts, strict=False)}
 
 
-def _aligned(size: int, dtype: torch.dtype) -> int:
-    step = ALIGNMENT_BYTES // dtype.itemsize
-    return -(-size // step) * step
+def _starts(sizes: Mapping[str, int], dtype: torch.dtype) -> list[int]:
+    """Where each buffer begins, and the slot ends; in elements."""
+    starts, end = [], 0
+    for size in sizes.values():
+        num_bytes = size * dtype.itemsize
+        if num_bytes >= LARGE_BYTES:
+            end += (_LARGE_START_BYTES - end) % _PAGE_BYTES
+        starts.append(end // dtype.itemsize)
+        end += num_bytes + -num_bytes % ALIGNMENT_BYTES
+    return [*starts, end // dtype.itemsize]

@@ -13,7 +13,9 @@ from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backend import poison_if_not_finite
+from penstock.trainer.config import OptimizerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.updates import learning_rate
 
 from .torch_trainer import logprobs_of, trainer_of, trajectory
 
@@ -83,6 +85,18 @@ def test_the_learning_rate_warms_up_linearly(policy, batch) -> None:
     trainer = trainer_of(policy, lr=4e-4, warmup_steps=4)
     rates = [trainer.step(batch, version).metrics["loss/lr"] for version in range(6)]
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4, 4e-4])
+
+
+def test_the_learning_rate_decays_along_a_half_cosine_and_stays_there() -> None:
+    optimizer = OptimizerConfig(lr=1.0, warmup_steps=2, decay_steps=6, final_lr_ratio=0.2)
+    rates = [learning_rate(optimizer, num_steps) for num_steps in range(8)]
+    quarters = [0.2 + 0.8 * (1 + math.cos(math.pi * share)) / 2 for share in (0.25, 0.5, 0.75)]
+    assert rates == pytest.approx([0.5, 1.0, *quarters, 0.2, 0.2, 0.2])
+
+
+def test_a_learning_rate_that_would_fall_before_it_has_risen_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decay_steps=5 .* warmup_steps=10"):
+        OptimizerConfig(lr=1.0, warmup_steps=10, decay_steps=5)
 
 
 def test_a_bad_step_is_skipped_and_leaves_weights_and_version(policy, batch) -> None:
