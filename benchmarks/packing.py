@@ -16,7 +16,7 @@ from statistics import median
 
 import numpy as np
 
-from penstock.trainer.batches.packing import BatchPlan, RowLayout, balance_ranks, plan_batch, sequence_cost
+from penstock.trainer.batches.packing import BatchPlan, RowLayout, plan_batch, sequence_cost
 
 BUDGET = 8192
 MEAN_TOKENS = 1024
@@ -49,10 +49,12 @@ def padded_to_longest(lengths: list[int]) -> float:
     return sum(lengths) / (len(lengths) * max(lengths))
 
 
-def imbalance(lengths: list[int], num_ranks: int) -> tuple[float, float]:
+def imbalance(lengths: list[int], num_ranks: int, layout: RowLayout) -> tuple[float, float]:
     """Max over mean of the ranks' costs, and what the longest sequence alone forces."""
-    costs = [sum(sequence_cost(lengths[i], ATTENTION_SHARE) for i in share)
-             for share in balance_ranks(lengths, num_ranks, ATTENTION_SHARE)]  # fmt: skip
+    costs = [
+        sum(sequence_cost(lengths[i], ATTENTION_SHARE) for micro_batch in rank for row in micro_batch.rows for i in row)
+        for rank in plan_of(lengths, num_ranks, layout).ranks
+    ]
     mean = sum(costs) / num_ranks
     return max(costs) / mean, sequence_cost(max(lengths), ATTENTION_SHARE) / mean
 
@@ -68,7 +70,7 @@ def main() -> None:
                 single = [full(lengths, num_ranks) for lengths in draws]
                 rows = [plan_of(lengths, num_ranks, "rows").efficiency for lengths in draws]
                 longest = median(padded_to_longest(lengths) for lengths in draws)
-                uneven, forced = zip(*(imbalance(lengths, num_ranks) for lengths in draws), strict=True)
+                uneven, forced = zip(*(imbalance(lengths, num_ranks, "single_row") for lengths in draws), strict=True)
                 lines.append(
                     f"| {num_bins} | {sigma} | {num_ranks} | {median(single):.3f} ({min(single):.3f}) | "
                     f"{median(rows):.3f} ({min(rows):.3f}) | {longest:.2f} | {median(uneven):.3f} ({max(uneven):.3f}) "

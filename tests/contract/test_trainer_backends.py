@@ -4,11 +4,7 @@ ranks, and however tensor and sequence parallelism share the work out."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.contract.rank_processes import run_ranks
 from tests.contract.trainer_backend_cases import (
     CASES,
     LONG_CASES,
@@ -32,8 +29,6 @@ from tests.unit.weights.models import PADDING, vllm_rank
 
 pytestmark = pytest.mark.timeout(1800)  # of a test that starts the worlds, each with four processes, for all others
 
-ROOT = Path(__file__).resolve().parents[2]
-LONGEST_S = 900.0
 PROGRAM = "tests.contract.trainer_backend_cases"
 
 
@@ -79,28 +74,7 @@ def plain(case: Case) -> Case:
 def deepspeed_results(form: str, folder: Path) -> dict[tuple, dict]:
     results: dict[tuple, dict] = {}
     for world in dict.fromkeys(case.ranks for case in cases_of(form)):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, form, str(rank), str(port), str(folder), *map(str, world)],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world[0])
-        ]
-        outputs = []
-        try:
-            outputs = [rank.communicate(timeout=LONGEST_S)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        assert all(rank.returncode == 0 for rank in ranks), "\n".join(output[-3000:] for output in outputs)
+        run_ranks(PROGRAM, world[0], lambda rank, port, world=world: [form, rank, port, folder, *world])
         results |= pickle.loads((folder / "-".join(map(str, ["ranks", *world]))).read_bytes())
     return results
 

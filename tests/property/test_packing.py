@@ -104,6 +104,22 @@ def test_long_tailed_lengths_waste_little() -> None:
     assert plan_batch(lengths, 2, 8192, layout="single_row").efficiency == 1.0
 
 
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("seed", range(8))
+def test_long_tailed_lengths_fill_the_bins_of_eight_ranks_that_are_even(sigma, seed) -> None:
+    budget, num_bins, share = 8192, 32, 2e-5
+    rng, lengths = np.random.default_rng(seed), []
+    while sum(lengths) < 0.98 * num_bins * budget:
+        drawn = int(np.clip(rng.lognormal(6.9 - sigma**2 / 2, sigma), 1, budget))
+        lengths += [drawn] if sum(lengths) + drawn <= 0.985 * num_bins * budget else []
+    plan = plan_batch(lengths, 8, budget, attention_share=share, layout="single_row")
+    assert sum(map(len, plan.ranks)) == num_bins
+    costs = [
+        sum(sequence_cost(lengths[i], share) for one in rank for row in one.rows for i in row) for rank in plan.ranks
+    ]
+    assert max(costs) <= 1.05 * sum(costs) / len(costs)
+
+
 def test_costly_attention_prefers_short_rows() -> None:
     lengths = [30, 20, 10] * 20
     cheap = plan_batch(lengths, 1, 1024, attention_share=0.0)

@@ -25,6 +25,8 @@ RowLayout = Literal["rows", "single_row", "single_sequence"]
 
 _ROW_MULTIPLES = (1, 2, 3, 4)
 _WIDE_ROW_TOKENS = 256
+MAX_IMBALANCE = 1.05
+"""Most loaded rank over the mean, up to which fewer micro-batches are worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,12 @@ def plan_batch(
     shares = balance_ranks(lengths, num_ranks, attention_share)
     plans = [_plan_rank(lengths, share, max_tokens, attention_share, layout) for share in shares]
     count = max(len(plan) for plan in plans)
+    if layout == "single_row" and count > 1:
+        most = max(sum(sequence_cost(lengths[index], attention_share) for index in share) for share in shares)
+        rows = fill_rows(lengths, range(len(lengths)), max_tokens)
+        shared_out = _share_rows(lengths, rows, num_ranks, attention_share, most)
+        if shared_out is not None and (fewest := max(map(len, shared_out))) < count:
+            plans, count = [[_micro_batch(lengths, [row]) for row in own] for own in shared_out], fewest
     padded = sum(micro_batch.num_padded_tokens for plan in plans for micro_batch in plan)
     return BatchPlan(
         ranks=tuple((*plan, *[EMPTY_MICRO_BATCH] * (count - len(plan))) for plan in plans),
@@ -120,6 +128,30 @@ def balance_ranks(lengths: Sequence[int], num_ranks: int, attention_share: float
         shares[rank].append(index)
         heapq.heappush(loads, (load + sequence_cost(lengths[index], attention_share), rank))
     return shares
+
+
+def _share_rows(
+    lengths: Sequence[int], rows: Sequence[tuple[int, ...]], num_ranks: int, attention_share: float, most_cost: float
+) -> list[list[tuple[int, ...]]] | None:
+    """Give each rank equally many rows, costliest first, each to the rank with the least so far that has room.
+
+    Ranks that are balanced before rows are filled may each need a row more than they should.
+
+    Returns:
+        For each rank its rows; None if a rank would cost more than `most_cost` and than `MAX_IMBALANCE` of the mean.
+    """
+    costs = {row: sum(sequence_cost(lengths[index], attention_share) for index in row) for row in rows}
+    max_rows = -(-len(rows) // num_ranks)
+    shares: list[list[tuple[int, ...]]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for row in sorted(rows, key=lambda row: (-costs[row], row)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(row)
+        if len(shares[rank]) < max_rows:
+            heapq.heappush(loads, (load + costs[row], rank))
+    totals = [sum(costs[row] for row in share) for share in shares]
+    allowed = max(MAX_IMBALANCE * sum(totals) / num_ranks, most_cost)
+    return shares if max(totals) <= allowed else None
 
 
 def sequence_cost(length: int, attention_share: float) -> float:

@@ -1,0 +1,48 @@
+"""The gradient of one batch is the same however it is computed: ranks × ZeRO stage × micro-batches × order."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tests.contract.invariance_cases import NUM_TOKENS, WAYS, Result, Way, compute
+from tests.contract.rank_processes import run_ranks
+from tests.contract.test_trainer_backends import relative_error
+from tests.contract.trainer_backend_cases import Case, create_policies
+
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("invariance")
+    create_policies(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Result:
+    """Plain torch, one sequence after the other: nothing is packed."""
+    return compute(Case(backend="torch", max_tokens=NUM_TOKENS, adam_epsilon=1.0), folder)
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[Way, Result]:
+    found: dict[Way, Result] = {}
+    for world in (1, 2):
+        run_ranks("tests.contract.invariance_cases", world, lambda rank, port, w=world: [rank, port, folder, w])
+        ways = pickle.loads((folder / f"ways-{world}").read_bytes())
+        found |= {Way(*way): Result(*result) for way, result in ways.items()}
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
+def test_the_gradient_is_that_of_one_sequence_after_the_other(
+    way: Way, results: dict[Way, Result], reference: Result
+) -> None:
+    result = results[way]
+    assert result.num_micro_batches == way.num_micro_batches
+    assert result.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
+    assert relative_error(result.change, reference.change) < 1e-5
