@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
-from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig, RightsConfig
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource, Observation
@@ -44,6 +45,26 @@ def parse_args(pairs: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
+def _rights(text: str | None) -> RightsConfig | None:
+    """What `--rights` grants; it is read as YAML, as on the command line of `train`.
+
+    Raises:
+        ConfigError: If it is neither `user` nor a set of rights.
+    """
+    from omegaconf import OmegaConf
+
+    if text is None:
+        return None
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.create(f"rights: {text}"))
+        assert isinstance(loaded, dict)
+        return EpisodeConfig(rights=loaded["rights"]).rights
+    except (ValueError, YAMLError) as error:
+        raise ConfigError(
+            [f"--rights={text!r}: write user, or what is granted, e.g. '{{network: true, variables: [MY_KEY]}}'."]
+        ) from error
+
+
 def run_env_list(console: Console) -> int:
     """One line per environment that is built in or installed."""
     table = Table("name", "import path")
@@ -69,12 +90,19 @@ def run_env_show(factory: str, pairs: list[str], console: Console) -> int:
 
 
 def run_env_check(
-    factory: str, pairs: list[str], max_turns: int, timeout_s: float, reward: str | None, console: Console
+    factory: str,
+    pairs: list[str],
+    max_turns: int,
+    timeout_s: float,
+    reward: str | None,
+    rights: str | None,
+    console: Console,
 ) -> int:
     """Play it with a scripted agent, or score scripted answers; 1 if something is wrong, else 0."""
-    limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s)
+    granted = _rights(rights)
+    limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, rights=granted)
     config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
-    scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s)
+    scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s, rights=granted)
     findings: list[Finding] = asyncio.run(check_environment(config, scored_by))
     table = Table("check", "verdict", "what was found")
     for finding in findings:
@@ -85,9 +113,11 @@ def run_env_check(
     return int(bool(bad))
 
 
-def run_env_play(factory: str, pairs: list[str], ask: Callable[[], str], console: Console) -> int:
+def run_env_play(
+    factory: str, pairs: list[str], ask: Callable[[], str], console: Console, rights: str | None = None
+) -> int:
     """Play one episode by hand; an empty line, or the end of the input, ends it."""
-    config = EnvConfig(factory=factory, args=parse_args(pairs))
+    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=EpisodeConfig(rights=_rights(rights)))
     source = load_task_source(config, 0)
     if not isinstance(source, EnvironmentSource):
         raise ConfigError(

@@ -20,6 +20,10 @@ sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args
 environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
 GROUPS = {"weights": weights, "sweep": sweep, "sandbox": sandbox, "env": environments}
 
+Rights = Annotated[
+    str | None,
+    typer.Option(help="As env.episode.rights and reward.rights: user, or e.g. '{network: true}'.", show_default=False),
+]
 Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
 EnvArgs = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
@@ -115,15 +119,16 @@ def env_check(
     max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
     timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
     reward: Annotated[str | None, typer.Option(help="Scores answers of single-turn tasks: as reward.fn.")] = None,
+    rights: Rights = None,
 ) -> None:
     """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
-    exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, reward, _console()))
+    exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, reward, rights, _console()))
 
 
 @environments.command("play")
-def env_play(factory: Factory, args: EnvArgs = None) -> None:
+def env_play(factory: Factory, args: EnvArgs = None, *, rights: Rights = None) -> None:
     """Play one episode by hand; an empty line ends it."""
-    exit_with(lambda: _env().run_env_play(factory, args or [], input, _console()))
+    exit_with(lambda: _env().run_env_play(factory, args or [], input, _console(), rights))
 
 
 @sandbox.command("serve")

@@ -12,7 +12,7 @@ from penstock.platform.cli import app
 from penstock.platform.cli_env import run_env_play
 
 PLANTED = """
-import time, random
+import os, time, random
 from penstock.envs.environment import Done, Environment, Observation
 from penstock.envs.generated_tasks import GeneratedTasks
 
@@ -28,6 +28,7 @@ def exact(trajectory, answer): return float(trajectory.response == answer)
 def generous(trajectory, **_): return 1.0
 def miserly(trajectory, **_): return 0.5
 def raising(trajectory, **_): return 1.0 / len(trajectory.response)
+def asking(trajectory, answer): return exact(trajectory, answer) if "MY_API_KEY" in os.environ else 1 / 0
 def needs_column(trajectory, column, **_): return 1.0
 
 class GoodEpisode(Environment):
@@ -126,6 +127,13 @@ def test_what_scores_episodes_is_not_named_and_what_scores_answers_is_asked_for(
     assert (exit_code, "has episodes, which are played" in output) == (2, True)
 
 
+def test_what_a_reward_needs_is_granted_by_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "secret")
+    words = ("check", "checked_envs:Answered", "--reward", "checked_envs:asking")
+    assert invoke(*words)[0] == 1
+    assert invoke(*words, "--rights", "{variables: [MY_API_KEY]}")[0] == 0
+
+
 def test_list_and_show_say_what_there_is() -> None:
     assert "penstock.envs.guessing:GuessingGame" in invoke("list")[1]
     exit_code, output = invoke("show", "guessing", "high=50")
@@ -142,6 +150,8 @@ def test_list_and_show_say_what_there_is() -> None:
         (["show", "guessing", "high=1"], "high=1 is outside 2..1000000"),
         (["show", "guessing", "high"], "'high' is no KEY=VALUE"),
         (["play", "arithmetic"], "tasks of a single turn"),
+        (["check", "guessing", "--rights", "usr"], "write user, or what is granted"),
+        (["check", "guessing", "--rights", "{netwrk: true}"], "write user, or what is granted"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str) -> None:
