@@ -103,7 +103,7 @@ def main() -> None:
         "",
         *_RIGHTS.splitlines(),
         "",
-        "- limits: 5 s for a reward, 3 s for a step, 1.5 s for a tool, 0.25 GiB, 24 processes",
+        "- limits: 5 s for a reward, 6 s for a step, 1.5 s for a tool, 0.25 GiB, 24 processes",
         "- by: python benchmarks/hostile.py; as tests: tests/unit/envs/test_hostile.py",
     ]
     console.print(escape("\n".join(lines)))

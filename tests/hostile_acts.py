@@ -47,7 +47,7 @@ class HostileAct:
 
 _TIME, _DIES = "time-out, then the process is killed", "a process of its own, replaced"
 _CHECKED, _SHOWN = "the reply is checked", "text is cut"
-_STEP_TIME, _TOOL_TIME = "timed out after 3 s (env.episode.timeout_s)", "error: act took longer than 1.5 s"
+_STEP_TIME, _TOOL_TIME = "timed out after 6 s (env.episode.timeout_s)", "error: act took longer than 1.5 s"
 _MEMORY, _PROCESSES = "more than {}.max_memory_gib=0.25", "more than {}.max_processes=24"
 _ENV = "env.episode"
 _FORGED = "sent what is no reply"

@@ -30,7 +30,7 @@ from tests.hostile_reaches import is_possible
 REWARDS = RewardConfig(
     fn="tests.hostile_acts:reward", timeout_s=5.0, max_memory_gib=0.25, max_processes=24, max_attempts=2
 )
-EPISODES = EpisodeConfig(timeout_s=3.0, max_memory_gib=0.25, max_processes=24)
+EPISODES = EpisodeConfig(timeout_s=6.0, max_memory_gib=0.25, max_processes=24)
 _SETTLE_S = 20.0
 _HUNG = re.compile(r"timed out after|took longer than")
 

@@ -47,7 +47,7 @@ def two_versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("codec", EXACT)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(versions=two_versions())
 def test_any_bits_arrive_as_they_were_sent(codec: str, versions: tuple[torch.Tensor, torch.Tensor]) -> None:
     before, after = versions
