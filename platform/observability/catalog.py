@@ -24,7 +24,7 @@ _FAMILIES = {
     "mismatch": "How far the engine's logprobs are from the trainer's.",
     "staleness": "How old the trained tokens are, in policy versions.",
     "flow": "Groups and credits: the ledger in numbers.",
-    "stream": "What share of admissions each of several streams of tasks gets (`dataflow.mix`, curricula, stages).",
+    "stream": "What share of admissions each of several streams of tasks gets (`env.streams`, curricula, stages).",
     "throughput": "How fast it goes.",
     "idle": "Who waits for whom.",
     "weights": "Publishing new weights to the engines.",
