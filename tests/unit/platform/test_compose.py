@@ -13,7 +13,7 @@ from penstock.platform.config.findings import Command
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import RunConfig
 
-COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "text_sft": "sft"}
+COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "arithmetic_rlhf_sft": "sft", "text_sft": "sft"}
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 
 
