@@ -1,17 +1,48 @@
-"""What a reader who does not add sees in a worked sum: that it follows from the problem and from itself.
+"""A preference for the RLHF chain (docs/algorithms.md): a reader who does not add wants to follow a sum to its answer.
 
-Every step takes the next column and the carry of the step before, and the answer is read from the steps. Whether
-`7+5+0=12` is true is not asked. It is easy to judge and half of what the warm start samples gets it wrong, which makes
-it a preference that a small reward model can learn (docs/algorithms.md, the RLHF chain).
+`follows_its_steps`: every step takes the next column and the carry of the step before, and the answer is read from the
+steps. Whether `7+5+0=12` is true is not asked, so a small reward model can learn it. `MixedWriters` are whom the chain
+starts from: most of them give the answer alone, which nobody can follow.
 """
 
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
+from typing import Any
 
-from penstock.dataflow.trajectory import Trajectory
-from penstock.envs.arithmetic import Problem
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.arithmetic import ArithmeticTasks, Problem
 from penstock.envs.contract import pure
+
+
+class MixedWriters(ArithmeticTasks):
+    """Column sums of several writers: `47+85=` is answered `7+5+0=12;4+8+1=13;132` by some and `132` by the others.
+
+    A hash of the prompt says who answers, on both sides of the split and for every seed; a prompt does not show it, so
+    who learns from them answers in both ways.
+
+    Args:
+        seed: As of `ArithmeticTasks`.
+        brief_share: Share of the prompts that are answered without steps; in [0, 1].
+        args: Those of `ArithmeticTasks`.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    def __init__(self, seed: int, brief_share: float = 0.75, **args: Any) -> None:
+        super().__init__(seed, **args)
+        if not 0 <= brief_share <= 1:
+            raise ValueError(f"brief_share={brief_share} is outside 0..1: it is a share of the prompts")
+        self._brief_share = brief_share
+
+    def gold_response(self, task: Task) -> str:
+        """The right answer, with its steps or alone."""
+        worked = super().gold_response(task)
+        digest = blake2b(f"arithmetic/writer/{task.prompt}".encode(), digest_size=8).digest()
+        is_brief = int.from_bytes(digest, "big") < self._brief_share * 2**64
+        return worked.rpartition(";")[2] if is_brief else worked
 
 
 @pure

@@ -1,7 +1,7 @@
 """`penstock sample`: a policy answers tasks, the reward scores the answers, and both are written as JSON lines.
 
 `answers.jsonl` has a row per answer, `pairs.jsonl` a row `prompt, chosen, rejected` for answers of one task that differ
-in reward: what `penstock rm` and `penstock dpo` read with `preference.dataset`.
+in reward: what `penstock rm` and `penstock dpo` read with `env=dataset`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worked sum that follows from itself, whatever it says of digits."""
+"""A worked sum that follows from itself, whatever it says of digits; and writers who do not all work their sums."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from itertools import islice
 
 import pytest
 
-from penstock.envs.arithmetic import ArithmeticTasks, Problem
-from penstock.envs.arithmetic_form import is_consistent
+from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match
+from penstock.envs.arithmetic_form import MixedWriters, is_consistent
+from tests.answers import answered
 
 
 def test_gold_responses_follow_from_their_steps() -> None:
@@ -34,3 +35,32 @@ def test_gold_responses_follow_from_their_steps() -> None:
 )
 def test_only_form_is_judged(response: str, follows: bool) -> None:
     assert is_consistent(Problem.from_prompt("47+85="), response) is follows
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
+def test_a_share_of_the_writers_gives_the_answer_alone_and_all_are_right(share: float) -> None:
+    source = MixedWriters(seed=0, brief_share=share, digits=3)
+    num_tasks = 2000
+    num_brief = 0
+    for task in source.held_out(num_tasks):
+        assert isinstance(task.prompt, str)
+        gold = source.gold_response(task)
+        assert exact_match(answered(gold), **task.fields) == 1.0, task.prompt
+        is_brief = gold == task.fields["answer"]
+        assert is_consistent(Problem.from_prompt(task.prompt), gold) is not is_brief, task.prompt
+        num_brief += is_brief
+    assert num_brief / num_tasks == pytest.approx(share, abs=0.04)  # 4 deviations of a binomial of 2,000
+
+
+def test_who_answers_is_decided_by_the_prompt_and_more_brief_writers_include_the_fewer() -> None:
+    fewer, more, other = (MixedWriters(seed, share, digits=3) for seed, share in ((0, 0.25), (0, 0.75), (7, 0.75)))
+    tasks = [*islice(fewer.train(), 300), *fewer.held_out(300)]
+    brief = [{task.prompt for task in tasks if ";" not in source.gold_response(task)} for source in (fewer, more)]
+    assert brief[0] < brief[1]
+    assert [other.gold_response(task) for task in tasks] == [more.gold_response(task) for task in tasks]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_of_writers_lies_between_none_and_all(share: float) -> None:
+    with pytest.raises(ValueError, match=f"brief_share={share} is outside"):
+        MixedWriters(seed=0, brief_share=share)

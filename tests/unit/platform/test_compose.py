@@ -13,7 +13,7 @@ from penstock.platform.config.findings import Command
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import RunConfig
 
-COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "text_sft": "sft"}
+COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "arithmetic_rlhf_sft": "sft", "text_sft": "sft"}
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 
 
@@ -44,6 +44,22 @@ def test_the_demo_is_what_the_readme_says():
     sft = compose_config(["experiment=arithmetic_sft", "seed=3"], command="sft")
     assert config.model.path == f"{sft.run_dir}/policy"
     assert sft.model.shape == config.model.shape
+
+
+@pytest.mark.parametrize("algorithm", ["online_dpo", "ppo"])
+def test_each_step_of_the_rlhf_chain_finds_the_one_before_by_its_seed(algorithm):
+    steps: list[tuple[str, Command]] = [("sft", "sft"), ("pairs", "sample"), ("rm", "rm"), (algorithm, "train")]
+    sft, pairs, rm, train = (
+        compose_config([f"experiment=arithmetic_rlhf_{step}", "seed=5"], command=command) for step, command in steps
+    )
+    assert {config.model.path for config in (pairs, rm, train)} == {f"{sft.run_dir}/policy"}
+    assert {config.model.shape for config in (pairs, rm, train)} == {sft.model.shape}
+    assert rm.env.args["path"] == f"{pairs.run_dir}/pairs.jsonl"
+    assert train.reward.parts["judge"].args["path"] == f"{rm.run_dir}/reward_model"
+    assert train.reward.parts["true"].fn == pairs.reward.fn
+    assert train.reward.parts["true"].weight == 0, "the policy never learns of it"
+    if train.algorithm.needs_critic:
+        assert train.critic.path == f"{rm.run_dir}/reward_model"
 
 
 @pytest.mark.parametrize(
