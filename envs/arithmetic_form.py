@@ -31,7 +31,7 @@ class MixedWriters(ArithmeticTasks):
         ValueError: If an argument is out of its range.
     """
 
-    def __init__(self, seed: int, brief_share: float = 0.75, **args: Any) -> None:
+    def __init__(self, seed: int, brief_share: float = 0.6, **args: Any) -> None:
         super().__init__(seed, **args)
         if not 0 <= brief_share <= 1:
             raise ValueError(f"brief_share={brief_share} is outside 0..1: it is a share of the prompts")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.trainer.spec import free_port
 from tests.contract.invariance_cases import NUM_TOKENS, WAYS, Result, Way, compute
-from tests.contract.rank_processes import run_ranks
 from tests.contract.test_trainer_backends import relative_error
 from tests.contract.trainer_backend_cases import Case, create_policies
+from tests.rank_processes import run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -32,7 +33,9 @@ def reference(folder: Path) -> Result:
 def results(folder: Path) -> dict[Way, Result]:
     found: dict[Way, Result] = {}
     for world in (1, 2):
-        run_ranks("tests.contract.invariance_cases", world, lambda rank, port, w=world: [rank, port, folder, w])
+        port = free_port()
+        arguments = [(rank, port, folder, world) for rank in range(world)]
+        run_ranks("tests.contract.invariance_cases", arguments, timeout_s=900)
         ways = pickle.loads((folder / f"ways-{world}").read_bytes())
         found |= {Way(*way): Result(*result) for way, result in ways.items()}
     return found

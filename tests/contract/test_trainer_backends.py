@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contract.rank_processes import run_ranks
+from penstock.trainer.spec import free_port
 from tests.contract.trainer_backend_cases import (
     CASES,
     LONG_CASES,
@@ -25,6 +25,7 @@ from tests.contract.trainer_backend_cases import (
     run_case,
     weights_of,
 )
+from tests.rank_processes import run_ranks
 from tests.unit.weights.models import PADDING, vllm_rank
 
 pytestmark = pytest.mark.timeout(1800)  # of a test that starts the worlds, each with four processes, for all others
@@ -74,7 +75,9 @@ def plain(case: Case) -> Case:
 def deepspeed_results(form: str, folder: Path) -> dict[tuple, dict]:
     results: dict[tuple, dict] = {}
     for world in dict.fromkeys(case.ranks for case in cases_of(form)):
-        run_ranks(PROGRAM, world[0], lambda rank, port, world=world: [form, rank, port, folder, *world])
+        port = free_port()
+        arguments = [(form, rank, port, folder, *world) for rank in range(world[0])]
+        run_ranks(PROGRAM, arguments, timeout_s=900)
         results |= pickle.loads((folder / "-".join(map(str, ["ranks", *world]))).read_bytes())
     return results
 

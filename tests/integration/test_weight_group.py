@@ -6,10 +6,7 @@ What the processes do is in weight_group_stories.py. The store is served by the 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,34 +14,17 @@ import pytest
 
 from penstock.weights.transport.links import serve_store
 from tests.integration.weight_group_stories import BACK, BUCKET_BYTES, HOST, PROGRAM, STORIES, Story, plan_to
+from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def told(story: str, folder: Path, may_die: set[int]) -> list[Story]:
     """What each process of a story wrote down."""
     store = serve_store(HOST)
     num_processes = STORIES[story][1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, story, str(rank), str(store.port), str(folder)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(num_processes)
-    ]
-    outputs = []
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    died = {rank for rank, process in enumerate(processes) if process.returncode}
-    assert died == may_die, "\n".join(output[-3000:] for output in outputs)
+    arguments = [(story, rank, store.port, folder) for rank in range(num_processes)]
+    run_ranks(PROGRAM, arguments, timeout_s=120, may_die=frozenset(may_die))
     files = [folder / f"{story}{rank}" for rank in range(num_processes)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
