@@ -10,15 +10,18 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import ReasoningConfig
 from penstock.envs.reasoning import Spoken, split_turn
 from penstock.rollout.turn_template import TurnTemplate
 from penstock.weights.model_config import NewTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD_TOKEN = "<pad>"  # noqa: S105 - a vocabulary entry
 EOS_TOKEN = "<eos>"  # noqa: S105 - a vocabulary entry
@@ -38,6 +41,8 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
     No chat template. A character outside the vocabulary is an error when encoding, never dropped.
     """
+    from transformers import PreTrainedTokenizerFast  # seconds, and torch with it
+
     vocabulary = {token: index for index, token in enumerate([PAD_TOKEN, EOS_TOKEN, *CHARACTERS])}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unknown>"))  # noqa: S106 - absent on purpose
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -55,6 +60,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
     Its chat template is ChatML.
     """
+    from transformers import PreTrainedTokenizerFast  # seconds, and torch with it
+
     marks = [PAD_TOKEN, TURN_BEGINS, TURN_ENDS]
     vocabulary = {token: index for index, token in enumerate([*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -194,6 +201,8 @@ def load_codec(model_path: str | Path, reasoning: ReasoningConfig | None = None)
     Raises:
         ConfigError: If there is no tokenizer at `model_path`, or it hides the marks.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_path))
     except (OSError, ValueError) as cause:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _OPENING = [{"role": "user", "content": "?"}]
 

@@ -30,16 +30,11 @@ class DeadlockError(PenstockError):
 class SerialTask(asyncio.Task[T]):
     """A task whose hash is its serial number, so that a set of tasks has the same order in every run."""
 
-    __slots__ = ("_serial",)
-    serials = itertools.count(1)
-    """Begins anew with every loop."""
+    __slots__ = ("serial",)
+    serial: int
 
     def __hash__(self) -> int:
-        try:
-            return self._serial
-        except AttributeError:  # first: asyncio puts a new task into a set
-            self._serial: int = next(SerialTask.serials)
-            return self._serial
+        return self.serial
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -59,7 +54,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self._num_cancelled = 0
-        SerialTask.serials = itertools.count(1)
+        self._serials = itertools.count(1)
         self._error: BaseException | None = None
 
     def time(self) -> float:
@@ -90,7 +85,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        return SerialTask(coro, loop=self, name=None if name is None else str(name), context=context)
+        task: SerialTask[Any] = SerialTask.__new__(SerialTask)
+        task.serial = next(self._serials)  # before the task is complete: asyncio puts it into a set at once
+        SerialTask.__init__(task, coro, loop=self, name=None if name is None else str(name), context=context)
+        return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """An error in a callback ends the loop: nobody else would see it."""

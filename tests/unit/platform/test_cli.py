@@ -26,11 +26,20 @@ def invoke(tmp_path, monkeypatch):
     return lambda *words: CliRunner().invoke(cli.app, list(words))
 
 
+def loaded_with(module: str, heavy: set[str]) -> str:
+    """Which of the `heavy` modules a new process has loaded after importing `module`."""
+    program = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    return ended.stdout.strip()
+
+
 def test_help_is_light():
     heavy = {"torch", "ray", "vllm", "hydra", "transformers", "pydantic"}
-    program = f"import sys, penstock.platform.cli; print(sorted({heavy} & set(sys.modules)))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout.strip() == "[]"
+    assert loaded_with("penstock.platform.cli", heavy) == "[]"
+
+
+def test_a_simulation_loads_no_models():
+    assert loaded_with("penstock.platform.simulator.simulation", {"vllm", "transformers", "deepspeed"}) == "[]"
 
 
 def test_a_config_error_is_readable_and_exits_2(invoke):
