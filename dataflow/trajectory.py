@@ -144,7 +144,7 @@ class Trajectory:
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs)
         assert not self.threads or sum(one.num_tokens for one in self.threads) == len(self.token_ids)
-        labelled, masked = num_tokens(self.spans), self.loss_mask.tobytes().count(1)
+        labelled, masked = num_tokens(self.spans), np.count_nonzero(self.loss_mask)
         if labelled != masked:
             raise StalenessError(
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
