@@ -250,7 +250,6 @@ class GroupRef:
         spans: Version spans of every member, for staleness accounting.
         rewards: One scalar per member, in member order.
         min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
-        oldest_version: Version of the oldest sampled token, trimmed or not.
         reference: Handle of the reference policy's logprobs of the sampled tokens, if the loss needs them.
         teacher: Likewise, of the teacher's.
     """
@@ -264,11 +263,11 @@ class GroupRef:
     min_version: int = 0
     reference: Any = None
     teacher: Any = None
-    oldest_version: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        oldest = min(span.version for spans in self.spans for span in spans)  # once: the dataflow asks again and again
-        object.__setattr__(self, "oldest_version", oldest)
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token, trimmed or not."""
+        return min(span.version for spans in self.spans for span in spans)
 
     @property
     def newest_version(self) -> int:
@@ -278,8 +277,6 @@ class GroupRef:
     @property
     def num_trimmed_tokens(self) -> int:
         """Sampled tokens that carry no loss weight because they are too old."""
-        if self.oldest_version >= self.min_version:
-            return 0
         return sum(span.num_tokens for spans in self.spans for span in spans if span.version < self.min_version)
 
     def staleness(self, version: int) -> int:

@@ -58,8 +58,7 @@ def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     """Staleness of the groups of a batch trained at `version`."""
     by_lag: Counter[int] = Counter()
     for group in batch:
-        for lag, num_tokens_at in group.staleness_tokens(version).items():
-            by_lag[lag] += num_tokens_at
+        by_lag.update(group.staleness_tokens(version))
     mixed = sum(len(spans) > 1 for group in batch for spans in group.spans)
     return BatchStaleness(by_lag, mixed, sum(group.num_trimmed_tokens for group in batch))
 

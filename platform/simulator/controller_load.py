@@ -13,7 +13,7 @@ import asyncio
 import gc
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -34,6 +34,7 @@ from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore
 from penstock.platform.simulator.simulation import Seams, simulate
+from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.tasks import training_tasks
 from penstock.platform.simulator.world import World
@@ -101,53 +102,25 @@ def held_kib() -> tuple[float, float]:
     return _held_bytes(_park_flow) / 1024, _held_bytes(_park_bare) / 1024
 
 
-class _OneAnswer:
-    """A stream of one delta."""
-
-    __slots__ = ("_coming",)
-
-    def __init__(self, coming: asyncio.Future[TokenDelta]) -> None:
-        self._coming: Awaitable[TokenDelta] = coming
-
-    def __aiter__(self) -> _OneAnswer:
-        return self
-
-    def __anext__(self) -> Awaitable[TokenDelta]:
-        coming, self._coming = self._coming, _OVER
-        return coming
-
-
-class _Over:
-    """What follows the last delta."""
-
-    def __await__(self) -> Generator[Any, None, TokenDelta]:
-        raise StopAsyncIteration
-        yield  # type: ignore[unreachable] # else it were no generator, and raise before it is awaited
-
-
-_OVER = _Over()
-
-
 class AnsweringEngine(SimulatedEngine):
     """Answers every request with one delta within `ANSWER_S`: no model of decoding, which would be in the figure."""
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         super().__init__(engine_id, cost, world, speed)
-        self._asked: list[asyncio.Future[TokenDelta]] = []
+        self._asked: list[TokenStream] = []
 
-    def generate(self, _request: GenerateRequest) -> _OneAnswer:  # type: ignore[override] # another kind of stream
+    def generate(self, _request: GenerateRequest) -> TokenStream:
+        stream = TokenStream(self._loop)
         if not self._asked:
             self._loop.call_later(ANSWER_S, self._answer)
-        coming = self._loop.create_future()
-        self._asked.append(coming)
-        return _OneAnswer(coming)
+        self._asked.append(stream)
+        return stream
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, []
         answer = TokenDelta(_TOKEN_IDS, _LOGPROBS, (Span(self.version, ANSWER_TOKENS),), "stop")
-        for coming in asked:
-            if not coming.done():  # cancelled with its task
-                coming.set_result(answer)
+        for stream in asked:
+            stream.put(answer)
 
 
 class AnsweringRewards(SimulatedRewards):
