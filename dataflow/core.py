@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from penstock.dataflow.errors import AccountingError, FailureKind, StalenessError
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.ledger import LIVE, GroupRecord, GroupState, Ledger, LedgerCounts, Reason
+from penstock.dataflow.ledger import LIVE, UNREADY, GroupRecord, GroupState, Ledger, LedgerCounts, Reason
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits, free_credits
 from penstock.dataflow.trajectory import GroupRef
 
@@ -24,6 +24,7 @@ Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
 """Why a report changed nothing."""
 Hold = Literal["too_few", "generating", "scoring"]
 """What holds a batch open: too few groups are ready; or enough are, and one that must still be in is not."""
+_GENERATING, _SCORING = (GroupState.GENERATING,), (GroupState.SCORING,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,17 @@ class Dataflow:
 
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
-        record = self._expect(group_id, GroupState.GENERATING, GroupState.SCORING)
+        record = self._expect(group_id, UNREADY)
         if record is None or (before := record.member_versions[member]) == version:
             return
         record.member_versions[member] = version
-        if version < record.oldest or before == record.oldest:
+        if version < record.oldest:
+            record.oldest = version
+        elif before == record.oldest:
             record.oldest = min(record.member_versions)
-            self._gate.date(group_id, record.oldest)
+        else:
+            return
+        self._gate.date(group_id, record.oldest)
 
     def may_retry(self, kind: FailureKind, attempts: int) -> bool:
         """Count a failed attempt and say whether the trajectory gets another one.
@@ -139,12 +144,12 @@ class Dataflow:
 
     def generated(self, group_id: GroupId) -> None:
         """Every member has its tokens; some scores are still out."""
-        if self._expect(group_id, GroupState.GENERATING) is not None:
+        if self._expect(group_id, _GENERATING) is not None:
             self.ledger.move(group_id, GroupState.SCORING)
 
     def ready(self, group: GroupRef) -> bool:
         """Every member that did not fail is scored and its payload stored. False if the report was ignored."""
-        record = self._expect(group.group_id, GroupState.SCORING)
+        record = self._expect(group.group_id, _SCORING)
         if record is None:
             return False
         oldest = group.oldest_version
@@ -161,7 +166,7 @@ class Dataflow:
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         """End a group untrained; its credit is free at once."""
-        record = self._expect(group_id, *LIVE)
+        record = self._expect(group_id, LIVE)
         if record is None:
             return
         if record.state is not GroupState.TRAINING:
@@ -244,7 +249,7 @@ class Dataflow:
         if self.num_ready < num_needed:
             return "too_few"
         awaited = None if self._awaited is None else self.ledger.get(self._awaited)
-        if awaited is None or awaited.state not in (GroupState.GENERATING, GroupState.SCORING):
+        if awaited is None or awaited.state not in UNREADY:
             self._awaited = self._gate.first_unready()
             if self._awaited is None:
                 return "too_few"
@@ -253,7 +258,7 @@ class Dataflow:
 
     def waiting_for(self, most: int = 8) -> str:
         """One sentence for time-outs: what the next batch waits for."""
-        unready = [r for r in self.ledger.live() if r.state in (GroupState.GENERATING, GroupState.SCORING)]
+        unready = [r for r in self.ledger.live() if r.state in UNREADY]
         listed = ", ".join(f"{r.group_id}:{r.state}(oldest v{r.oldest_version})" for r in unready[:most])
         more = f" and {len(unready) - most} more" if len(unready) > most else ""
         return (
@@ -261,7 +266,7 @@ class Dataflow:
             f"unfinished: {listed or 'none'}{more}"
         )
 
-    def _expect(self, group_id: GroupId, *states: GroupState) -> GroupRecord | None:
+    def _expect(self, group_id: GroupId, states: tuple[GroupState, ...]) -> GroupRecord | None:
         """The record if the group is in one of `states`; else the report is counted and None."""
         record = self.ledger.get(group_id)
         if record is not None and record.state in states:

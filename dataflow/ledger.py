@@ -22,6 +22,8 @@ from penstock.dataflow.ids import GroupId, TaskId
 class GroupState(StrEnum):
     """Where a group is in its life."""
 
+    __hash__ = str.__hash__  # that of Enum is a function in Python, and states are keys of what every event looks up
+
     GENERATING = "generating"
     SCORING = "scoring"
     READY = "ready"
@@ -40,6 +42,7 @@ _NEXT = {
     GroupState.TRAINING: {GroupState.TRAINED},
 }
 LIVE = (GroupState.GENERATING, GroupState.SCORING, GroupState.READY, GroupState.TRAINING)
+UNREADY = (GroupState.GENERATING, GroupState.SCORING)
 _UNTRAINED_ENDS = TERMINAL - {GroupState.TRAINED}
 
 
@@ -170,7 +173,7 @@ class Ledger:
     tasks_by_stream: Counter[str] = field(default_factory=Counter)
     sink: Callable[[JournalEntry], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
-    _ended: Counter[GroupState] = field(default_factory=Counter)
+    _ended: dict[GroupState, int] = field(default_factory=lambda: dict.fromkeys(TERMINAL, 0))
     _admitted: int = 0
 
     def admit(self, task_id: TaskId, group_size: int, stream: str = "", requeues: int = 0) -> GroupRecord:
@@ -240,7 +243,7 @@ class Ledger:
         if state not in _NEXT[record.state]:
             raise AccountingError(f"ledger: group {group_id} cannot go from {record.state} to {state} (I2)")
         record.state = state
-        if state is GroupState.TRAINED:
+        if state in TERMINAL:
             self._end(record)
         self._tell(record)
 

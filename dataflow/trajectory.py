@@ -143,8 +143,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         assert len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs)
-        assert not self.threads or sum(one.num_tokens for one in self.threads) == len(self.token_ids)
-        labelled, masked = num_tokens(self.spans), np.count_nonzero(self.loss_mask)
+        if self.threads:
+            assert sum(one.num_tokens for one in self.threads) == len(self.token_ids)
+        labelled, masked = num_tokens(self.spans), self.loss_mask.tobytes().count(1)
         if labelled != masked:
             raise StalenessError(
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
@@ -252,6 +253,8 @@ class GroupRef:
         min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
         reference: Handle of the reference policy's logprobs of the sampled tokens, if the loss needs them.
         teacher: Likewise, of the teacher's.
+        oldest_version: Of the oldest sampled token, trimmed or not.
+        newest_version: Of the newest sampled token.
     """
 
     group_id: GroupId
@@ -263,34 +266,24 @@ class GroupRef:
     min_version: int = 0
     reference: Any = None
     teacher: Any = None
+    oldest_version: int = field(init=False)
+    newest_version: int = field(init=False)
 
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest sampled token, trimmed or not."""
-        return min(span.version for spans in self.spans for span in spans)
-
-    @property
-    def newest_version(self) -> int:
-        """Version of the newest sampled token."""
-        return max(span.version for spans in self.spans for span in spans)
+    def __post_init__(self) -> None:
+        versions = [version for spans in self.spans for version, _ in spans]
+        object.__setattr__(self, "oldest_version", min(versions))
+        object.__setattr__(self, "newest_version", max(versions))
 
     @property
     def num_trimmed_tokens(self) -> int:
         """Sampled tokens that carry no loss weight because they are too old."""
-        return sum(span.num_tokens for spans in self.spans for span in spans if span.version < self.min_version)
+        if not self.min_version:
+            return 0
+        return sum(tokens for spans in self.spans for version, tokens in spans if version < self.min_version)
 
     def staleness(self, version: int) -> int:
         """Of its oldest token that carries loss weight, if trained at `version`; in versions."""
         return version - max(self.oldest_version, self.min_version)
-
-    def staleness_tokens(self, version: int) -> dict[int, int]:
-        """Histogram `staleness in versions -> sampled tokens that carry loss weight` if trained at `version`."""
-        histogram: dict[int, int] = {}
-        for span in (span for spans in self.spans for span in spans):
-            if span.version >= self.min_version:
-                lag = version - span.version
-                histogram[lag] = histogram.get(lag, 0) + span.num_tokens
-        return histogram
 
 
 __all__ = [

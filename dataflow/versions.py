@@ -64,7 +64,7 @@ def concatenate_spans(threads: Sequence[Spans]) -> Spans:
 
 def num_tokens(spans: Spans) -> int:
     """Total of the span lengths, in tokens."""
-    return spans[0].num_tokens if len(spans) == 1 else sum(span.num_tokens for span in spans)
+    return spans[0][1] if len(spans) == 1 else sum(span.num_tokens for span in spans)
 
 
 def first_tokens(spans: Spans, num_tokens: int) -> Spans:

@@ -169,7 +169,7 @@ class Flow:
     async def group_finished(self, run: GroupRun, outcomes: Sequence[Outcome]) -> None:
         """Every member of a group ended one way or the other: store it, filter it or fail it."""
         group_id = run.group_id
-        good = tuple(outcome for outcome in outcomes if isinstance(outcome, Trajectory))
+        good = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
         if len(good) < min(self.core.rules.min_group_size, len(outcomes)):
             failure = next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError))
             self.stats.group_failed(failure)
@@ -294,9 +294,9 @@ class Flow:
             group_id=run.group_id,
             task_id=run.queued.task.task_id,
             handle=handle,
-            spans=tuple(member.spans for member in members),
-            rewards=tuple(member.reward for member in members if member.reward is not None),
-            num_tokens=sum(len(member.token_ids) for member in members),
+            spans=tuple([member.spans for member in members]),
+            rewards=tuple([member.reward for member in members if member.reward is not None]),
+            num_tokens=sum([len(member.token_ids) for member in members]),
             reference=reference,
             teacher=teacher,
         )

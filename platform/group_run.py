@@ -62,7 +62,7 @@ class GroupRun(GroupTask):
 
     def _start_members(self) -> None:
         """Their tasks share a name and a context: thousands of each would be kept otherwise."""
-        start, name, context = asyncio.get_running_loop().create_task, f"group {self.group}", self._flow.context
+        start, name, context = asyncio.get_running_loop().create_task, f"group {self.name}", self._flow.context
         members = range(self.queued.group_size)
         self._jobs = tuple([start(self._run_member(member), name=name, context=context) for member in members])
 

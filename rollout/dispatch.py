@@ -100,7 +100,7 @@ class Dispatcher:
         view = ticket.view
         assert view is not None, "released without a grant"
         ticket.view = None
-        view.tickets.pop(ticket, None)
+        del view.tickets[ticket]
         view.in_use -= ticket.slots
         view.outstanding_tokens -= ticket.tokens
         granted: Granted = []

@@ -12,19 +12,21 @@ class GroupTask:
 
     Attributes:
         task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
-        group: Names the group; its trajectories are `<group>/<member>`.
+        group: Names the group.
+        name: The same as text; its trajectories are `<name>/<member>`.
         slots: A gang to lease from while there is one; else the pool.
     """
 
-    __slots__ = ("group", "slots", "task")
+    __slots__ = ("group", "name", "slots", "task")
 
     def __init__(self, task: Task, group: GroupId | str, slots: LeaseMaker | None = None) -> None:
         self.task = task
         self.group = group
+        self.name = str(group)
         self.slots = slots
 
     def trajectory_id(self, member: int) -> TrajectoryId:
-        return TrajectoryId(f"{self.group}/{member}")
+        return TrajectoryId(f"{self.name}/{member}")
 
     def member_at(self, member: int, version: int) -> None:
         """Hear which version samples a member: the engine's at dispatch, then that of the first token if it differs.

@@ -74,7 +74,6 @@ class GangPool(SlotSource, LeaseMaker, Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class Lease(Ticket):
     """One slot, from `acquire` to `release` or under `async with`; afterwards it cannot be used again.
 
@@ -84,12 +83,24 @@ class Lease(Ticket):
         dispatched_at: Version of the engine when the request went to it.
     """
 
-    source: SlotSource | None = None
-    heard_at: float = 0.0
-    interruption: Interruption | None = None
-    dispatched_at: int = -1
-    _holder: asyncio.Task[object] | None = None
-    _cancelling: int = 0
+    __slots__ = ("_cancelling", "_holder", "_source", "dispatched_at", "heard_at", "interruption")
+
+    def __init__(
+        self,
+        source: SlotSource,
+        tokens: int = 1,
+        prefix: str | None = None,
+        min_version: int = -1,
+        avoid: EngineId | None = None,
+        slots: int = 1,
+    ) -> None:
+        Ticket.__init__(self, tokens, prefix, min_version, avoid, slots)
+        self._source = source
+        self._holder: asyncio.Task[object] | None = None
+        self._cancelling = 0
+        self.heard_at = 0.0
+        self.interruption: Interruption | None = None
+        self.dispatched_at = -1
 
     async def acquire(self) -> None:
         """Wait for the slot. If that fails or is cancelled there is nothing to release."""
@@ -98,25 +109,22 @@ class Lease(Ticket):
 
     def take(self) -> bool:
         """Take the slot if one is free; if this says no, it is to be waited for."""
-        assert self.source is not None, "a lease comes from a pool"
-        self.heard_at = self.source.loop.time()
-        return self.source.take(self)
+        self.heard_at = self._source.loop.time()
+        return self._source.take(self)
 
     async def wait(self) -> None:
         """Wait for the slot that was not free. If that fails or is cancelled there is nothing to release."""
-        assert self.source is not None, "after `take`"
         try:
-            await self.source.promise(self)
+            await self._source.promise(self)
         except BaseException:
-            self.source.give_up(self)
+            self._source.give_up(self)
             raise
-        self.heard_at = self.source.loop.time()
+        self.heard_at = self._source.loop.time()
 
     def release(self) -> None:
         """Give the slot back; nothing under it can be interrupted any more."""
-        assert self.source is not None, "acquired before"
         self._holder = None
-        self.source.give_back(self)
+        self._source.give_back(self)
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -132,22 +140,19 @@ class Lease(Ticket):
 
     def received(self, num_tokens: int) -> None:
         """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
-        assert self.source is not None, "entered before"
-        now = self.source.loop.time()
+        now = self._source.loop.time()
         if self.deliver(num_tokens, now - self.heard_at) and self.view is not None:
-            self.source.measured(self.view)
+            self._source.measured(self.view)
         self.heard_at = now
 
     def lost(self, error: EngineLostError) -> None:
         """The engine lost the request; one that is dead, or loses many in a row, is fenced off."""
-        assert self.source is not None, "entered before"
         self._holder = None  # fencing interrupts the others on this engine, not the one that tells
-        self.source.lost(self, error)
+        self._source.lost(self, error)
 
     def hold(self) -> None:
         """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
-        assert self.source is not None, "entered before"
-        self._holder = asyncio.current_task(self.source.loop)
+        self._holder = asyncio.current_task(self._source.loop)
         assert self._holder is not None, "called in a task"
         self._cancelling = self._holder.cancelling()
 
@@ -194,7 +199,7 @@ class Gang:
         view = self._held.view
         if view is None or view.fenced is not None or avoid == view.engine_id:
             return self._pool.lease(tokens=tokens, prefix=prefix, min_version=min_version, avoid=avoid)
-        return Lease(tokens, prefix, min_version, slots=0, source=self)
+        return Lease(self, tokens, prefix, min_version, slots=0)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

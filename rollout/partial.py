@@ -59,54 +59,57 @@ class PartialTrajectory:
     finish_reason: FinishReason | None = None
     _deltas: list[TokenDelta] | None = None
 
+    def joined(self) -> TokenDelta:
+        """All that was sampled, as if it had come at once."""
+        deltas = self._deltas or ()
+        if len(deltas) == 1 and len(deltas[0].spans) == 1:
+            return deltas[0]
+        return TokenDelta(
+            tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+            tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+            join_spans([span for delta in deltas for span in delta.spans]),
+            self.finish_reason,
+        )
+
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All sampled ids, in order."""
-        deltas = self._deltas or []
-        return deltas[0].token_ids if len(deltas) == 1 else tuple(chain.from_iterable(d.token_ids for d in deltas))
+        return self.joined().token_ids
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """Behavior logprob of each."""
-        deltas = self._deltas or []
-        return deltas[0].logprobs if len(deltas) == 1 else tuple(chain.from_iterable(d.logprobs for d in deltas))
+        return self.joined().logprobs
 
     @property
     def spans(self) -> Spans:
         """Version spans of all of them."""
-        deltas = self._deltas or []
-        return join_spans(deltas[0].spans if len(deltas) == 1 else [span for d in deltas for span in d.spans])
+        return self.joined().spans
 
-    @property
     def remaining(self) -> int:
         """Tokens it may still sample."""
         return self.sampling.max_new_tokens - self.num_tokens
 
-    @property
     def min_version(self) -> int:
         """Oldest version that may go on with it (I4); -1 is any."""
-        return self._newest_or(-1)
+        return -1 if self._deltas is None else self._newest_or(-1)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether it was ended here, and the engine is to stop."""
-        return False
-
-    def extend(self, delta: TokenDelta) -> None:
-        """Keep what an engine reported."""
+    def extend(self, delta: TokenDelta) -> bool:
+        """Keep what an engine reported; says whether that is enough, and the engine is to stop."""
         if self._deltas is None:
             self._deltas = [delta]  # not before: most of its life a trajectory waits for its first tokens
         else:
             self._deltas.append(delta)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
+        return False
 
     def request(self, request_id: RequestId) -> GenerateRequest:
         """Ask for all of it, or for what is missing."""
         if not self.num_tokens:
             return GenerateRequest(request_id, self.prompt_ids, self.sampling)
         prompt = (*self.prompt_ids, *self.token_ids)
-        return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining))
+        return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()))
 
     def _newest_or(self, default: int) -> int:
         """Version of the newest token."""
@@ -119,7 +122,7 @@ class PartialTrajectory:
         self.finish_reason = None
         if self.num_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
             self.finish_reason = "stop"
-        elif self.remaining <= 0:
+        elif self.remaining() <= 0:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
@@ -138,21 +141,16 @@ class PartialTurn(PartialTrajectory):
     on_delta: Callable[[TokenDelta], None] | None = None
     _is_cut: bool = False
 
-    @property
     def min_version(self) -> int:
         """As of any trajectory; before the first token its floor."""
         return self._newest_or(self.floor)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether `cut` ended it."""
-        return self._is_cut
-
-    def extend(self, delta: TokenDelta) -> None:
+    def extend(self, delta: TokenDelta) -> bool:
         """Keep what an engine reported, and look whether that is enough."""
         PartialTrajectory.extend(self, delta)
         if self.on_delta is not None:
             self.on_delta(delta)
+        return self._is_cut
 
     def cut(self, num_tokens: int) -> None:
         """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""

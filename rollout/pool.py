@@ -167,7 +167,7 @@ class EnginePool:
             EngineLostError: If no engine is left.
             TrajectoryError: kind `engine`, if no engine reaches `min_version` within `version_timeout_s`.
         """
-        return Lease(tokens, prefix, min_version, avoid, source=self)
+        return Lease(self, tokens, prefix, min_version, avoid)
 
     @asynccontextmanager
     async def gang(self, prefix: str | None, slots: int) -> AsyncIterator[Gang]:
@@ -180,7 +180,7 @@ class EnginePool:
         largest = self._dispatcher.max_gang
         if self.engines() and slots > largest:
             raise PlacementError(f"rollout: {slots} trajectories on one engine were asked for. {_too_large(largest)}")
-        async with Lease(0, prefix, slots=slots, source=self) as held:
+        async with Lease(self, 0, prefix, slots=slots) as held:
             yield Gang(self, held)
 
     def pause(self, engine_id: EngineId) -> None:

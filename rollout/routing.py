@@ -21,8 +21,10 @@ from penstock.dataflow.ports import Engine
 RoutingName = Literal["prefix_aware", "least_loaded"]
 
 FULL_SCAN = 32
-"""Up to so many engines with room, the best of all is taken; above, the best of `SAMPLED` drawn at random."""
-SAMPLED = 4
+"""Up to so many engines with room, the best of all is taken; above, the better of two drawn at random.
+
+A second draw is what balances; a third changes little (Mitzenmacher, The Power of Two Choices, 2001).
+"""
 MAX_LEAD = 0.25
 """How much busier than the best engine the one with the prefix may be, as a share of its slots."""
 MAX_HOMES = 1 << 16
@@ -87,15 +89,19 @@ class EngineView:
             and self.engine.engine_id != ticket.avoid
         )
 
-    def measure(self, num_tokens: int, elapsed_s: float) -> None:
-        """One request got `num_tokens` in `elapsed_s`. A ratio of averages: short intervals weigh little."""
-        self._tokens = self._tokens * SPEED_DECAY + num_tokens
-        self._seconds = self._seconds * SPEED_DECAY + elapsed_s
-        if self._tokens > 0:
-            self.speed = self._tokens / self._seconds
+    def measure(self, num_tokens: int, elapsed_s: float) -> bool:
+        """One request got `num_tokens` in `elapsed_s`; says whether nothing was measured before.
+
+        A ratio of averages: short intervals weigh little.
+        """
+        before = self._seconds
+        self._tokens = tokens = self._tokens * SPEED_DECAY + num_tokens
+        self._seconds = seconds = before * SPEED_DECAY + elapsed_s
+        if tokens > 0:
+            self.speed = tokens / seconds
+        return not before
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
     """A request for slots, from its submission to its release.
 
@@ -110,28 +116,34 @@ class Ticket:
         waits_at: The waiting line it stands in.
     """
 
-    tokens: int = 1
-    prefix: str | None = None
-    min_version: int = -1
-    avoid: EngineId | None = None
-    slots: int = 1
-    serial: int = -1
-    view: EngineView | None = None
-    waits_at: OrderedDict[Ticket, None] | None = None
+    __slots__ = ("avoid", "min_version", "prefix", "serial", "slots", "tokens", "view", "waits_at")
+
+    def __init__(
+        self,
+        tokens: int = 1,
+        prefix: str | None = None,
+        min_version: int = -1,
+        avoid: EngineId | None = None,
+        slots: int = 1,
+    ) -> None:
+        self.tokens = tokens
+        self.prefix = prefix
+        self.min_version = min_version
+        self.avoid = avoid
+        self.slots = slots
+        self.serial = -1
+        self.view: EngineView | None = None
+        self.waits_at: OrderedDict[Ticket, None] | None = None
 
     def deliver(self, num_tokens: int, elapsed_s: float) -> bool:
         """Its engine delivered; says whether that was the first thing ever measured of this engine."""
         view = self.view
         assert view is not None, "tokens without a grant"
-        fewer = min(num_tokens, self.tokens)
+        fewer = num_tokens if num_tokens < self.tokens else self.tokens  # noqa: FURB136 - `min` is a call
         self.tokens -= fewer
         view.outstanding_tokens -= fewer
         view.losses = 0
-        if elapsed_s <= 0:
-            return False
-        is_first = not view.is_measured
-        view.measure(num_tokens, elapsed_s)
-        return is_first
+        return elapsed_s > 0 and view.measure(num_tokens, elapsed_s)
 
 
 class RoutingPolicy(Protocol):
@@ -157,9 +169,11 @@ class LeastLoaded:
         self._random = random.Random(seed)
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+        return self._least_loaded(views, ticket)
+
+    def _least_loaded(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
         if len(views) > FULL_SCAN:
-            draw, count = self._random.random, len(views)
-            views = [views[int(draw() * count)] for _ in range(SAMPLED)]
+            return self._better_of_two(views, ticket)
         best, fewest, num_equal, tokens = views[0], math.inf, 0, ticket.tokens
         for view in views:
             load = (view.outstanding_tokens + tokens) / view.speed
@@ -170,6 +184,12 @@ class LeastLoaded:
                 if self._random.random() * num_equal < 1:
                     best = view
         return best
+
+    def _better_of_two(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+        draw, count, tokens = self._random.random, len(views), ticket.tokens
+        one, other = views[int(draw() * count)], views[int(draw() * count)]
+        is_other = (other.outstanding_tokens + tokens) * one.speed < (one.outstanding_tokens + tokens) * other.speed
+        return other if is_other else one
 
     def home(self, ticket: Ticket) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
         return None
@@ -192,11 +212,11 @@ class PrefixAware(LeastLoaded):
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
         home = self.home(ticket)
         if home is None or not home.may_take(ticket):
-            return super().choose(views, ticket)
+            return self._least_loaded(views, ticket)
         allowed = self._max_lead * home.max_slots * ticket.tokens
         if home.outstanding_tokens <= allowed:
             return home  # it cannot lead by more than it has
-        best = super().choose(views, ticket)
+        best = self._least_loaded(views, ticket)
         lead = home.outstanding_tokens - best.outstanding_tokens * home.speed / best.speed
         return best if lead > allowed else home
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId, TaskId
 from penstock.dataflow.ports import Engine, SamplingParams, TokenDelta
-from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.lease import Interruption, Lease
@@ -30,6 +30,7 @@ from penstock.rollout.prompts import Prompt
 from penstock.rollout.tokenizers import TokenCodec
 
 LOOKS_PER_LIMIT = 8
+_COMPLETE: tuple[FinishReason, ...] = ("stop", "length")
 
 _Result = TypeVar("_Result")
 
@@ -180,7 +181,7 @@ class _Sampling(Generic[_Result]):
                 async for delta in self._deltas(lease):
                     if self._keep(delta, lease):
                         break
-                interruption = self._ending(lease)
+                interruption = None if self.partial.finish_reason in _COMPLETE else self._aborted(lease)
             except BaseException as error:  # noqa: BLE001 - raised again, unless the trajectory survives it
                 interruption = self._interruption(error, lease)
             finally:
@@ -190,21 +191,21 @@ class _Sampling(Generic[_Result]):
 
     def _request_id(self, lease: Lease) -> RequestId:
         """Of a lease's only request; no two leases of a pool have the same serial."""
-        return RequestId(f"{self.asked.group}/{self.member}#{lease.serial}")
+        return RequestId(f"{self.asked.name}/{self.member}#{lease.serial}")
 
     def _lease(self, last: Interruption | None) -> Lease:
         """A slot for what is missing, not where it has just been lost."""
         asked, partial = self.asked, self.partial
         avoid = None if last is None or last.kind == "aborted" else last.engine_id
         slots = asked.slots or self.runner.pool
-        return slots.lease(partial.remaining, asked.task.task_id, partial.min_version, avoid)
+        return slots.lease(partial.remaining(), asked.task.task_id, partial.min_version(), avoid)
 
     def _deltas(self, lease: Lease) -> AsyncIterator[TokenDelta]:
         """Ask for what is missing. From now until it is released, the lease may be interrupted."""
         engine, partial = lease.engine, self.partial
-        lease.dispatched_at = engine.version
+        lease.dispatched_at = version = engine.version
         if not partial.num_tokens:
-            self.asked.member_at(self.member, engine.version)
+            self.asked.member_at(self.member, version)
         self.runner.look_out()
         lease.hold()
         return engine.generate(partial.request(self._request_id(lease)))
@@ -213,21 +214,18 @@ class _Sampling(Generic[_Result]):
         """Keep new tokens; says whether they were cut, so that no more are wanted."""
         partial = self.partial
         if not partial.num_tokens and delta.spans:
-            first = delta.spans[0].version
+            first, _ = delta.spans[0]
             if first != lease.dispatched_at:
                 self.asked.member_at(self.member, first)
         lease.received(len(delta.token_ids))
-        partial.extend(delta)
-        if partial.is_cut and delta.finish_reason is None:
+        is_cut = partial.extend(delta)
+        if is_cut and delta.finish_reason is None:
             self.runner.abort(lease.engine, self._request_id(lease))
-        return partial.is_cut
+        return is_cut
 
-    def _ending(self, lease: Lease) -> Interruption | None:
-        """How a stream of tokens ended that did not fail: None if the turn is complete."""
-        reason = self.partial.finish_reason
-        if reason is not None and reason != "abort":
-            return None
-        engine_id = lease.engine.engine_id
+    def _aborted(self, lease: Lease) -> Interruption:
+        """A stream of tokens ended that did not fail, and the turn is not complete."""
+        engine_id, reason = lease.engine.engine_id, self.partial.finish_reason
         return Interruption("aborted", f"{engine_id} ended {self._request_id(lease)}: {reason}", engine_id)
 
     def _interruption(self, error: BaseException, lease: Lease) -> Interruption:

@@ -56,11 +56,20 @@ class BatchStaleness:
 
 def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     """Staleness of the groups of a batch trained at `version`."""
-    by_lag: Counter[int] = Counter()
+    trained: dict[int, int] = {}
+    mixed = trimmed = 0
     for group in batch:
-        by_lag.update(group.staleness_tokens(version))
-    mixed = sum(len(spans) > 1 for group in batch for spans in group.spans)
-    return BatchStaleness(by_lag, mixed, sum(group.num_trimmed_tokens for group in batch))
+        oldest_kept = group.min_version
+        for spans in group.spans:
+            if len(spans) > 1:
+                mixed += 1
+            for sampled_by, tokens in spans:
+                if sampled_by >= oldest_kept:
+                    trained[sampled_by] = trained.get(sampled_by, 0) + tokens
+                else:
+                    trimmed += tokens
+    by_lag = Counter({version - sampled_by: tokens for sampled_by, tokens in trained.items()})
+    return BatchStaleness(by_lag, mixed, trimmed)
 
 
 @dataclass(slots=True)
@@ -123,10 +132,10 @@ class FlowStats:
             self.trainer_wait_for[held_by] += asyncio.get_running_loop().time() - started
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
-        length = trajectory.num_sampled_tokens
+        length, population = num_tokens(trajectory.spans), self.population
         self.tokens_generated += length
-        self.population.num_trajectories += 1
-        self.population.num_tokens += length
+        population.num_trajectories += 1
+        population.num_tokens += length
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Remember two members until the group trains (bounded by the admission window)."""
@@ -147,7 +156,7 @@ class FlowStats:
         self.total.multi_version_trajectories += self.last.multi_version_trajectories
         self.total.trimmed_tokens += self.last.trimmed_tokens
         self.trained.num_trajectories += sum(len(group.spans) for group in batch)
-        self.trained.num_tokens += sum(num_tokens(spans) for group in batch for spans in group.spans)
+        self.trained.num_tokens += self.last.num_tokens + self.last.trimmed_tokens
         self.last_version = version
         chosen = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
         # Those that lived through an update first: they are what is worth looking at.

@@ -15,7 +15,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
@@ -24,7 +24,7 @@ from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams,
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import Span
+from penstock.dataflow.versions import Span, num_tokens
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.simulator.around_run import rare_collections
@@ -34,7 +34,6 @@ from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore
 from penstock.platform.simulator.simulation import Seams, simulate
-from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.tasks import training_tasks
 from penstock.platform.simulator.world import World
@@ -102,32 +101,52 @@ def held_kib() -> tuple[float, float]:
     return _held_bytes(_park_flow) / 1024, _held_bytes(_park_bare) / 1024
 
 
+class Answer:
+    """A stream of one delta: a future, and another one that says that it was all."""
+
+    __slots__ = ("_over", "delta")
+
+    def __init__(self, delta: asyncio.Future[TokenDelta], over: asyncio.Future[TokenDelta]) -> None:
+        self.delta = delta
+        self._over = over
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> asyncio.Future[TokenDelta]:
+        return self._over if self.delta.done() else self.delta
+
+
 class AnsweringEngine(SimulatedEngine):
     """Answers every request with one delta within `ANSWER_S`: no model of decoding, which would be in the figure."""
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         super().__init__(engine_id, cost, world, speed)
-        self._asked: list[TokenStream] = []
+        self._asked: list[asyncio.Future[TokenDelta]] = []
+        self._over: asyncio.Future[TokenDelta] = self._loop.create_future()
+        self._over.set_exception(StopAsyncIteration())
+        self._over.exception()  # it is no error that nobody may have asked for more
 
-    def generate(self, _request: GenerateRequest) -> TokenStream:
-        stream = TokenStream(self._loop)
+    def generate(self, _request: GenerateRequest) -> Answer:  # type: ignore[override] # a stream all the same
         if not self._asked:
             self._loop.call_later(ANSWER_S, self._answer)
-        self._asked.append(stream)
-        return stream
+        delta: asyncio.Future[TokenDelta] = self._loop.create_future()
+        self._asked.append(delta)
+        return Answer(delta, self._over)
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, []
         answer = TokenDelta(_TOKEN_IDS, _LOGPROBS, (Span(self.version, ANSWER_TOKENS),), "stop")
-        for stream in asked:
-            stream.put(answer)
+        for delta in asked:
+            if not delta.done():
+                delta.set_result(answer)
 
 
 class AnsweringRewards(SimulatedRewards):
     """Scores every answer by its length."""
 
     async def score(self, _task: Task, trajectory: Trajectory) -> Score:
-        return Score(float(trajectory.num_sampled_tokens))
+        return Score(float(num_tokens(trajectory.spans)))
 
 
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:

@@ -13,7 +13,7 @@ from penstock.dataflow.errors import TrainingError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
-from penstock.dataflow.versions import versions_per_token
+from penstock.dataflow.versions import num_tokens, versions_per_token
 from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.simulator.checks import check_step
@@ -243,9 +243,9 @@ class SimulatedTrainer:
         normaliser = sum(mask.sum() for mask in masks)
         return [mask / max(normaliser, 1.0) for mask in masks]
 
-    def _account(self, groups: Sequence[GroupRef], step_s: float, num_tokens: int) -> None:
+    def _account(self, groups: Sequence[GroupRef], step_s: float, batch_tokens: int) -> None:
         trained = self.trained
-        trained.steps.append((asyncio.get_running_loop().time(), step_s, num_tokens))
+        trained.steps.append((asyncio.get_running_loop().time(), step_s, batch_tokens))
         for group in groups:
             trained.max_staleness = max(trained.max_staleness, group.staleness(self._version))
             trained.trimmed_tokens += group.num_trimmed_tokens
@@ -253,7 +253,7 @@ class SimulatedTrainer:
             if self._is_checked and task in trained.tasks:
                 raise InvariantError("I5", f"task {task} is trained a second time into the same policy")
             trained.tasks.add(task)
-            trained.lengths += [member.num_sampled_tokens for member in group.handle.trajectories]
+            trained.lengths += [num_tokens(spans) for spans in group.spans]
 
 
 def token_mask(trajectory: Trajectory, min_version: int) -> np.ndarray:

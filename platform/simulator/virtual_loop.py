@@ -40,6 +40,19 @@ class SerialTask(asyncio.Task[T]):
         return self is other
 
 
+class _Certain(asyncio.Handle):
+    """Stands for what runs in the next turn."""
+
+    def __init__(self) -> None:
+        """Nothing to hold."""
+
+    def cancel(self) -> None:
+        raise NotImplementedError("virtual loop: what was handed to `call_soon` runs for certain; set a timer of 0 s")
+
+
+_CERTAIN = _Certain()
+
+
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """`BaseEventLoop` without a selector: callbacks take no time, waiting takes no real time.
 
@@ -55,7 +68,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._num_timers = 0
         self._num_cancelled = 0
         self._serials = itertools.count(1)
-        self._error: BaseException | None = None
+
+    get_debug = staticmethod(bool)  # False; a function in C, for asyncio asks for every task and future
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -78,22 +92,20 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override] # as `call_at`
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)  # type: ignore[attr-defined]
-        return handle
+        """What is to run in the next turn is no `Handle`: making two for each task took a tenth of its time."""
+        run = (contextvars.copy_context() if context is None else context).run
+        self._ready.append((run, (callback,) + args))  # type: ignore[attr-defined] # noqa: RUF005 - the faster one
+        return _CERTAIN
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment] # as `call_at`
 
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
         task: SerialTask[Any] = SerialTask.__new__(SerialTask)
         task.serial = next(self._serials)  # before the task is complete: asyncio puts it into a set at once
-        SerialTask.__init__(task, coro, loop=self, name=None if name is None else str(name), context=context)
+        SerialTask.__init__(task, coro, loop=self, name=name, context=context)  # type: ignore[arg-type] # `Task` makes it text
         return task
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error in a callback ends the loop: nobody else would see it."""
-        if "handle" in context and self._error is None:
-            self._error = context.get("exception")
 
     def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
         self._num_cancelled += 1
@@ -113,17 +125,18 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 continue
             handle._scheduled = False  # type: ignore[attr-defined] # noqa: SLF001
             self._now = max(self._now, when)
-            ready.append(handle)
+            ready.append((self._fire, (handle,)))
         if not ready and not self._stopping:  # type: ignore[attr-defined]
             raise DeadlockError(self._deadlock())
         self.num_callbacks += len(ready)
         for _ in range(len(ready)):
-            handle = ready.popleft()
-            if not handle._cancelled:  # noqa: SLF001
-                handle._run()  # noqa: SLF001
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            run, args = ready.popleft()
+            run(*args)  # an error in a callback ends the loop: nobody else would see it
+
+    def _fire(self, handle: asyncio.TimerHandle) -> None:
+        """Run a timer, unless it was cancelled after it had become ready."""
+        if not handle._cancelled:  # noqa: SLF001
+            handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined] # noqa: SLF001
 
     def _deadlock(self) -> str:
         waiting = sorted(asyncio.all_tasks(self), key=hash)

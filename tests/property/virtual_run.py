@@ -80,7 +80,7 @@ class VirtualRun:
                 self.finish_one()
                 continue
             for group in batch:
-                self.max_lag = max(self.max_lag, *group.staleness_tokens(self.core.version))
+                self.max_lag = max(self.max_lag, group.staleness(self.core.version))
             if self.rng.random() < skip_rate:
                 self.core.skip()
                 continue
