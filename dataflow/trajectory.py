@@ -242,9 +242,9 @@ class GroupPayload:
     trajectories: tuple[Trajectory, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `Trajectory`
 class GroupRef:
-    """Metadata of a ready group plus an opaque handle to its `GroupPayload`.
+    """Metadata of a ready group plus an opaque handle to its `GroupPayload`. Nothing of it ever changes.
 
     Attributes:
         handle: What the trainer's side resolves to the payload (a Ray ObjectRef, or the payload itself).
@@ -253,8 +253,9 @@ class GroupRef:
         min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
         reference: Handle of the reference policy's logprobs of the sampled tokens, if the loss needs them.
         teacher: Likewise, of the teacher's.
-        oldest_version: Of the oldest sampled token, trimmed or not.
-        newest_version: Of the newest sampled token.
+        tokens_by_version: Sampled tokens, trimmed or not, by the version that sampled them.
+        oldest_version: The smallest of these versions.
+        newest_version: The largest.
     """
 
     group_id: GroupId
@@ -266,20 +267,22 @@ class GroupRef:
     min_version: int = 0
     reference: Any = None
     teacher: Any = None
+    tokens_by_version: dict[int, int] = field(init=False)
     oldest_version: int = field(init=False)
     newest_version: int = field(init=False)
 
     def __post_init__(self) -> None:
-        versions = [version for spans in self.spans for version, _ in spans]
-        object.__setattr__(self, "oldest_version", min(versions))
-        object.__setattr__(self, "newest_version", max(versions))
+        sampled: dict[int, int] = {}
+        self.tokens_by_version = sampled
+        for spans in self.spans:
+            for version, tokens in spans:
+                sampled[version] = sampled.get(version, 0) + tokens
+        self.oldest_version, self.newest_version = min(sampled), max(sampled)
 
     @property
     def num_trimmed_tokens(self) -> int:
         """Sampled tokens that carry no loss weight because they are too old."""
-        if not self.min_version:
-            return 0
-        return sum(tokens for spans in self.spans for version, tokens in spans if version < self.min_version)
+        return sum(tokens for version, tokens in self.tokens_by_version.items() if version < self.min_version)
 
     def staleness(self, version: int) -> int:
         """Of its oldest token that carries loss weight, if trained at `version`; in versions."""

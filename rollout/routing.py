@@ -210,7 +210,7 @@ class PrefixAware(LeastLoaded):
         self._homes: OrderedDict[str, EngineView] = OrderedDict()
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        home = self.home(ticket)
+        home = None if ticket.prefix is None else self._homes.get(ticket.prefix)
         if home is None or not home.may_take(ticket):
             return self._least_loaded(views, ticket)
         allowed = self._max_lead * home.max_slots * ticket.tokens
@@ -227,12 +227,14 @@ class PrefixAware(LeastLoaded):
         return None if view is None or view.fenced is not None else view
 
     def placed(self, ticket: Ticket, view: EngineView) -> None:
-        if ticket.prefix is None:
+        prefix, homes = ticket.prefix, self._homes
+        if prefix is None:
             return
-        self._homes[ticket.prefix] = view
-        self._homes.move_to_end(ticket.prefix)
-        if len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
+        if homes.get(prefix) is not view:
+            homes[prefix] = view
+            if len(homes) > MAX_HOMES:
+                homes.popitem(last=False)
+        homes.move_to_end(prefix)
 
 
 def make_policy(name: RoutingName, seed: int) -> RoutingPolicy:

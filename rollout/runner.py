@@ -90,7 +90,9 @@ class TrajectoryRunner:
         """
         if asked.task.environment is not None:
             return self._play(asked, member, sampling)
-        prompt = self._rendered(asked.task)
+        if self._newest is None or self._newest[0] is not asked.task:
+            self._newest = asked.task, Prompt(self.codec, self.codec.encode_prompt(asked.task.prompt))
+        _, prompt = self._newest  # members of a group come one after another, and share it
         return _Answer(self, asked, member, PartialTrajectory(prompt.token_ids, sampling), prompt).sample()
 
     def sample_turn(self, name: str, turn: PartialTurn) -> Coroutine[Any, Any, None]:
@@ -146,12 +148,6 @@ class TrajectoryRunner:
                 lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
         if running:
             self.look_out()
-
-    def _rendered(self, task: Task) -> Prompt:
-        """The prompt of a task. Members of a group come one after another, and share it."""
-        if self._newest is None or self._newest[0] is not task:
-            self._newest = task, Prompt(self.codec, self.codec.encode_prompt(task.prompt))
-        return self._newest[1]
 
 
 @dataclass(slots=True, eq=False)

@@ -56,19 +56,15 @@ class BatchStaleness:
 
 def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     """Staleness of the groups of a batch trained at `version`."""
-    trained: dict[int, int] = {}
+    by_lag: Counter[int] = Counter()
     mixed = trimmed = 0
     for group in batch:
-        oldest_kept = group.min_version
-        for spans in group.spans:
-            if len(spans) > 1:
-                mixed += 1
-            for sampled_by, tokens in spans:
-                if sampled_by >= oldest_kept:
-                    trained[sampled_by] = trained.get(sampled_by, 0) + tokens
-                else:
-                    trimmed += tokens
-    by_lag = Counter({version - sampled_by: tokens for sampled_by, tokens in trained.items()})
+        mixed += sum([len(spans) > 1 for spans in group.spans])
+        for sampled_by, tokens in group.tokens_by_version.items():
+            if sampled_by >= group.min_version:
+                by_lag[version - sampled_by] += tokens
+            else:
+                trimmed += tokens
     return BatchStaleness(by_lag, mixed, trimmed)
 
 

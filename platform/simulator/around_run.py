@@ -18,7 +18,7 @@ def rare_collections() -> Iterator[None]:
     These hold 1.2 million objects, and a batch that trains lets half of them go and makes as many anew.
     """
     before = gc.get_threshold()
-    gc.set_threshold(1_000_000, 50, 100)
+    gc.set_threshold(2_000_000, 50, 100)
     try:
         yield
     finally:
