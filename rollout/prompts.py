@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from struct import Struct
 
 import numpy as np
@@ -61,7 +61,7 @@ class Prompt:
         return trajectory
 
 
-@cache
+@lru_cache(maxsize=1 << 12)
 def _packers(count: int) -> tuple[Callable[..., bytes], Callable[..., bytes]]:
     """From `count` numbers to their bytes as int32, and as float32."""
     return Struct(f"{count}i").pack, Struct(f"{count}f").pack

@@ -42,6 +42,29 @@ def test_time_outs_and_cancelled_timers_work_as_in_asyncio() -> None:
     assert run_virtual(wait()) == pytest.approx(8.0)
 
 
+def test_a_timer_that_another_one_of_its_time_cancels_does_not_run() -> None:
+    async def race() -> list[str]:
+        ran: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.0, lambda: second.cancel())  # noqa: PLW0108 - it comes next
+        second = loop.call_later(1.0, ran.append, "second")
+        loop.call_later(1.0, ran.append, "third")
+        await asyncio.sleep(2)
+        return ran
+
+    assert run_virtual(race()) == ["third"]
+
+
+def test_what_runs_in_the_next_turn_says_that_it_cannot_be_cancelled() -> None:
+    async def cancel() -> None:
+        handle = asyncio.get_running_loop().call_soon(print)
+        assert not handle.cancelled()
+        handle.cancel()
+
+    with pytest.raises(NotImplementedError, match="call_later"):
+        run_virtual(cancel())
+
+
 def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
     async def wait_for_nothing() -> None:
         waits = asyncio.create_task(asyncio.Event().wait(), name="for nothing")
