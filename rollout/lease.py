@@ -151,7 +151,7 @@ class Lease(Ticket):
         self._source.lost(self, error)
 
     def hold(self) -> None:
-        """From now until `let_go` the present task may be interrupted, by a cancellation that `took` recognises."""
+        """Until `let_go` the present task may be interrupted, by a cancellation that `was_interrupted` tells."""
         self._holder = asyncio.current_task(self._source.loop)
         assert self._holder is not None, "called in a task"
         self._cancelling = self._holder.cancelling()
