@@ -118,8 +118,11 @@ class Dataflow:
 
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
-        record = self._expect(group_id, UNREADY)
-        if record is None or (before := record.member_versions[member]) == version:
+        record = self.ledger.get(group_id)
+        if record is None or record.state not in UNREADY:
+            self._ignore(group_id, record)
+            return
+        if (before := record.member_versions[member]) == version:
             return
         record.member_versions[member] = version
         if version < record.oldest:
@@ -271,12 +274,15 @@ class Dataflow:
         record = self.ledger.get(group_id)
         if record is not None and record.state in states:
             return record
+        self._ignore(group_id, record)
+        return None
+
+    def _ignore(self, group_id: GroupId, record: GroupRecord | None) -> None:
         self.newest_ignored = group_id
         if record is None:
             self.ignored["ended" if self.ledger.was_admitted(group_id) else "unknown"] += 1
         else:
             self.ignored["out_of_order" if record.state is GroupState.GENERATING else "repeated"] += 1
-        return None
 
     def _take_next(self) -> GroupRef:
         group_id = self._gate.next_ready()

@@ -15,7 +15,7 @@ counts as due at v + η, the earliest deadline it can get.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 from penstock.dataflow.ids import GroupId
@@ -33,7 +33,7 @@ class ConsumptionGate:
         self._limits = limits
         self._deadlines: dict[GroupId, int | None] = {}
         self._by_deadline: dict[int, dict[GroupId, None]] = {}
-        self._unready_due: Counter[int] = Counter()
+        self._unready_due: dict[int, int] = defaultdict(int)  # quicker to set than a Counter
         self._undated = 0
         self._ready: set[GroupId] = set()
         self._ready_queue: list[tuple[int, GroupId]] = []

@@ -10,7 +10,7 @@ remain, so memory is bounded by the admission window.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -153,6 +153,11 @@ class LedgerCounts:
         return self.admitted == self.trained + self.returned + self.live
 
 
+def _counts() -> dict[str, int]:
+    """A `Counter` that is quick to set."""
+    return defaultdict(int)
+
+
 @dataclass(slots=True)
 class Ledger:
     """All groups of a run.
@@ -168,9 +173,9 @@ class Ledger:
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
     live_trajectories: int = 0
-    live_by_stream: Counter[str] = field(default_factory=Counter)
-    admitted_by_stream: Counter[str] = field(default_factory=Counter)
-    tasks_by_stream: Counter[str] = field(default_factory=Counter)
+    live_by_stream: dict[str, int] = field(default_factory=_counts)
+    admitted_by_stream: dict[str, int] = field(default_factory=_counts)
+    tasks_by_stream: dict[str, int] = field(default_factory=_counts)
     sink: Callable[[JournalEntry], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: dict[GroupState, int] = field(default_factory=lambda: dict.fromkeys(TERMINAL, 0))

@@ -157,13 +157,17 @@ class TaskLine:
             PenstockError: If the chosen stream has ended.
         """
         with_room = [stream for stream in self.streams if self._has_room(stream, ledger)]
-        names = {stream.name for stream in with_room}
-        if self._requeued and self._requeued[0][0] <= ledger.num_admitted and self._requeued[0][1].stream in names:
-            return self._requeued.popleft()[1]
-        open_streams = [stream for stream in with_room if self._weights[stream.name] > 0]
-        if not open_streams:
+        if self._requeued and self._requeued[0][0] <= ledger.num_admitted:
+            requeued = self._requeued[0][1]
+            if any(stream.name == requeued.stream for stream in with_room):
+                self._requeued.popleft()
+                return requeued
+        stream, lowest = None, math.inf
+        for one in with_room:
+            if self._weights[one.name] > 0 and (position := self._position(one.name, ledger)) < lowest:
+                stream, lowest = one, position
+        if stream is None:
             return None
-        stream = min(open_streams, key=lambda stream: self._position(stream.name, ledger))
         try:
             task = next(stream.tasks)
         except StopIteration:

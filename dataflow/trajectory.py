@@ -142,10 +142,11 @@ class Trajectory:
     reasoning: str = ""
 
     def __post_init__(self) -> None:
-        assert len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs)
-        if self.threads:
-            assert sum(one.num_tokens for one in self.threads) == len(self.token_ids)
-        labelled, masked = num_tokens(self.spans), self.loss_mask.tobytes().count(1)
+        mask, threads = self.loss_mask, self.threads
+        assert len(self.token_ids) == len(mask) == len(self.behavior_logprobs)
+        if threads:
+            assert sum(one.num_tokens for one in threads) == len(mask)
+        labelled, masked = num_tokens(self.spans), mask.tobytes().count(1)
         if labelled != masked:
             raise StalenessError(
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
@@ -277,7 +278,8 @@ class GroupRef:
         for spans in self.spans:
             for version, tokens in spans:
                 sampled[version] = sampled.get(version, 0) + tokens
-        self.oldest_version, self.newest_version = min(sampled), max(sampled)
+        versions = sorted(sampled)
+        self.oldest_version, self.newest_version = versions[0], versions[-1]
 
     @property
     def num_trimmed_tokens(self) -> int:

@@ -170,7 +170,7 @@ class Flow:
         """Every member of a group ended one way or the other: store it, filter it or fail it."""
         group_id = run.group_id
         good = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
-        if len(good) < min(self.core.rules.min_group_size, len(outcomes)):
+        if len(good) < len(outcomes) and len(good) < self.core.rules.min_group_size:
             failure = next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError))
             self.stats.group_failed(failure)
             self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
@@ -232,7 +232,7 @@ class Flow:
     def _log_ignored(self) -> None:
         """Say that reports came which changed nothing, and why; not one by one."""
         core = self.core
-        if (total := core.ignored.total()) == self._ignored_logged:
+        if not core.ignored or (total := core.ignored.total()) == self._ignored_logged:
             return
         now = asyncio.get_running_loop().time()
         if now < self._ignored_logged_at + LOG_IGNORED_EVERY_S:

@@ -94,7 +94,14 @@ class Lease(Ticket):
         avoid: EngineId | None = None,
         slots: int = 1,
     ) -> None:
-        Ticket.__init__(self, tokens, prefix, min_version, avoid, slots)
+        self.tokens = tokens  # what `Ticket` does, without a call: one is made for every request
+        self.prefix = prefix
+        self.min_version = min_version
+        self.avoid = avoid
+        self.slots = slots
+        self.serial = -1
+        self.view = None
+        self.waits_at = None
         self._source = source
         self._holder: asyncio.Task[object] | None = None
         self._cancelling = 0
@@ -141,8 +148,10 @@ class Lease(Ticket):
     def received(self, num_tokens: int) -> None:
         """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
         now = self._source.loop.time()
-        if self.deliver(num_tokens, now - self.heard_at) and self.view is not None:
-            self._source.measured(self.view)
+        view = self.view
+        assert view is not None, "tokens without a grant"
+        if view.delivered(self, num_tokens, now - self.heard_at):
+            self._source.measured(view)
         self.heard_at = now
 
     def lost(self, error: EngineLostError) -> None:
@@ -152,9 +161,9 @@ class Lease(Ticket):
 
     def hold(self) -> None:
         """Until `let_go` the present task may be interrupted, by a cancellation that `was_interrupted` tells."""
-        self._holder = asyncio.current_task(self._source.loop)
-        assert self._holder is not None, "called in a task"
-        self._cancelling = self._holder.cancelling()
+        self._holder = holder = asyncio.current_task(self._source.loop)
+        assert holder is not None, "called in a task"
+        self._cancelling = holder.cancelling()
 
     def let_go(self) -> None:
         self._holder = None

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from functools import cached_property
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId
@@ -46,6 +45,7 @@ class EnginePool:
         policy: RoutingPolicy | None = None,
         version_timeout_s: float = 600.0,
     ) -> None:
+        self.loop = asyncio.get_running_loop()
         self.max_per_engine = max_per_engine
         self.version_timeout_s = version_timeout_s
         self._dispatcher = Dispatcher(policy or PrefixAware(seed))
@@ -214,10 +214,6 @@ class EnginePool:
             await self._quiet.setdefault(view, asyncio.Event()).wait()
 
     # What leases call (SlotSource).
-
-    @cached_property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return asyncio.get_running_loop()
 
     def take(self, lease: Lease) -> bool:
         dispatcher = self._dispatcher

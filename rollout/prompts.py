@@ -9,12 +9,12 @@ from struct import Struct
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Trajectory
+from penstock.rollout.group_task import GroupTask
 from penstock.rollout.partial import PartialTrajectory
 from penstock.rollout.tokenizers import TokenCodec
 
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+_INT32, _FLOAT32, _frombuffer = np.dtype(np.int32), np.dtype(np.float32), np.frombuffer
 
 
 class Prompt:
@@ -24,41 +24,50 @@ class Prompt:
         token_ids: It begins every request.
     """
 
-    __slots__ = ("_bytes", "_codec", "_text", "token_ids")
+    __slots__ = ("_codec", "_packed", "token_ids")
 
     def __init__(self, codec: TokenCodec, token_ids: tuple[int, ...]) -> None:
         self.token_ids = token_ids
         self._codec = codec
-        self._text = ""
-        self._bytes: bytes | None = None  # like the text, not before the first answer is complete
+        self._packed: tuple[int, bytes, bytes, str] | None = None  # not before the first answer is complete
 
-    def trajectory(self, trajectory_id: TrajectoryId, task_id: TaskId, partial: PartialTrajectory) -> Trajectory:
+    def trajectory(self, asked: GroupTask, member: int, partial: PartialTrajectory) -> Trajectory:
         """The trajectory that a complete answer makes. Its arrays are read-only, as if they came from another process.
 
         They are packed: thrice as fast as filling them from tuples.
         """
-        if self._bytes is None:
-            as_int32, _ = _packers(len(self.token_ids))
-            self._bytes, self._text = as_int32(*self.token_ids), self._codec.decode(self.token_ids)
-        num_prompt, (sampled, logprobs, spans, _) = len(self.token_ids), partial.joined()
+        num_prompt, prompt_ids, no_logprobs, text = self._packed or self._pack()
+        (sampled, logprobs, spans, _), codec = partial.joined(), self._codec
         num_sampled = len(sampled)
         as_int32, as_float32 = _packers(num_sampled)
         assert partial.finish_reason is not None, "it ended"
-        codec = self._codec
-        thought, answer = ("", codec.decode(sampled)) if codec.reasoning is None else codec.split(sampled, self._text)
+        thought, answer = ("", codec.decode(sampled)) if codec.reasoning is None else codec.split(sampled, text)
         trajectory = Trajectory(  # by position: names cost a dictionary each time
-            trajectory_id,
-            task_id,
-            np.frombuffer(self._bytes + as_int32(*sampled), _INT32),
+            asked.trajectory_id(member),
+            asked.task.task_id,
+            _frombuffer(prompt_ids + as_int32(*sampled), _INT32),
             _MASKS.mask(num_prompt, num_sampled),
-            np.frombuffer(bytes(4 * num_prompt) + as_float32(*logprobs), _FLOAT32),
+            _frombuffer(no_logprobs + as_float32(*logprobs), _FLOAT32),
             spans,
-            self._text,
+            text,
             answer,
             partial.finish_reason,
         )
-        trajectory.reasoning = thought
+        if thought:
+            trajectory.reasoning = thought
         return trajectory
+
+    def _pack(self) -> tuple[int, bytes, bytes, str]:
+        """Its length; its ids as int32, and as many float32 zeros; its text."""
+        num_tokens = len(self.token_ids)
+        as_int32, _ = _packers(num_tokens)
+        self._packed = packed = (
+            num_tokens,
+            as_int32(*self.token_ids),
+            bytes(4 * num_tokens),
+            self._codec.decode(self.token_ids),
+        )
+        return packed
 
 
 @lru_cache(maxsize=1 << 12)

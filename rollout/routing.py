@@ -85,15 +85,21 @@ class EngineView:
         return (
             self.open_index >= 0
             and self.in_use + ticket.slots <= self.limit
-            and self.engine.version >= ticket.min_version
-            and self.engine.engine_id != ticket.avoid
+            and (ticket.min_version < 0 or self.engine.version >= ticket.min_version)
+            and (ticket.avoid is None or self.engine.engine_id != ticket.avoid)
         )
 
-    def measure(self, num_tokens: int, elapsed_s: float) -> bool:
-        """One request got `num_tokens` in `elapsed_s`; says whether nothing was measured before.
+    def delivered(self, ticket: Ticket, num_tokens: int, elapsed_s: float) -> bool:
+        """One of its requests got `num_tokens` in `elapsed_s`; says whether that is the first measure of its speed.
 
-        A ratio of averages: short intervals weigh little.
+        Speed is a ratio of averages: short intervals weigh little.
         """
+        fewer = num_tokens if num_tokens < ticket.tokens else ticket.tokens  # noqa: FURB136 - `min` is a call
+        ticket.tokens -= fewer
+        self.outstanding_tokens -= fewer
+        self.losses = 0
+        if elapsed_s <= 0:
+            return False
         before = self._seconds
         self._tokens = tokens = self._tokens * SPEED_DECAY + num_tokens
         self._seconds = seconds = before * SPEED_DECAY + elapsed_s
@@ -135,16 +141,6 @@ class Ticket:
         self.view: EngineView | None = None
         self.waits_at: OrderedDict[Ticket, None] | None = None
 
-    def deliver(self, num_tokens: int, elapsed_s: float) -> bool:
-        """Its engine delivered; says whether that was the first thing ever measured of this engine."""
-        view = self.view
-        assert view is not None, "tokens without a grant"
-        fewer = num_tokens if num_tokens < self.tokens else self.tokens  # noqa: FURB136 - `min` is a call
-        self.tokens -= fewer
-        view.outstanding_tokens -= fewer
-        view.losses = 0
-        return elapsed_s > 0 and view.measure(num_tokens, elapsed_s)
-
 
 class RoutingPolicy(Protocol):
     """Decides; the dispatcher keeps the books."""
@@ -166,30 +162,30 @@ class LeastLoaded:
     """The engine that would be least loaded with the request; ties are broken at random."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+        self._draw = random.Random(seed).random
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        return self._least_loaded(views, ticket)
+        return self._least_loaded(views, ticket.tokens)
 
-    def _least_loaded(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        if len(views) > FULL_SCAN:
-            return self._better_of_two(views, ticket)
-        best, fewest, num_equal, tokens = views[0], math.inf, 0, ticket.tokens
+    def _least_loaded(self, views: Sequence[EngineView], tokens: int) -> EngineView:
+        count, draw = len(views), self._draw
+        if count <= FULL_SCAN:
+            return self._best_of_all(views, tokens)
+        one, other = views[int(draw() * count)], views[int(draw() * count)]
+        is_other = (other.outstanding_tokens + tokens) * one.speed < (one.outstanding_tokens + tokens) * other.speed
+        return other if is_other else one
+
+    def _best_of_all(self, views: Sequence[EngineView], tokens: int) -> EngineView:
+        best, fewest, num_equal = views[0], math.inf, 0
         for view in views:
             load = (view.outstanding_tokens + tokens) / view.speed
             if load < fewest:
                 best, fewest, num_equal = view, load, 1
             elif load == fewest:
                 num_equal += 1
-                if self._random.random() * num_equal < 1:
+                if self._draw() * num_equal < 1:
                     best = view
         return best
-
-    def _better_of_two(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        draw, count, tokens = self._random.random, len(views), ticket.tokens
-        one, other = views[int(draw() * count)], views[int(draw() * count)]
-        is_other = (other.outstanding_tokens + tokens) * one.speed < (one.outstanding_tokens + tokens) * other.speed
-        return other if is_other else one
 
     def home(self, ticket: Ticket) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
         return None
@@ -208,15 +204,16 @@ class PrefixAware(LeastLoaded):
         super().__init__(seed)
         self._max_lead = max_lead
         self._homes: OrderedDict[str, EngineView] = OrderedDict()
+        self._newest: str | None = None
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        home = None if ticket.prefix is None else self._homes.get(ticket.prefix)
+        tokens, home = ticket.tokens, None if ticket.prefix is None else self._homes.get(ticket.prefix)
         if home is None or not home.may_take(ticket):
-            return self._least_loaded(views, ticket)
-        allowed = self._max_lead * home.max_slots * ticket.tokens
+            return self._least_loaded(views, tokens)
+        allowed = self._max_lead * home.max_slots * tokens
         if home.outstanding_tokens <= allowed:
             return home  # it cannot lead by more than it has
-        best = self._least_loaded(views, ticket)
+        best = self._least_loaded(views, tokens)
         lead = home.outstanding_tokens - best.outstanding_tokens * home.speed / best.speed
         return best if lead > allowed else home
 
@@ -230,11 +227,13 @@ class PrefixAware(LeastLoaded):
         prefix, homes = ticket.prefix, self._homes
         if prefix is None:
             return
-        if homes.get(prefix) is not view:
-            homes[prefix] = view
-            if len(homes) > MAX_HOMES:
-                homes.popitem(last=False)
+        if prefix is self._newest and homes[prefix] is view:
+            return  # members of a group mostly come one after another
+        self._newest = prefix
+        homes[prefix] = view
         homes.move_to_end(prefix)
+        if len(homes) > MAX_HOMES:
+            homes.popitem(last=False)
 
 
 def make_policy(name: RoutingName, seed: int) -> RoutingPolicy:

@@ -11,10 +11,9 @@ silence watch, which looks at all running requests every eighth of its limit, so
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId, TaskId
@@ -33,6 +32,8 @@ LOOKS_PER_LIMIT = 8
 _COMPLETE: tuple[FinishReason, ...] = ("stop", "length")
 
 _Result = TypeVar("_Result")
+_Finish = Callable[[GroupTask, int, PartialTrajectory], _Result]
+"""What becomes of the complete turn of a member."""
 
 
 class Runs(Protocol):
@@ -71,7 +72,9 @@ class TrajectoryRunner:
         self.silence_timeout_s = silence_timeout_s
         self.max_resumes = max_resumes
         self.stats = ResumeStats()
-        self._newest: tuple[Task, Prompt] | None = None
+        self._newest: Task | None = None
+        self._prompt = Prompt(codec, ())
+        self._finish: _Finish[Trajectory] = self._prompt.trajectory
         self._aborts: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
 
@@ -88,12 +91,13 @@ class TrajectoryRunner:
                 interruptions, or if no engine that may go on with it comes up in time.
             EngineLostError: If no engine is left in service.
         """
-        if asked.task.environment is not None:
+        task = asked.task
+        if task.environment is not None:
             return self._play(asked, member, sampling)
-        if self._newest is None or self._newest[0] is not asked.task:
-            self._newest = asked.task, Prompt(self.codec, self.codec.encode_prompt(asked.task.prompt))
-        _, prompt = self._newest  # members of a group come one after another, and share it
-        return _Answer(self, asked, member, PartialTrajectory(prompt.token_ids, sampling), prompt).sample()
+        if self._newest is not task:  # members of a group come one after another, and share what follows
+            self._newest, self._prompt = task, Prompt(self.codec, self.codec.encode_prompt(task.prompt))
+            self._finish = self._prompt.trajectory
+        return self._sample(asked, member, PartialTrajectory(self._prompt.token_ids, sampling), self._finish)
 
     def sample_turn(self, name: str, turn: PartialTurn) -> Coroutine[Any, Any, None]:
         """Sample a turn of nobody's trajectory, greedily or not as it says.
@@ -101,7 +105,7 @@ class TrajectoryRunner:
         Raises:
             TrajectoryError, EngineLostError: As `run`.
         """
-        return _Turn(self, GroupTask(Task(TaskId(name), ""), name), 0, turn).sample()
+        return self._sample(GroupTask(Task(TaskId(name), ""), name), 0, turn, _kept)
 
     def _play(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Coroutine[Any, Any, Trajectory]:
         assert self.episodes is not None, "tasks with an environment come with what plays them"
@@ -119,7 +123,7 @@ class TrajectoryRunner:
     ) -> None:
         async with one_slot or nullcontext():
             partial.floor = max(partial.floor, turns.floor)
-            await _Turn(self, turns.begin(), member, partial).sample()
+            await self._sample(turns.begin(), member, partial, _kept)
 
     def abort(self, engine: Engine, request_id: RequestId) -> None:
         """Tell the engine to stop what nobody waits for; it may hang, so nobody waits for that either."""
@@ -149,103 +153,82 @@ class TrajectoryRunner:
         if running:
             self.look_out()
 
+    async def _sample(
+        self, asked: GroupTask, member: int, partial: PartialTrajectory, finish: _Finish[_Result]
+    ) -> _Result:
+        """Sample to the end of a turn, over as many engines as it takes.
 
-@dataclass(slots=True, eq=False)
-class _Sampling(Generic[_Result]):
-    """Tokens on their way to the end of a turn, over as many engines as it takes."""
-
-    runner: TrajectoryRunner
-    asked: GroupTask
-    member: int
-    partial: PartialTrajectory
-
-    def result(self) -> _Result:
-        """What becomes of the turn when it is complete."""
-        raise NotImplementedError
-
-    async def sample(self) -> _Result:
-        """Sample to the end.
-
-        One coroutine, not one in another: as many of them wait as there are live trajectories.
+        One coroutine, not one in another, and no object beside it: as many wait here as there are live trajectories.
         """
         interruption: Interruption | None = None
         while True:
-            lease = self._lease(interruption)
+            lease = self._lease(asked, partial, interruption)
             if not lease.take():
                 await lease.wait()
             try:
-                async for delta in self._deltas(lease):
-                    if self._keep(delta, lease):
+                async for delta in self._deltas(asked, member, partial, lease):
+                    if _keep(asked, member, partial, delta, lease):
+                        self._stop(asked, member, delta, lease)
                         break
-                interruption = None if self.partial.finish_reason in _COMPLETE else self._aborted(lease)
+                interruption = None
+                if partial.finish_reason not in _COMPLETE:
+                    interruption = _aborted(asked, member, partial, lease)
             except BaseException as error:  # noqa: BLE001 - raised again, unless the trajectory survives it
-                interruption = self._interruption(error, lease)
+                interruption = self._interruption(asked, member, error, lease)
             finally:
                 lease.release()
-            if interruption is None or self._is_settled(interruption):
-                return self.result()
+            if interruption is None or self._is_settled(asked, member, partial, interruption):
+                return finish(asked, member, partial)
 
-    def _request_id(self, lease: Lease) -> RequestId:
-        """Of a lease's only request; no two leases of a pool have the same serial."""
-        return RequestId(f"{self.asked.name}/{self.member}#{lease.serial}")
-
-    def _lease(self, last: Interruption | None) -> Lease:
+    def _lease(self, asked: GroupTask, partial: PartialTrajectory, last: Interruption | None) -> Lease:
         """A slot for what is missing, not where it has just been lost."""
-        asked, partial = self.asked, self.partial
         avoid = None if last is None or last.kind == "aborted" else last.engine_id
-        slots = asked.slots or self.runner.pool
+        slots = asked.slots or self.pool
         return slots.lease(partial.remaining(), asked.task.task_id, partial.min_version(), avoid)
 
-    def _deltas(self, lease: Lease) -> AsyncIterator[TokenDelta]:
+    def _deltas(
+        self, asked: GroupTask, member: int, partial: PartialTrajectory, lease: Lease
+    ) -> AsyncIterator[TokenDelta]:
         """Ask for what is missing. From now until it is released, the lease may be interrupted."""
-        engine, partial = lease.engine, self.partial
+        assert lease.view is not None, "it was granted"
+        engine = lease.view.engine  # `lease.engine`, without calling a property
         lease.dispatched_at = version = engine.version
         if not partial.num_tokens:
-            self.asked.member_at(self.member, version)
-        self.runner.look_out()
+            asked.member_at(member, version)
+        if self._watch is None:
+            self.look_out()
         lease.hold()
-        return engine.generate(partial.request(self._request_id(lease)))
+        return engine.generate(partial.request(_request_id(asked, member, lease)))
 
-    def _keep(self, delta: TokenDelta, lease: Lease) -> bool:
-        """Keep new tokens; says whether they were cut, so that no more are wanted."""
-        partial = self.partial
-        if not partial.num_tokens and delta.spans:
-            first, _ = delta.spans[0]
-            if first != lease.dispatched_at:
-                self.asked.member_at(self.member, first)
-        lease.received(len(delta.token_ids))
-        is_cut = partial.extend(delta)
-        if is_cut and delta.finish_reason is None:
-            self.runner.abort(lease.engine, self._request_id(lease))
-        return is_cut
+    def _stop(self, asked: GroupTask, member: int, delta: TokenDelta, lease: Lease) -> None:
+        """Stop the engine of a turn that was cut, unless it has ended it by itself."""
+        if delta.finish_reason is None:
+            self.abort(lease.engine, _request_id(asked, member, lease))
 
-    def _aborted(self, lease: Lease) -> Interruption:
-        """A stream of tokens ended that did not fail, and the turn is not complete."""
-        engine_id, reason = lease.engine.engine_id, self.partial.finish_reason
-        return Interruption("aborted", f"{engine_id} ended {self._request_id(lease)}: {reason}", engine_id)
-
-    def _interruption(self, error: BaseException, lease: Lease) -> Interruption:
+    def _interruption(self, asked: GroupTask, member: int, error: BaseException, lease: Lease) -> Interruption:
         """What ended a request before its time; raises whatever the trajectory does not survive."""
         lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
         engine = lease.engine
         if isinstance(error, EngineLostError):
             lease.lost(error)
             return Interruption("lost", str(error), engine.engine_id)
-        self.runner.abort(engine, self._request_id(lease))
+        self.abort(engine, _request_id(asked, member, lease))
         if isinstance(error, asyncio.CancelledError) and lease.was_interrupted():
             assert lease.interruption is not None, "was interrupted"
             return lease.interruption
         raise error
 
-    def _is_settled(self, interruption: Interruption) -> bool:
+    def _is_settled(
+        self, asked: GroupTask, member: int, partial: PartialTrajectory, interruption: Interruption
+    ) -> bool:
         """Count it, and give up on a trajectory that has had too many; says whether nothing is missing after all."""
-        partial, stats, max_resumes = self.partial, self.runner.stats, self.runner.max_resumes
+        stats, max_resumes = self.stats, self.max_resumes
         stats.interruptions[interruption.kind] += 1
         partial.num_interruptions += 1
         if partial.num_interruptions > max_resumes:
             raise TrajectoryError(
                 "engine",
-                f"{self.asked.trajectory_id(self.member)}: interrupted {partial.num_interruptions} times with "
+                f"{asked.trajectory_id(member)}: interrupted {partial.num_interruptions} times with "
                 f"{partial.num_tokens} tokens sampled, rollout.max_resumes is {max_resumes}; the last time: "
                 f"{interruption.reason}",
             )
@@ -256,21 +239,26 @@ class _Sampling(Generic[_Result]):
         return partial.settle()
 
 
-@dataclass(slots=True, eq=False)
-class _Answer(_Sampling[Trajectory]):
-    """A trajectory of one turn."""
+def _keep(asked: GroupTask, member: int, partial: PartialTrajectory, delta: TokenDelta, lease: Lease) -> bool:
+    """Keep new tokens; says whether they were cut, so that no more are wanted."""
+    if not partial.num_tokens and (spans := delta.spans):
+        first = spans[0].version
+        if first != lease.dispatched_at:
+            asked.member_at(member, first)
+    lease.received(len(delta.token_ids))
+    return partial.extend(delta)
 
-    prompt: Prompt
 
-    def result(self) -> Trajectory:
-        asked = self.asked
-        return self.prompt.trajectory(asked.trajectory_id(self.member), asked.task.task_id, self.partial)
+def _request_id(asked: GroupTask, member: int, lease: Lease) -> RequestId:
+    """Of a lease's only request; no two leases of a pool have the same serial."""
+    return RequestId(f"{asked.name}/{member}#{lease.serial}")
 
 
-class _Turn(_Sampling[None]):
+def _aborted(asked: GroupTask, member: int, partial: PartialTrajectory, lease: Lease) -> Interruption:
+    """A stream of tokens ended that did not fail, and the turn is not complete."""
+    engine_id, request_id = lease.engine.engine_id, _request_id(asked, member, lease)
+    return Interruption("aborted", f"{engine_id} ended {request_id}: {partial.finish_reason}", engine_id)
+
+
+def _kept(_asked: GroupTask, _member: int, _partial: PartialTrajectory) -> None:
     """A turn of a dialogue, which keeps it."""
-
-    __slots__ = ()
-
-    def result(self) -> None:
-        """Nothing more."""

@@ -88,7 +88,6 @@ class FlowStats:
         total: Staleness over all trained batches.
         last: Staleness of the newest batch.
         trainer_wait_for: What held its batch open -> absolute seconds the trainer waited.
-        tokens_generated: Tokens sampled for training so far, trained or not.
         population: Lengths of all trajectories that were sampled to their end.
         trained: Lengths of those that were trained.
         samples: A few trajectories of the newest batch, those with several versions first.
@@ -100,13 +99,17 @@ class FlowStats:
     total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     trainer_wait_for: dict[Hold, float] = field(default_factory=lambda: dict.fromkeys(get_args(Hold), 0.0))
-    tokens_generated: int = 0
     population: MeanLength = field(default_factory=MeanLength)
     trained: MeanLength = field(default_factory=MeanLength)
     failures: list[TrajectoryError] = field(default_factory=list)
     samples: list[Trajectory] = field(default_factory=list)
     last_version: int = 0
     _candidates: dict[GroupId, tuple[Trajectory, ...]] = field(default_factory=dict)
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens sampled for training so far, trained or not."""
+        return self.population.num_tokens
 
     @property
     def length_bias(self) -> float:
@@ -128,10 +131,9 @@ class FlowStats:
             self.trainer_wait_for[held_by] += asyncio.get_running_loop().time() - started
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
-        length, population = num_tokens(trajectory.spans), self.population
-        self.tokens_generated += length
+        population = self.population
         population.num_trajectories += 1
-        population.num_tokens += length
+        population.num_tokens += num_tokens(trajectory.spans)
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Remember two members until the group trains (bounded by the admission window)."""

@@ -24,7 +24,7 @@ from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams,
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.dataflow.versions import Span, num_tokens
+from penstock.dataflow.versions import Span
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.simulator.around_run import rare_collections
@@ -102,19 +102,20 @@ def held_kib() -> tuple[float, float]:
 
 
 class Answer:
-    """A stream of one delta: a future, and another one that says that it was all."""
+    """A stream of one delta, which is a future."""
 
-    __slots__ = ("_over", "delta")
+    __slots__ = ("delta",)
 
-    def __init__(self, delta: asyncio.Future[TokenDelta], over: asyncio.Future[TokenDelta]) -> None:
+    def __init__(self, delta: asyncio.Future[TokenDelta]) -> None:
         self.delta = delta
-        self._over = over
 
     def __aiter__(self) -> Self:
         return self
 
     def __anext__(self) -> asyncio.Future[TokenDelta]:
-        return self._over if self.delta.done() else self.delta
+        if self.delta.done():
+            raise StopAsyncIteration
+        return self.delta
 
 
 class AnsweringEngine(SimulatedEngine):
@@ -123,16 +124,13 @@ class AnsweringEngine(SimulatedEngine):
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         super().__init__(engine_id, cost, world, speed)
         self._asked: list[asyncio.Future[TokenDelta]] = []
-        self._over: asyncio.Future[TokenDelta] = self._loop.create_future()
-        self._over.set_exception(StopAsyncIteration())
-        self._over.exception()  # it is no error that nobody may have asked for more
 
     def generate(self, _request: GenerateRequest) -> Answer:  # type: ignore[override] # a stream all the same
         if not self._asked:
             self._loop.call_later(ANSWER_S, self._answer)
         delta: asyncio.Future[TokenDelta] = self._loop.create_future()
         self._asked.append(delta)
-        return Answer(delta, self._over)
+        return Answer(delta)
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, []
@@ -146,7 +144,7 @@ class AnsweringRewards(SimulatedRewards):
     """Scores every answer by its length."""
 
     async def score(self, _task: Task, trajectory: Trajectory) -> Score:
-        return Score(float(num_tokens(trajectory.spans)))
+        return Score(float(trajectory.spans[0].num_tokens))
 
 
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:

@@ -65,8 +65,10 @@ class Dispatching(RuleBasedStateMachine):
     @rule(data=st.data(), num_tokens=st.integers(1, 9), elapsed=st.sampled_from([0.0, 0.01, 1.0]))
     def deliver(self, data: st.DataObject, num_tokens: int, elapsed: float) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.granted, key=lambda ticket: ticket.serial)))
-        if ticket.deliver(num_tokens, elapsed) and ticket.view is not None:
-            self.dispatcher.assume(ticket.view.speed)
+        view = ticket.view
+        assert view is not None
+        if view.delivered(ticket, num_tokens, elapsed):
+            self.dispatcher.assume(view.speed)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -101,6 +101,6 @@ async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failur
         await export.begin(1)
 
 
-def test_several_nodes_are_refused():
+async def test_several_nodes_are_refused():
     with pytest.raises(PlacementError, match=r"weights\.transport=group"):
         export_to(FakeTrainer(nodes=("node-a", "node-b")), FakeEngine(EngineId("e0"), "GPU-a"))

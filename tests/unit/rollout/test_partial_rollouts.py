@@ -14,6 +14,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.rollout.group_task import GroupTask
+from penstock.rollout.partial import PartialTrajectory
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
@@ -159,14 +160,20 @@ async def test_resumes_are_bounded_and_the_failure_names_the_last_interruption()
     assert len(hopeless.requests) == 3
 
 
-async def test_when_only_the_last_word_of_an_engine_is_lost_nothing_is_sampled_again() -> None:
+@pytest.mark.parametrize("is_one_delta", [False, True])
+async def test_when_only_the_last_word_of_an_engine_is_lost_nothing_is_sampled_again(is_one_delta: bool) -> None:
     whole = await run(make_runner(engine()))
     num_sampled = whole.num_sampled_tokens
     dying = engine(loses_at=lambda _serial: num_sampled)
 
     async def without_last_word(request):  # type: ignore[no-untyped-def]
+        partial = PartialTrajectory(request.prompt_token_ids, request.sampling)
         async for delta in FakeEngine.generate(dying, request):
-            yield delta if delta.finish_reason is None else type(delta)(delta.token_ids, delta.logprobs, delta.spans)
+            partial.extend(delta)
+            if not is_one_delta:
+                yield delta._replace(finish_reason=None)
+        if is_one_delta:
+            yield partial.joined()._replace(finish_reason=None)
         raise EngineLostError("planted")
 
     dying.generate = without_last_word  # type: ignore[method-assign]

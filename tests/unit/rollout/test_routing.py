@@ -39,6 +39,11 @@ def name(ticket: Ticket) -> str | None:
     return None if ticket.view is None else ticket.view.engine_id
 
 
+def deliver(ticket: Ticket, num_tokens: int, elapsed_s: float) -> bool:
+    assert ticket.view is not None
+    return ticket.view.delivered(ticket, num_tokens, elapsed_s)
+
+
 def test_outstanding_tokens_decide_not_the_number_of_requests() -> None:
     made = dispatcher(LeastLoaded(), 8, 8)
     big = place(made, tokens=100)
@@ -49,7 +54,7 @@ def test_outstanding_tokens_decide_not_the_number_of_requests() -> None:
 def test_tokens_that_have_arrived_are_no_load() -> None:
     made = dispatcher(LeastLoaded(), 8, 8)
     first, second = place(made, tokens=100), place(made, tokens=60)
-    first.deliver(90, 0.0)
+    deliver(first, 90, 0.0)
     assert name(place(made, tokens=10)) == name(first) != name(second)
 
 
@@ -57,7 +62,7 @@ def test_an_engine_that_is_twice_as_fast_gets_twice_the_tokens() -> None:
     made = dispatcher(LeastLoaded(), 100, 100)
     probes = [place(made, tokens=1) for _ in range(2)]
     for probe, speed in zip(probes, (200, 100), strict=True):
-        probe.deliver(speed, 1.0)
+        deliver(probe, speed, 1.0)
         made.release(probe)
     fast = probes[0].serial  # both were measured; the first one is the fast one
     assert fast == 0
@@ -67,18 +72,18 @@ def test_an_engine_that_is_twice_as_fast_gets_twice_the_tokens() -> None:
 
 def test_speed_weighs_short_intervals_little_and_forgets_the_past() -> None:
     view = EngineView(Named(EngineId("e")), 1, 1)  # type: ignore[arg-type]
-    view.measure(100, 1.0)
-    view.measure(64, 1e-6)  # came in the same parcel as the one before
+    view.delivered(Ticket(), 100, 1.0)
+    view.delivered(Ticket(), 64, 1e-6)  # came in the same parcel as the one before
     assert view.speed == pytest.approx(165, rel=0.02)
     for _ in range(400):
-        view.measure(10, 1.0)
+        view.delivered(Ticket(), 10, 1.0)
     assert view.speed == pytest.approx(10, rel=0.01)
 
 
 def test_an_engine_that_was_never_measured_counts_as_fast_as_the_others() -> None:
     made = dispatcher(LeastLoaded(), 8, 8)
     ticket = place(made)
-    assert ticket.deliver(5, 0.1)
+    assert deliver(ticket, 5, 0.1)
     made.assume(50.0)
     assert [view.speed for view in made.serving()] == [50.0, 50.0]
     made.add(EngineView(Named(EngineId("late")), 8, 8))  # type: ignore[arg-type]
