@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -275,9 +276,8 @@ class GroupRef:
     def __post_init__(self) -> None:
         sampled: dict[int, int] = {}
         self.tokens_by_version = sampled
-        for spans in self.spans:
-            for version, tokens in spans:
-                sampled[version] = sampled.get(version, 0) + tokens
+        for version, tokens in chain.from_iterable(self.spans):
+            sampled[version] = sampled.get(version, 0) + tokens
         versions = sorted(sampled)
         self.oldest_version, self.newest_version = versions[0], versions[-1]
 

@@ -59,7 +59,8 @@ def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     by_lag: Counter[int] = Counter()
     mixed = trimmed = 0
     for group in batch:
-        mixed += sum([len(spans) > 1 for spans in group.spans])
+        if len(group.tokens_by_version) > 1:
+            mixed += sum([len(spans) > 1 for spans in group.spans])
         for sampled_by, tokens in group.tokens_by_version.items():
             if sampled_by >= group.min_version:
                 by_lag[version - sampled_by] += tokens

@@ -96,8 +96,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """It runs in the next turn, for certain: without a `Handle`, of which every task would need two."""
-        run = (contextvars.copy_context() if context is None else context).run
-        self._ready.append((run, (callback,) + args))  # type: ignore[attr-defined] # noqa: RUF005 - the faster one
+        if context is None:
+            context = contextvars.copy_context()
+        self._ready.append((context, callback, args))  # type: ignore[attr-defined]
         return _CERTAIN
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment] # as `call_at`
@@ -131,18 +132,23 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
                 continue
             handle._scheduled = False  # type: ignore[attr-defined] # noqa: SLF001
             self._now = max(self._now, when)
-            ready.append((self._fire, (handle,)))
+            ready.append((handle._context, self._fire, (handle,)))  # type: ignore[attr-defined] # noqa: SLF001
         if not ready and not self._stopping:  # type: ignore[attr-defined]
             raise DeadlockError(self._deadlock())
         self.num_callbacks += len(ready)
-        for _ in range(len(ready)):
-            run, args = ready.popleft()
-            run(*args)  # an error in a callback ends the loop: nobody else would see it
+        for _ in range(len(ready)):  # an error in a callback ends the loop: nobody else would see it
+            context, callback, args = ready.popleft()
+            if not args:  # a step of a task
+                context.run(callback)
+            elif len(args) == 1:  # what wakes one
+                context.run(callback, args[0])
+            else:
+                context.run(callback, *args)
 
     def _fire(self, handle: asyncio.TimerHandle) -> None:
         """Run a timer, unless it was cancelled after it had become ready."""
         if not handle._cancelled:  # noqa: SLF001
-            handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined] # noqa: SLF001
+            handle._callback(*handle._args)  # type: ignore[attr-defined] # noqa: SLF001
 
     def _deadlock(self) -> str:
         waiting = sorted(asyncio.all_tasks(self), key=hash)
