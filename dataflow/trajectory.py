@@ -123,6 +123,7 @@ class Trajectory:
         threads: Its token sequences, one after another in all arrays; empty: all of it is one, `main`.
         retried_after: Why the attempt before this one failed, in one line; empty for a first attempt.
         reasoning: Text before the answer, marks included, of all turns; empty where `env.reasoning` is not set.
+        num_sampled_tokens: Of all its threads.
     """
 
     trajectory_id: TrajectoryId
@@ -141,13 +142,15 @@ class Trajectory:
     threads: tuple[Thread, ...] = ()
     retried_after: str = ""
     reasoning: str = ""
+    num_sampled_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         mask, threads = self.loss_mask, self.threads
         assert len(self.token_ids) == len(mask) == len(self.behavior_logprobs)
         if threads:
             assert sum(one.num_tokens for one in threads) == len(mask)
-        labelled, masked = num_tokens(self.spans), mask.tobytes().count(1)
+        self.num_sampled_tokens = labelled = num_tokens(self.spans)
+        masked = mask.tobytes().count(1)
         if labelled != masked:
             raise StalenessError(
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
@@ -165,10 +168,6 @@ class Trajectory:
         if self.episode is None or not self.reasoning:
             return self.reasoning + self.response
         return "".join(turn.reasoning + turn.response for turn in self.episode.turns)
-
-    @property
-    def num_sampled_tokens(self) -> int:
-        return num_tokens(self.spans)
 
     @property
     def oldest_version(self) -> int:

@@ -13,7 +13,6 @@ from penstock.dataflow.core import Hold
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupRef, Trajectory
-from penstock.dataflow.versions import num_tokens
 
 MAX_FAILURES_KEPT = 20
 
@@ -134,7 +133,7 @@ class FlowStats:
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         population = self.population
         population.num_trajectories += 1
-        population.num_tokens += num_tokens(trajectory.spans)
+        population.num_tokens += trajectory.num_sampled_tokens
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
         """Remember two members until the group trains (bounded by the admission window)."""

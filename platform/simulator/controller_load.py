@@ -107,15 +107,16 @@ class Answer:
     __slots__ = ("delta",)
 
     def __init__(self, delta: asyncio.Future[TokenDelta]) -> None:
-        self.delta = delta
+        self.delta: asyncio.Future[TokenDelta] | None = delta
 
     def __aiter__(self) -> Self:
         return self
 
     def __anext__(self) -> asyncio.Future[TokenDelta]:
-        if self.delta.done():
+        delta, self.delta = self.delta, None
+        if delta is None:
             raise StopAsyncIteration
-        return self.delta
+        return delta
 
 
 class AnsweringEngine(SimulatedEngine):
@@ -144,7 +145,7 @@ class AnsweringRewards(SimulatedRewards):
     """Scores every answer by its length."""
 
     async def score(self, _task: Task, trajectory: Trajectory) -> Score:
-        return Score(float(trajectory.spans[0].num_tokens))
+        return Score(float(trajectory.num_sampled_tokens))
 
 
 def _cpu_s_per_completion(config: SimulationConfig, seed: int) -> float:

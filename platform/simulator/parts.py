@@ -13,7 +13,7 @@ from penstock.dataflow.errors import TrainingError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
-from penstock.dataflow.versions import num_tokens, versions_per_token
+from penstock.dataflow.versions import versions_per_token
 from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.simulator.checks import check_step
@@ -253,7 +253,7 @@ class SimulatedTrainer:
             if self._is_checked and task in trained.tasks:
                 raise InvariantError("I5", f"task {task} is trained a second time into the same policy")
             trained.tasks.add(task)
-            trained.lengths += [num_tokens(spans) for spans in group.spans]
+            trained.lengths += [member.num_sampled_tokens for member in group.handle.trajectories]
 
 
 def token_mask(trajectory: Trajectory, min_version: int) -> np.ndarray:
