@@ -3,6 +3,8 @@ nothing but the work that is left."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -137,10 +139,8 @@ def test_nothing_outlives_a_step_that_was_skipped(policy, batch) -> None:
     mine.prefetch(batch, 0)
     for trainer in (mine, plain):
         spoilt = [np.full_like(one.behavior_logprobs, np.nan) for one in bad[0].trajectories]
-        poisoned = [
-            type(one)(**{field: getattr(one, field) for field in one.__dataclass_fields__} | {"behavior_logprobs": nan})
-            for one, nan in zip(bad[0].trajectories, spoilt, strict=True)
-        ]
+        pairs = zip(bad[0].trajectories, spoilt, strict=True)
+        poisoned = [replace(one, behavior_logprobs=nan) for one, nan in pairs]
         report = trainer.step([GroupPayload(GroupId(9), tuple(poisoned))], 0)
         assert (report.skipped, report.version) == (True, 0)
     after = weights_of(mine)
