@@ -114,9 +114,7 @@ class GroupRun(GroupTask):
     def _sampled(self, member: int) -> Awaitable[Trajectory]:
         ports, limit = self._flow.ports, self.queued.max_new_tokens
         sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
-        if sampling.seed is not None:
-            sampling = trajectory_sampling(sampling, self.group, member)
-        return ports.runner.run(self, member, sampling)
+        return ports.runner.run(self, member, trajectory_sampling(sampling, self.group, member))
 
     def member_at(self, member: int, version: int) -> None:
         """Which version samples a member; the runner tells."""

@@ -94,14 +94,7 @@ class Lease(Ticket):
         avoid: EngineId | None = None,
         slots: int = 1,
     ) -> None:
-        self.tokens = tokens  # what `Ticket` does, without a call: one is made for every request
-        self.prefix = prefix
-        self.min_version = min_version
-        self.avoid = avoid
-        self.slots = slots
-        self.serial = -1
-        self.view = None
-        self.waits_at = None
+        Ticket.__init__(self, tokens, prefix, min_version, avoid, slots)
         self._source = source
         self._holder: asyncio.Task[object] | None = None
         self._cancelling = 0

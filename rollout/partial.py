@@ -92,7 +92,7 @@ class PartialTrajectory:
 
     def min_version(self) -> int:
         """Oldest version that may go on with it (I4); -1 is any."""
-        return -1 if self._deltas is None else self._newest_or(-1)
+        return self._newest_or(-1)
 
     def extend(self, delta: TokenDelta) -> bool:
         """Keep what an engine reported; says whether that is enough, and the engine is to stop."""

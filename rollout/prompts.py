@@ -14,7 +14,7 @@ from penstock.rollout.group_task import GroupTask
 from penstock.rollout.partial import PartialTrajectory
 from penstock.rollout.tokenizers import TokenCodec
 
-_INT32, _FLOAT32, _frombuffer = np.dtype(np.int32), np.dtype(np.float32), np.frombuffer
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 class Prompt:
@@ -45,9 +45,9 @@ class Prompt:
         trajectory = Trajectory(  # by position: names cost a dictionary each time
             asked.trajectory_id(member),
             asked.task.task_id,
-            _frombuffer(prompt_ids + as_int32(*sampled), _INT32),
+            np.frombuffer(prompt_ids + as_int32(*sampled), _INT32),
             _MASKS.mask(num_prompt, num_sampled),
-            _frombuffer(no_logprobs + as_float32(*logprobs), _FLOAT32),
+            np.frombuffer(no_logprobs + as_float32(*logprobs), _FLOAT32),
             spans,
             text,
             answer,

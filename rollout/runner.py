@@ -136,22 +136,20 @@ class TrajectoryRunner:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    def look_out(self) -> None:
-        """Interrupt requests that are silent from now on."""
-        if self._watch is None:
-            loop = asyncio.get_running_loop()
-            self._watch = loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._look)
+    def _look_out(self) -> None:
+        """Look for silent requests some time from now."""
+        self._watch = self.pool.loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._look)
 
     def _look(self) -> None:
         """Interrupt every request that has been silent for too long."""
-        now = asyncio.get_running_loop().time()
+        now = self.pool.loop.time()
         self._watch = None
         running = [lease for lease in self.pool.leases() if lease.is_held]
         for lease in running:
             if now - lease.heard_at >= self.silence_timeout_s:
                 lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
         if running:
-            self.look_out()
+            self._look_out()
 
     async def _sample(
         self, asked: GroupTask, member: int, partial: PartialTrajectory, finish: _Finish[_Result]
@@ -196,7 +194,7 @@ class TrajectoryRunner:
         if not partial.num_tokens:
             asked.member_at(member, version)
         if self._watch is None:
-            self.look_out()
+            self._look_out()
         lease.hold()
         return engine.generate(partial.request(_request_id(asked, member, lease)))
 
