@@ -20,10 +20,12 @@ async def train(run: Run) -> None:
             if report.skipped:  # bad numbers: nothing was learned, nothing is published
                 await run.keep_bad_batch(report)
                 flow.skip()
-            else:
-                await run.publish(report.version)  # in flight: swap, acknowledge
-                flow.advance(report.version)  # frees the credits of what was trained
+                run.observe(report)
+                continue
+            await run.publish(report.version)  # in flight: swap, acknowledge
+            flow.advance(report.version)  # frees the credits of what was trained
             run.observe(report)
             run.evaluate_beside()  # spawned; shares the engines, reports its version span
             await run.maybe_checkpoint()
+    await run.save_policy()  # first: nothing that happens from here on can lose it
     await run.evaluate_last()

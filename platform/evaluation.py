@@ -10,6 +10,7 @@ from typing import Protocol
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import RewardWorker, SamplingParams
 from penstock.dataflow.trajectory import Task
+from penstock.platform.lifecycle import first_error
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.runner import TrajectoryRunner
 
@@ -66,8 +67,11 @@ class Evaluator:
         Raises:
             PenstockError: If a task could not be answered or scored; an evaluation never counts a failure as 0.
         """
-        async with asyncio.TaskGroup() as group:
-            runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
+        except ExceptionGroup as failures:
+            raise first_error(failures) from failures
         results = [run.result() for run in runs]
         return Evaluation(
             step=step,

@@ -63,8 +63,11 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
     run: Run | None = None
     try:
         async with assembled(config, instruments) as run:
-            await controller.train(run)
-            await run.trainer.save(str(run_dir / "policy"))
+            try:
+                await controller.train(run)
+            except BaseException:
+                await run.save_policy_at_end()
+                raise
         status = "completed"
     except (asyncio.CancelledError, Interrupted):
         status = "interrupted"
@@ -149,8 +152,8 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_
     counts = run.current_flow.counts()
     first, last = first_and_last_mean([value for _, value in hub.series("reward/mean")])
     evaluations = run.evaluations
-    before = evaluations[0] if evaluations else None
-    after = evaluations[-1] if len(evaluations) > 1 and status == "completed" else None
+    before = next((one for one in evaluations if one.step == 0), None)
+    after = next((one for one in evaluations if one.step == run.version > 0 and status == "completed"), None)
     return RunSummary(
         name=run.config.name,
         seed=run.config.seed,
@@ -163,6 +166,7 @@ def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_
         reward_first=first,
         reward_last=last,
         steps=run.version,
+        policy_version=run.policy_version,
         wall_s=round(wall_s, 2),
         trained_groups=counts.trained,
         max_staleness_configured=run.config.dataflow.max_staleness,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import TaskSource
 from penstock.envs.loading import load_task_source
@@ -54,8 +55,14 @@ async def _run(config: RunConfig, preference: PreferenceConfig, kind: ModelKind,
     held_out = encoded(source, codec, source.held_out(preference.eval_pairs), limit)
     command: Command = "dpo" if kind == "policy" else "rm"
     async with trainer_alone(config, run_dir, path, kind, command) as (trainer, hub):
-        await _learn(trainer, preference, kind, pairs, held_out, hub, console)
-        await trainer.save(str(run_dir / ("policy" if kind == "policy" else "reward_model")))
+        folder = str(run_dir / ("policy" if kind == "policy" else "reward_model"))
+        try:
+            await _learn(trainer, preference, kind, pairs, held_out, hub, console)
+        except BaseException:
+            with suppress(PenstockError):  # what stopped the run is told, not that a dead rank cannot save either
+                await trainer.save(folder)
+            raise
+        await trainer.save(folder)
     return EXIT_OK
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
 from penstock.dataflow.core import Hold
-from penstock.dataflow.errors import FailureKind, TrainingError
+from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
 from penstock.dataflow.ports import GroupForward, PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
@@ -23,6 +23,7 @@ from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.run_dir import POLICY_FOLDER
 from penstock.rollout.runner import Runs
 
 
@@ -73,10 +74,17 @@ class Progress:
     tokens_generated: int = 0
     bad_steps_in_a_row: int = 0
     skipped_steps: int = 0
+    failed_evaluations: int = 0
 
 
 class Run:
-    """State of one run. The controller's loop reads like the algorithm because the rest is here."""
+    """State of one run. The controller's loop reads like the algorithm because the rest is here.
+
+    Attributes:
+        version: Of the policy that was published last.
+        evaluations: Those that succeeded, in order.
+        policy_version: What the run directory holds as its policy; None while it holds none.
+    """
 
     def __init__(self, config: RunConfig, parts: Parts, instruments: Instruments) -> None:
         self.config = config
@@ -86,6 +94,7 @@ class Run:
         self.publisher = parts.side.publisher
         self.stats = FlowStats()
         self.evaluations: list[Evaluation] = []
+        self.policy_version: int | None = None
         self.current_flow: Flow | None = None
         self._parts = parts
         self._instruments = instruments
@@ -157,8 +166,7 @@ class Run:
         """Evaluate after training, on all held-out tasks; nothing else is published meanwhile."""
         if self._beside is not None:
             await self._beside
-        await self.publisher.delivered()
-        await self._evaluate(self._parts.held_out)
+        await self._evaluate(self._parts.held_out, after=self.publisher.delivered())
 
     def evaluate_beside(self) -> None:
         """Every so many steps, start an evaluation that shares the engines and stops nothing."""
@@ -169,7 +177,7 @@ class Run:
             if not self._beside.done():
                 self._instruments.note(f"evaluation at v{self.version} skipped: the one before still runs")
                 return
-            self._beside.result()
+            self._beside.result()  # a failed evaluation is a note; what is raised here is a bug
         tasks = self._parts.held_out[: self.config.evaluation.num_tasks_beside]
         self._beside = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
@@ -179,14 +187,48 @@ class Run:
         if every and self.version % every == 0:
             await self.trainer.save(str(self._instruments.run_dir / "checkpoints" / f"step_{self.version}" / "policy"))
 
+    async def save_policy(self) -> None:
+        """Write the policy as it is now into the run directory, unless nothing was trained since it was last written.
+
+        Raises:
+            TrainingError: If a trainer rank is dead or hangs, or the disk is full.
+        """
+        if self.policy_version != self.version:
+            await self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
+            self.policy_version = self.version
+
+    async def save_policy_at_end(self) -> None:
+        """Write the policy of a run that was interrupted or has failed, if there is anything to write and a way to.
+
+        A step that is under way is finished first, because trainer ranks keep the order of their calls: what is
+        written may be one step newer than the version that was published last.
+        """
+        if self.version == 0 or self.policy_version == self.version:
+            return
+        self._instruments.note(f"saving the policy of v{self.version} before the run ends (Ctrl-C: end without it) …")
+        try:
+            await self.save_policy()
+        except PenstockError as error:
+            self._instruments.note(f"the policy of v{self.version} could not be saved: {error}")
+
     async def close(self) -> None:
         """End what was spawned."""
         if self._beside is not None and not self._beside.done():
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
 
-    async def _evaluate(self, tasks: list[Task]) -> None:
-        evaluation = await self._parts.side.evaluator.evaluate(self.version, tasks)
+    async def _evaluate(self, tasks: list[Task], after: Awaitable[object] | None = None) -> None:
+        """Evaluate, once `after` has happened. A failure is noted and counted; it never ends the run."""
+        version = self.version
+        try:
+            if after is not None:
+                await after
+            evaluation = await self._parts.side.evaluator.evaluate(version, tasks)
+        except PenstockError as error:
+            self._progress.failed_evaluations += 1
+            self._instruments.hub.log(version, {"eval/failed": float(self._progress.failed_evaluations)})
+            self._instruments.note(f"evaluation at v{version} failed, and the run goes on without it: {error}")
+            return
         self.evaluations.append(evaluation)
         self._instruments.hub.log(self.version, evaluation.metrics())
         of_partner = "" if evaluation.partner is None else f", of the partner {evaluation.partner.accuracy:.3f},"

@@ -138,18 +138,28 @@ def attention_share(shape: ModelShape) -> float:
 def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:
     """Write the policy with its tokenizer in Hugging Face form, and its critic beside it, as `critic`. Collective.
 
+    Each is written under another name and renamed when it is complete, so that a process that is killed meanwhile
+    leaves what was there before, and nothing that looks like a policy.
+
     Args:
         trainer: This rank's trainer.
-        path: Directory to write; created.
+        path: Directory to write; created, or replaced.
         tokenizer_source: Where the tokenizer is: the directory or hub name the policy was loaded from.
     """
     backends = {path: trainer.backend}
     if trainer.critic is not None:
         backends[str(Path(path).with_name("critic"))] = trainer.critic.backend
     for folder, backend in backends.items():
-        backend.save_hf(folder)
+        target = Path(folder)
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        if backend.rank == 0 and unfinished.exists():
+            shutil.rmtree(unfinished)
+        backend.save_hf(str(unfinished))
         if backend.rank == 0:
-            _copy_tokenizer(tokenizer_source, Path(folder))
+            _copy_tokenizer(tokenizer_source, unfinished)
+            if target.exists():
+                shutil.rmtree(target)
+            unfinished.rename(target)
 
 
 def _copy_tokenizer(source: str, target: Path) -> None:

@@ -120,6 +120,8 @@ class RunConsole:
         if not ledger.is_balanced:
             self._fact("", "the ledger does not balance: this is a bug in Penstock", "bold red")
         self._fact("tokens", f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained")
+        if summary.policy_version is not None:
+            self._fact("policy", f"{run_dir / 'policy'}  (v{summary.policy_version})")
         self._fact("summary", str(run_dir / "summary.json"))
         if (run_dir / "report.html").exists():
             self._fact("report", str(run_dir / "report.html"), "bold cyan")

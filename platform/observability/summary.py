@@ -32,6 +32,8 @@ class RunSummary:
         eval_after: The same after the last step.
         partner_eval_before: Of the other policy of a run with two.
         partner_eval_after: The same after the last step.
+        policy_version: Of the policy in `policy/`; None if none was written. The step that was under way when the run
+            was interrupted may have gone into it.
         reward_first: Mean of `reward/mean` over the first min(10, n/2) steps.
         reward_last: The same over the last ones.
         steps: Training steps done.
@@ -68,6 +70,7 @@ class RunSummary:
     ledger: LedgerCounts
     partner_eval_before: float | None = None
     partner_eval_after: float | None = None
+    policy_version: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The content of `summary.json`."""

@@ -3,91 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import TrainingError
-from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
 from penstock.platform import controller, mismatch_trend
-from penstock.platform.engine_monitor import EngineMonitor
-from penstock.platform.evaluation import Evaluation
 from penstock.platform.observability.bad_batches import MAX_KEPT, BadBatches
-from penstock.platform.observability.trajectory_table import TrajectoryTable
-from penstock.platform.run import Parts, Run, Side
-from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.quiet_run import instruments, run_config
-from penstock.rollout.pool import EnginePool
-from tests.fakes import FakeEngine, FakeRewards
-from tests.flows import make_flow
-
-STEPS, GROUPS = 4, 20
-
-
-@dataclass
-class Trainer:
-    """Skips its steps of these numbers."""
-
-    bad: set[int]
-    version: int = 0
-    num_steps: int = 0
-    mismatches: list[float] = field(default_factory=list)
-
-    async def step(self, batch):
-        assert len([group async for group in batch]) == GROUPS
-        is_bad = self.num_steps in self.bad
-        metrics = {"loss/grad_norm": math.inf if is_bad else 1.0}
-        if self.mismatches:
-            metrics["mismatch/abs_logprob_mean"] = self.mismatches[self.num_steps]
-        self.num_steps += 1
-        self.version += not is_bad
-        return StepReport(self.version, is_bad, metrics, busy_s=1.0)
-
-    async def save(self, path: str) -> None:
-        """Nothing to save."""
-
-
-@dataclass
-class Publisher:
-    engine: FakeEngine
-    changed_share: float | None = None
-
-    async def publish(self, version: int) -> PublishReport:
-        self.engine.version = version
-        acks = [WeightAck(self.engine.engine_id, version, 0, 0.0, 0.0)]
-        return PublishReport(version, 1, 0.0, 0.0, acks, changed_share=self.changed_share)
-
-    async def delivered(self) -> None:
-        return None
-
-
-class Evaluator:
-    async def evaluate(self, step: int, tasks: object) -> Evaluation:
-        del tasks
-        return Evaluation(step, 1.0, 1.0, step, step, 1)
-
-
-def run_of(bad: set[int], run_dir: Path, notes: list[str], max_bad_steps: int = 3) -> Run:
-    engine = FakeEngine()
-    flows = make_flow([engine], FakeRewards(), batch=GROUPS, eta=1, steps=STEPS)
-    simulated = run_config(SimulationConfig(steps=STEPS, eval_every=STEPS, checkpoint_every=STEPS))
-    trainer = simulated.trainer.model_copy(update={"max_bad_steps": max_bad_steps})
-    kept = replace(
-        instruments(), trajectories=TrajectoryTable(run_dir), bad_batches=BadBatches(run_dir), note=notes.append
-    )
-    side = Side(
-        flows.ports.runner, Trainer(bad), Publisher(engine), Evaluator(), EngineMonitor(EnginePool([engine], 4))
-    )
-
-    def flow(stats):
-        flows.stats = stats
-        return flows
-
-    return Run(simulated.model_copy(update={"trainer": trainer}), Parts(side, [], flow), kept)
+from tests.runs import GROUPS, STEPS, run_of
 
 
 async def test_a_skipped_batch_is_written_whole_with_its_metrics(tmp_path: Path) -> None:

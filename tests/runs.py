@@ -1,0 +1,124 @@
+"""A run in this process: the shipping loop and flow over fakes, trained without a model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
+from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.evaluation import Evaluation
+from penstock.platform.observability.bad_batches import BadBatches
+from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.run import Parts, Run, Side
+from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.quiet_run import instruments, run_config
+from penstock.rollout.pool import EnginePool
+from tests.fakes import FakeEngine, FakeRewards
+from tests.flows import make_flow
+
+STEPS, GROUPS = 4, 20
+
+
+@dataclass
+class Trainer:
+    """Skips its steps of these numbers, counted from 0.
+
+    Attributes:
+        saved: Where it was told to save, relative to the folder of the run, and its version then.
+        fails_to_save: Raised by `save`.
+    """
+
+    bad: set[int]
+    run_dir: Path
+    version: int = 0
+    num_steps: int = 0
+    mismatches: list[float] = field(default_factory=list)
+    saved: list[tuple[str, int]] = field(default_factory=list)
+    fails_to_save: Exception | None = None
+
+    async def step(self, batch):
+        assert len([group async for group in batch]) == GROUPS
+        is_bad = self.num_steps in self.bad
+        metrics = {"loss/grad_norm": math.inf if is_bad else 1.0}
+        if self.mismatches:
+            metrics["mismatch/abs_logprob_mean"] = self.mismatches[self.num_steps]
+        self.num_steps += 1
+        self.version += not is_bad
+        return StepReport(self.version, is_bad, metrics, busy_s=1.0)
+
+    async def save(self, path: str) -> None:
+        if self.fails_to_save is not None:
+            raise self.fails_to_save
+        self.saved.append((str(Path(path).relative_to(self.run_dir)), self.version))
+
+
+@dataclass
+class Publisher:
+    engine: FakeEngine
+    changed_share: float | None = None
+
+    async def publish(self, version: int) -> PublishReport:
+        self.engine.version = version
+        acks = [WeightAck(self.engine.engine_id, version, 0, 0.0, 0.0)]
+        return PublishReport(version, 1, 0.0, 0.0, acks, changed_share=self.changed_share)
+
+    async def delivered(self) -> None:
+        return None
+
+
+@dataclass
+class Evaluator:
+    """Fails at these versions.
+
+    Attributes:
+        asked: The versions it was asked to evaluate, in order.
+    """
+
+    fails_at: set[int] = field(default_factory=set)
+    asked: list[int] = field(default_factory=list)
+
+    async def evaluate(self, step: int, tasks: object) -> Evaluation:
+        del tasks
+        self.asked.append(step)
+        if step in self.fails_at:
+            raise PenstockError("evaluation: sums/7 failed 3 times; the last time: the judge is down")
+        return Evaluation(step, 1.0, 1.0, step, step, 1)
+
+
+def run_of(
+    bad: set[int],
+    run_dir: Path,
+    notes: list[str],
+    max_bad_steps: int = 3,
+    *,
+    every_steps: int = STEPS,
+    evaluator: Evaluator | None = None,
+) -> Run:
+    """A run of `STEPS` batches of `GROUPS` groups that skips the steps `bad`; it checkpoints every so many."""
+    engine = FakeEngine()
+    flows = make_flow([engine], FakeRewards(), batch=GROUPS, eta=1, steps=STEPS)
+    simulated = run_config(SimulationConfig(steps=STEPS, eval_every=every_steps, checkpoint_every=every_steps))
+    trainer = simulated.trainer.model_copy(update={"max_bad_steps": max_bad_steps})
+    kept = replace(
+        instruments(),
+        trajectories=TrajectoryTable(run_dir),
+        bad_batches=BadBatches(run_dir),
+        run_dir=run_dir,
+        note=notes.append,
+    )
+    side = Side(
+        flows.ports.runner,
+        Trainer(bad, run_dir),
+        Publisher(engine),
+        evaluator or Evaluator(),
+        EngineMonitor(EnginePool([engine], 4)),
+    )
+
+    def flow(stats):
+        flows.stats = stats
+        return flows
+
+    return Run(simulated.model_copy(update={"trainer": trainer}), Parts(side, [], flow), kept)

@@ -1,0 +1,60 @@
+"""However a run ends, its policy is on disk; an evaluation that fails costs its figure and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.dataflow.errors import TrainingError
+from penstock.platform import controller
+from penstock.platform.evaluation import Evaluation
+from tests.runs import STEPS, Evaluator, run_of
+
+
+async def test_the_policy_is_saved_before_the_last_evaluation_which_may_fail(tmp_path: Path) -> None:
+    class LooksAtTheDisk(Evaluator):
+        async def evaluate(self, step: int, tasks: object) -> Evaluation:
+            assert step < STEPS or ("policy", STEPS) in run.trainer.saved
+            return await super().evaluate(step, tasks)
+
+    notes: list[str] = []
+    run = run_of(set(), tmp_path, notes, evaluator=LooksAtTheDisk(fails_at={STEPS}))
+    await controller.train(run)
+    assert run.policy_version == STEPS
+    assert [one.step for one in run.evaluations] == [0], "the figure is missing, not replaced by another one"
+    assert [note for note in notes if "the judge is down" in note and f"v{STEPS}" in note]
+
+
+async def test_failed_evaluations_before_and_beside_training_are_notes_and_counted(tmp_path: Path) -> None:
+    evaluator = Evaluator(fails_at={0, 2})
+    run, logged = run_of(set(), tmp_path, [], every_steps=1, evaluator=evaluator), []
+    log = run._instruments.hub.log
+    run._instruments.hub.log = lambda step, metrics: (logged.append((step, metrics)), log(step, metrics))
+    await controller.train(run)
+    assert run.version == STEPS
+    assert [one.step for one in run.evaluations] == [1, 3, STEPS]
+    assert [(step, found["eval/failed"]) for step, found in logged if "eval/failed" in found] == [(0, 1.0), (2, 2.0)]
+
+
+async def test_a_skipped_step_repeats_neither_the_checkpoint_nor_the_evaluation_of_its_version(tmp_path: Path) -> None:
+    evaluator = Evaluator()
+    run = run_of({0, 2, 3, 5}, tmp_path, [], every_steps=1, evaluator=evaluator)
+    await controller.train(run)
+    checkpoints = [(f"checkpoints/step_{version}/policy", version) for version in range(1, STEPS + 1)]
+    assert run.trainer.saved == [*checkpoints, ("policy", STEPS)]
+    assert evaluator.asked == [0, 1, 2, 3, STEPS], "each version once"
+
+
+async def test_a_policy_that_cannot_be_saved_at_the_end_is_said_and_hides_no_cause(tmp_path: Path) -> None:
+    notes: list[str] = []
+    run = run_of(set(), tmp_path, notes)
+    run.version = 2
+    run.trainer.fails_to_save = TrainingError("trainer: save_hf: a process died: rank 0")
+    await run.save_policy_at_end()
+    assert run.policy_version is None
+    assert "could not be saved: trainer: save_hf: a process died: rank 0" in notes[-1]
+
+
+async def test_nothing_is_saved_of_a_run_that_has_trained_nothing(tmp_path: Path) -> None:
+    run = run_of(set(), tmp_path, [])
+    await run.save_policy_at_end()
+    assert run.trainer.saved == []
