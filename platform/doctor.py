@@ -28,6 +28,8 @@ IMPORT_TIMEOUT_S = 120
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
 """What the demo needs."""
+MIN_NVIDIA_DRIVER = "580.65.06"
+"""For CUDA 13.0, which the pinned torch is built with: NVIDIA's table of CUDA 13.x says 580 and newer."""
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _PIN = re.compile(r"^(?P<name>[\w.-]+)(\[.*\])?==(?P<version>[^;\s]+)\s*(;.*extra == ['\"](?P<extra>\w+)['\"])?")
@@ -93,7 +95,9 @@ def look_at_devices() -> Iterator[Diagnosis]:
     yield Diagnosis("cpu", "ok", f"{len(os.sched_getaffinity(0))} cores for this process")
     if not hardware.has_nvidia_driver():
         yield Diagnosis("gpu", "ok", "no NVIDIA driver: CPU experiments only")
-    elif hardware.is_cpu_build():
+        return
+    yield _compare_driver(hardware.nvidia_driver_version())
+    if hardware.is_cpu_build():
         advice = "`make setup FLAVOR=cuda` in a fresh environment, to use them."
         yield Diagnosis("gpu", "warn", f"{hardware.num_nvidia_gpus()} GPUs, but torch is the CPU build", advice)
     else:
@@ -101,7 +105,7 @@ def look_at_devices() -> Iterator[Diagnosis]:
             "gpu",
             "import torch; assert torch.cuda.is_available(), 'torch.cuda.is_available() is false'; "
             "print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name(0), 'CUDA', torch.version.cuda)",
-            "Update the NVIDIA driver to one that supports this CUDA version, or check CUDA_VISIBLE_DEVICES.",
+            "If the driver is new enough (the line above), check CUDA_VISIBLE_DEVICES.",
         )
 
 
@@ -145,6 +149,22 @@ def look_at_containment() -> Iterator[Diagnosis]:
         yield Diagnosis("containment", "warn", f"rewards and tools cannot be contained here: {problem}", advice)
     else:
         yield Diagnosis("containment", "ok", "rewards and tools run contained, in namespaces")
+
+
+def _compare_driver(version: str | None) -> Diagnosis:
+    """The driver against what the CUDA build of torch needs; of no matter to the CPU build, until it is replaced."""
+    if version is None:
+        advice = f"FLAVOR=cuda needs {MIN_NVIDIA_DRIVER} or newer: compare it with what `nvidia-smi` prints."
+        return Diagnosis("nvidia driver", "warn", "its version is not known", advice)
+    if _numbers(version) >= _numbers(MIN_NVIDIA_DRIVER):
+        return Diagnosis("nvidia driver", "ok", version)
+    found = f"{version}, but the CUDA 13.0 build of torch needs {MIN_NVIDIA_DRIVER} or newer"
+    advice = "torch will find no GPU. Install a newer NVIDIA driver, or use `make setup FLAVOR=cpu`."
+    return Diagnosis("nvidia driver", "warn" if hardware.is_cpu_build() else "bad", found, advice)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
 
 
 def _room(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:

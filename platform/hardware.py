@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from importlib import metadata
@@ -11,22 +12,29 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount point, not a temporary file
 _CGROUP = Path("/sys/fs/cgroup")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def has_nvidia_driver() -> bool:
     """Whether an NVIDIA driver is installed and answers."""
-    return Path("/proc/driver/nvidia/version").exists() or bool(num_nvidia_gpus())
+    return _NVIDIA_DRIVER.exists() or bool(num_nvidia_gpus())
+
+
+def nvidia_driver_version() -> str | None:
+    """Version of the NVIDIA driver, as `580.65.06`; None if it is not said."""
+    said = (
+        _NVIDIA_DRIVER.read_text()
+        if _NVIDIA_DRIVER.exists()
+        else _ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    )
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", said or "")
+    return found[0] if found else None
 
 
 def num_nvidia_gpus() -> int | None:
     """GPUs that nvidia-smi lists; None if it cannot be asked."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (subprocess.SubprocessError, OSError):
-        return None
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    listed = _ask_nvidia_smi("-L")
+    return None if listed is None else sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def is_cpu_build() -> bool:
@@ -60,6 +68,17 @@ def free_disk_bytes(path: Path) -> int:
     """Free space of the file system that `path` is, or will be, on."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
+
+
+def _ask_nvidia_smi(*arguments: str) -> str | None:
+    """What it prints; None if it cannot be asked."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
 
 
 def _inactive_file_bytes() -> int:

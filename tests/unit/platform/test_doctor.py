@@ -80,3 +80,33 @@ def test_a_host_that_cannot_contain_user_code_is_a_warning(monkeypatch: pytest.M
     assert "unshare: Operation not permitted" in diagnosis.found
     monkeypatch.setattr(doctor, "why_not_contained", lambda: "")
     assert [diagnosis.status for diagnosis in doctor.look_at_containment()] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_cpu_build", "status"),
+    [
+        ("580.65.06", False, "ok"),
+        ("610.57.04", False, "ok"),
+        ("580.65.05", False, "bad"),
+        ("575.57.08", False, "bad"),
+        ("575.57.08", True, "warn"),
+    ],
+)
+def test_a_driver_that_is_too_old_for_the_cuda_wheel_is_named_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_cpu_build: bool, status: str
+) -> None:
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
+    monkeypatch.setattr(hardware, "is_cpu_build", lambda: is_cpu_build)
+    monkeypatch.setattr(hardware, "nvidia_driver_version", lambda: version)
+    driver = next(one for one in doctor.look_at_devices() if one.subject == "nvidia driver")
+    assert driver.status == status
+    if status != "ok":
+        assert driver.found == f"{version}, but the CUDA 13.0 build of torch needs 580.65.06 or newer"
+        assert "Install a newer NVIDIA driver" in driver.advice
+
+
+def test_a_driver_whose_version_cannot_be_asked_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnosis = doctor._compare_driver(None)
+    assert diagnosis.status == "warn"
+    assert "needs 580.65.06 or newer" in diagnosis.advice

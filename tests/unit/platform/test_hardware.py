@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -38,3 +39,27 @@ def test_a_container_has_what_is_left_and_its_idle_page_cache(cgroup):
     (cgroup / "memory.stat").write_text(f"anon {5 * GIB}\nactive_file {GIB}\ninactive_file {9 * GIB}\n")
     assert hardware.available_memory_bytes() == 10 * GIB
     assert hardware.total_memory_bytes() == 16 * GIB
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:19:51 UTC 2025\nGCC version: 13.3.0",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)",
+    ],
+)
+def test_the_kernel_module_says_which_driver_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    (tmp_path / "version").write_text(said)
+    monkeypatch.setattr(hardware, "_NVIDIA_DRIVER", tmp_path / "version")
+    assert hardware.nvidia_driver_version() == "580.65.06"
+
+
+def test_without_a_kernel_module_in_proc_nvidia_smi_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 575.57.08\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(hardware, "_NVIDIA_DRIVER", tmp_path / "no-such-file")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert hardware.nvidia_driver_version() == "575.57.08"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert hardware.nvidia_driver_version() is None
