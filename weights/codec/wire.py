@@ -23,7 +23,7 @@ _POSITIONS = {"bitmap": torch.uint8, "int32": torch.int32, "gaps8": torch.uint8,
 
 
 def to_wire(encoded: Encoded) -> tuple[Tensor, Tensor]:
-    """Header `[HEADER_WORDS] int64`, on the CPU, and payload `[bytes] uint8`; a copy of the parts."""
+    """Header `[HEADER_WORDS] int64` and payload `[bytes] uint8`, a copy of the parts; both where the parts are."""
     parts = [_bytes(encoded.parts[name]) for name in _part_dtypes(encoded.form, encoded.dtype)]
     sizes = [part.numel() for part in parts] + [_NONE] * (2 - len(parts))
     header = [
@@ -33,7 +33,8 @@ def to_wire(encoded: Encoded) -> tuple[Tensor, Tensor]:
         _NONE if encoded.num_changed is None else encoded.num_changed,
         *sizes,
     ]
-    return torch.tensor(header, dtype=torch.int64), torch.cat(parts)
+    payload = torch.cat(parts)
+    return torch.tensor(header, dtype=torch.int64, device=payload.device), payload
 
 
 def payload_bytes(header: Tensor) -> int:

@@ -60,14 +60,18 @@ class CodedBuckets:
         """
         outgoing, incoming = buffers
         sends = self._encoded(number, step, cargo, outgoing, traffic)
+        # NCCL takes messages from and into GPU memory only, headers too; what they say is read on the CPU.
+        device = incoming.device
         headers = {
-            peer: torch.empty((len(list(messages)), HEADER_WORDS), dtype=torch.int64)
+            peer: torch.empty((len(list(messages)), HEADER_WORDS), dtype=torch.int64, device=device)
             for peer, messages in groupby(step.receives, key=lambda message: message.peer)
         }
         exchange = links.exchange(sends, list(headers.items()))
         self._finish(exchange.receiving)
+        read = {peer: header.cpu() for peer, header in headers.items()}
         payloads = {
-            peer: torch.empty(sum(map(payload_bytes, header)), dtype=torch.uint8) for peer, header in headers.items()
+            peer: torch.empty(sum(map(payload_bytes, header)), dtype=torch.uint8, device=device)
+            for peer, header in read.items()
         }
         parts = [(peer, payload) for peer, payload in payloads.items() if payload.numel()]
         self._finish(links.exchange([], parts).receiving)
@@ -78,10 +82,10 @@ class CodedBuckets:
             if part.numel()
         ]
         relay = links.exchange(relays, []) if relays else Exchange([], [])
-        for position, (message, header, payload) in enumerate(_by_message(step.receives, headers, payloads)):
+        for position, (message, header, payload) in enumerate(_by_message(step.receives, read, payloads)):
             self._decode((number, position), message, header, payload, cargo.held, incoming)
             unpack(message, incoming, cargo.destination)
-        self._finish([*exchange.sending, *relay.sending])
+        self._finish([*exchange.sending, *relay.receiving, *relay.sending])
         for peer, tensor in [*sends, *relays]:
             traffic.sent_bytes[peer] += tensor.nbytes
         for arrived in (headers, payloads):

@@ -126,19 +126,18 @@ class NcclLinks:
         with _blocking_waits():
             self._backend: Any = ProcessGroupNCCL(store, rank, world_size, options)
         self._backend.eager_connect_single_device(device)
-        self._device = device
 
     def exchange(self, sends: Sequence[Part], receives: Sequence[Part]) -> Exchange:
         """Begin to send and receive; all of it is pending together."""
         parts = [*receives, *sends]
         if not parts:
             return Exchange([], [])
-        self._backend._start_coalescing(self._device)  # noqa: SLF001 - ncclGroupStart
+        self._backend._start_coalescing()  # noqa: SLF001 - ncclGroupStart
         for peer, tensor in receives:
             self._backend.recv([tensor], peer, 0)
         for peer, tensor in sends:
             self._backend.send([tensor], peer, 0)
-        work = self._backend._end_coalescing(self._device)  # noqa: SLF001 - ncclGroupEnd
+        work = self._backend._end_coalescing()  # noqa: SLF001 - ncclGroupEnd
         peers = tuple(sorted({peer for peer, _ in parts}))
         return Exchange([Pending(peers, sum(tensor.nbytes for _, tensor in parts), (work,))], [])
 

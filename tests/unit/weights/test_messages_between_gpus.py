@@ -1,0 +1,245 @@
+"""Weights over NCCL without a GPU: calls that torch's bindings refuse, and messages of main memory, fail here too.
+
+Every rank is a thread with a group membership of its own, connected by `tests.fake_gpu.FakeNccl`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.weights.checksum import check_arrived
+from penstock.weights.codec.choice import CODECS
+from penstock.weights.config import CodecName
+from penstock.weights.layout.algebra import Layout, TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.training import training_layout
+from penstock.weights.layout.vllm import vllm_layout
+from penstock.weights.planner.plan import make_plan
+from penstock.weights.planner.relay import relay_tree
+from penstock.weights.transport.arrival import Arrival
+from penstock.weights.transport.crossing import Announced, Crossing, End, Sender
+from penstock.weights.transport.group import TransferGroup
+from penstock.weights.transport.links import connect, connect_store, serve_store
+from penstock.weights.transport.members import Members
+from penstock.weights.transport.shards import ShardTransfer
+from penstock.weights.transport.transfer import Transfer, staging_buffers
+from tests.conftest import TINY_SHAPE
+from tests.fake_gpu import GPU, FakeNccl, GpuTensor, a_machine_with_nccl, in_main_memory, on_a_gpu
+from tests.unit.weights.models import PADDING, buffers_of, numbered, tensors_of, vllm_rank
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+NUM_TRAINING = 2
+ENGINES = ("engine-0", "engine-1", "engine-2")
+MODEL, SPECS = tensors_of("llama")
+FULL = numbered(SPECS)
+ZERO3 = training_layout(SPECS, num_replicas=NUM_TRAINING, is_partitioned=True)
+
+Flat = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def backends() -> Iterator[list[FakeNccl]]:
+    """The NCCL backends that the test makes; in the end, every group of messages must have been waited for."""
+    with a_machine_with_nccl() as made:
+        yield made
+        assert made
+        assert [backend.num_unfinished for backend in made] == [0] * len(made)
+
+
+def on_every_rank(num_ranks: int, act: Callable[[int], object]) -> list[object]:
+    """What `act(rank)` gives on each of so many ranks that run beside each other."""
+
+    def run(rank: int) -> object:
+        with on_a_gpu():
+            return act(rank)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(run, range(num_ranks)))
+
+
+def version_of(version: int) -> dict[str, np.ndarray]:
+    """Even numbers, of which a fiftieth moves by one per version."""
+    return {name: 2 * values + (values % 50 < version) for name, values in FULL.items()}
+
+
+def on_device(layout: Layout, rank: int, full: dict[str, np.ndarray]) -> Flat:
+    return {name: torch.from_numpy(values).float().to(GPU) for name, values in buffers_of(layout, full)[rank].items()}
+
+
+def check_equals(arrived: Flat, full: dict[str, np.ndarray], *, within: float) -> None:
+    """Against vLLM's slices, which models.py cuts by hand; padding is zero."""
+    for name, values in vllm_rank(full, MODEL, 1, 0).items():
+        expected = np.where(values == PADDING, 0, values).ravel()
+        assert isinstance(arrived[name], GpuTensor)
+        assert np.abs(in_main_memory(arrived[name]).numpy() - expected).max() <= within, name
+
+
+def test_messages_go_out_as_one_group_with_the_arguments_that_torch_takes(backends: list[FakeNccl]) -> None:
+    store = serve_store(HOST)
+
+    def swap(rank: int) -> list[float]:
+        links = connect(connect_store(HOST, store.port, TIMEOUT_S), rank, 2, TIMEOUT_S, GPU, (HOST, store.port))
+        received = torch.zeros(3, device=GPU)
+        mine = torch.full((3,), float(rank + 1), device=GPU)
+        exchange = links.exchange([(1 - rank, mine)], [(1 - rank, received)])
+        for pending in (*exchange.receiving, *exchange.sending):
+            pending.finish(time.monotonic() + TIMEOUT_S)
+        links.close()
+        return in_main_memory(received).tolist()
+
+    assert on_every_rank(2, swap) == [[2.0] * 3, [1.0] * 3]
+
+
+def test_a_message_from_main_memory_is_refused_as_nccl_refuses_it(backends: list[FakeNccl]) -> None:
+    store = serve_store(HOST)
+
+    def send(rank: int) -> None:
+        links = connect(connect_store(HOST, store.port, TIMEOUT_S), rank, 2, TIMEOUT_S, GPU, (HOST, store.port))
+        with pytest.raises(ValueError, match="Tensors must be CUDA and dense"):
+            links.exchange([(1 - rank, torch.zeros(3))], [])
+
+    on_every_rank(2, send)
+
+
+@pytest.mark.parametrize("codec", [None, "full", "delta", "int8_delta"])
+def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec: CodecName | None) -> None:
+    store, members = serve_store(HOST), Members(NUM_TRAINING, ENGINES)
+    layout = vllm_layout(SPECS, MODEL, 1)
+    plan = make_plan(ZERO3, layout, 4, bucket_bytes=32768)
+    route = members.to_engines(relay_tree([f"node {name}" for name in ENGINES], fanout=1))
+
+    def publish(rank: int) -> None:
+        group = TransferGroup.join((HOST, store.port), members, rank, timeout_s=TIMEOUT_S, device=GPU)
+        transfer = Transfer(group, plan, route, torch.float32, None if codec is None else CODECS[codec])
+        is_engine = rank >= NUM_TRAINING
+        live = staging_buffers(layout.buffers[0], torch.float32, GPU) if is_engine else {}
+        for version in range(1, 4):
+            full = version_of(version)
+            source = {} if is_engine else on_device(ZERO3, rank, full)
+            transfer.run(version, source, live, wants_sums=True)
+            if is_engine:
+                check_equals(live, full, within=0.5 if codec == "int8_delta" else 0.0)
+        group.close()
+
+    on_every_rank(members.world_size, publish)
+
+
+def make_crossing(port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_streamed: bool) -> Crossing:
+    training = TrainingSide(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
+    return Crossing(
+        transfer=ShardTransfer.between(training, EngineSide("torch", TINY_SHAPE), "bfloat16", None),
+        num_training=NUM_TRAINING,
+        ends=(End("engine-0", "node"), End("engine-1", "node")),
+        on_devices=True,
+        store_at=(HOST, port),
+        generation=1,
+        timeout_s=TIMEOUT_S,
+        codec=codec,
+        is_streamed=is_streamed,
+    )
+
+
+SMALL = (TensorSpec("model.norm.weight", (1001,)), TensorSpec("model.embed_tokens.weight", (300, 7)))
+
+
+def drawn(version: int) -> Flat:
+    draw = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=draw) for name, shape in SMALL}
+
+
+def part_of(version: int, rank: int) -> Flat:
+    """What a training rank holds under ZeRO-3: its share of each flat tensor, padded to equal shares."""
+    shares = {}
+    for name, tensor in drawn(version).items():
+        size = -(-tensor.numel() // NUM_TRAINING)
+        padded = torch.nn.functional.pad(tensor.flatten(), (0, size * NUM_TRAINING - tensor.numel()))
+        shares[name] = padded[rank * size : (rank + 1) * size].clone().to(GPU)
+    return shares
+
+
+@pytest.mark.parametrize("codec", ["full", "delta", "int8_delta"])
+def test_what_ranks_copied_to_train_on_is_sent_to_the_slots_of_the_engines(
+    backends: list[FakeNccl], codec: CodecName
+) -> None:
+    store = serve_store(HOST)
+    crossing = make_crossing(store.port, SMALL, codec=codec, is_streamed=False)
+
+    def publish(rank: int) -> object:
+        if rank < NUM_TRAINING:
+            sender = Sender(rank, GPU)
+            sender.join(crossing)
+            sums = []
+            for version in range(2):
+                held = part_of(version, rank)
+                sender.hold(held, copies=True)
+                for values in held.values():
+                    values.zero_()  # training goes on
+                sums.append(sender.send(version).sums)
+            sender.close()
+            return sums
+        arrival = Arrival(0, GPU)
+        slot = arrival.join(crossing, rank - NUM_TRAINING, None)
+        assert slot is not None
+        arrived = []
+        for version in range(2):
+            arrival.receive(version)
+            arrived.append({name: in_main_memory(values).clone() for name, values in slot.buffers.items()})
+        arrival.close()
+        return arrived
+
+    *sent, first, second = on_every_rank(NUM_TRAINING + 2, publish)
+    for version in range(2):
+        manifest = crossing.transfer.manifest(version, [part for sums in sent for part in sums[version]])
+        for arrived in (first[version], second[version]):
+            check_arrived(arrived, manifest.entries, version)
+            for name, tensor in drawn(version).items():
+                expected = tensor.flatten().bfloat16()
+                if codec == "int8_delta" and version:
+                    torch.testing.assert_close(arrived[name], expected, atol=0.05, rtol=0)
+                else:
+                    assert torch.equal(arrived[name], expected), name
+
+
+def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announced(
+    backends: list[FakeNccl],
+) -> None:
+    store = serve_store(HOST)
+    crossing = make_crossing(store.port, SMALL, codec="full", is_streamed=True)
+    senders = [Sender(rank, GPU) for rank in range(NUM_TRAINING)]
+    arrivals = [Arrival(0, GPU) for _ in crossing.ends]
+    live = [
+        {name: torch.zeros(tensor.numel(), dtype=torch.bfloat16) for name, tensor in drawn(0).items()} for _ in arrivals
+    ]
+
+    def join(rank: int) -> Announced | None:
+        if rank >= NUM_TRAINING:
+            assert arrivals[rank - NUM_TRAINING].join(crossing, rank - NUM_TRAINING, None) is None
+            return None
+        senders[rank].join(crossing)
+        senders[rank].hold(part_of(3, rank), copies=True)
+        return senders[rank].sums()
+
+    announced = on_every_rank(NUM_TRAINING + 2, join)
+    sums = [one for announcement in announced if announcement is not None for one in announcement.sums]
+
+    def publish(rank: int) -> None:
+        if rank < NUM_TRAINING:
+            senders[rank].send(3)
+            senders[rank].close()
+            return
+        place = rank - NUM_TRAINING
+        live[place] = {name: values.to(GPU) for name, values in live[place].items()}
+        arrivals[place].stream(3, sums, live[place])
+        arrivals[place].close()
+
+    on_every_rank(NUM_TRAINING + 2, publish)
+    for parameters in live:
+        for name, tensor in drawn(3).items():
+            assert torch.equal(in_main_memory(parameters[name]), tensor.flatten().bfloat16()), name
