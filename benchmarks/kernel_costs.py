@@ -1,7 +1,7 @@
 """What the kernels cost and reach.
 
-    python benchmarks/kernels.py cpu     (10 min, 12 GiB of memory; writes benchmarks/results/kernels_cpu.md and .json)
-    python benchmarks/kernels.py gpu     (5 min, a GPU of 80 GB; writes benchmarks/results/kernels_gpu.md and .json)
+    python benchmarks/kernel_costs.py cpu     (10 min, 12 GiB of memory; writes results/kernels_cpu.md and .json)
+    python benchmarks/kernel_costs.py gpu     (5 min, a GPU of 80 GB; writes results/kernels_gpu.md and .json)
 
 `cpu`: logprobs from hidden states beside log_softmax and gather. `gpu`: every kernel beside plain torch, torch.compile
 and, if it is installed (`pip install -e '.[cuda,bench]'`), liger-kernel, as a share of the matrix-product rate and the
@@ -54,7 +54,7 @@ def write(name: str, results: dict[str, Any], table: tuple[list[str], list[list[
         f"{device}torch {version('torch')}, triton {version('triton')}, Python {platform.python_version()}",
     ]
     console.print("\n".join(notes))
-    lines = [f"# python benchmarks/kernels.py {name.removeprefix('kernels_')}", ""]
+    lines = [f"# python benchmarks/kernel_costs.py {name.removeprefix('kernels_')}", ""]
     lines += ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
     lines += ["", *(f"- {note}" for note in notes)]
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,63 @@
+"""Scripts that users start by name run: none stands in the way of a package, and their imports work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT_FOLDERS = (ROOT / "benchmarks", ROOT / "examples", ROOT)
+AS_IN_TRLS_ENVIRONMENT = """
+import sys, types
+sys.path.insert(0, "benchmarks")
+sys.modules["penstock"] = None  # not installed there
+trl = types.ModuleType("trl")
+trl.GRPOConfig = trl.GRPOTrainer = object
+sys.modules["trl"] = trl
+import trl_grpo
+import transformers.integrations.hub_kernels
+"""
+
+
+@cache
+def names_of_packages() -> frozenset[str]:
+    """Modules that are installed, and those that transformers imports if they can be found."""
+    transformers = find_spec("transformers")
+    assert transformers is not None
+    assert transformers.origin is not None
+    source = (Path(transformers.origin).parent / "utils" / "import_utils.py").read_text(encoding="utf-8")
+    optional = re.findall(r'_is_package_available\(\s*"([\w.]+)"', source)
+    assert "kernels" in optional
+    return frozenset({name.partition(".")[0] for name in optional} | packages_distributions().keys()) - {"penstock"}
+
+
+def named_like_a_package(scripts: list[Path]) -> list[str]:
+    """A script's folder comes first on its path: whoever imports the package gets the script."""
+    return [path.name for path in scripts if path.stem in names_of_packages()]
+
+
+def test_no_script_is_named_like_a_package_that_others_import() -> None:
+    scripts = [path for folder in SCRIPT_FOLDERS for path in sorted(folder.glob("*.py"))]
+    assert len(scripts) > 20
+    assert named_like_a_package(scripts) == []
+    planted = [Path("benchmarks/kernels.py"), Path("examples/datasets.py"), Path("benchmarks/weights.py")]
+    assert named_like_a_package(planted) == ["kernels.py", "datasets.py"]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [["benchmarks/vs_trl.py", "--help"], ["-c", AS_IN_TRLS_ENVIRONMENT]],
+    ids=["make bench", "the side of TRL"],
+)
+def test_what_make_bench_starts_can_be_imported(program: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *program], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
