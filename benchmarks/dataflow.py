@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -33,8 +32,8 @@ from typing import Any
 from alone import BENCH, ROOT, make_environment, run_alone
 from dataflow_report import report
 from dataflow_work import Work, expected_checksum
+from provenance import provenance
 from rich.console import Console
-from vs_trl_report import cpu_name
 
 HERE = Path(__file__).parent
 TRANSFERQUEUE = "TransferQueue==0.1.11"
@@ -126,7 +125,7 @@ def main() -> None:
             "settings": {name: {**side.settings, **calls(tuned_work)} for name, (side, tuned_work, _) in best.items()},
             "sweep": {name: sweep for name, (_, _, sweep) in best.items()},
             "rounds": rounds,
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+            "provenance": provenance(),
             "command": ["benchmarks/dataflow.py", *sys.argv[1:]],
             "wall_s": round(time.monotonic() - started),
         },

@@ -53,7 +53,7 @@ def table_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, 
 
 def describe(results: dict[str, Any]) -> list[str]:
     """One sentence each on the ratio, the work, settings, the machine and versions."""
-    work, machine, rounds, settings = (results[key] for key in ("work", "machine", "rounds", "settings"))
+    work, rounds, settings = (results[key] for key in ("work", "rounds", "settings"))
     pairs = zip(rounds["penstock"], rounds["transferqueue"], strict=True)
     ratios = ", ".join(f"{ours['groups_per_s'] / theirs['groups_per_s']:.2f}" for ours, theirs in pairs)
     loads = {name: ", ".join(f"{result['load']:.1f}" for result in rounds[name]) for name in SIDES}
@@ -71,7 +71,10 @@ def describe(results: dict[str, Any]) -> list[str]:
         "SimpleStorage, metadata handed on by the driver, regular tensors",
         "memory: private memory of all processes (PSS) and shared memory once, peak of samples every 0.1 s; "
         "TransferQueue's workers import torch, which it needs, ours do not",
-        f"machine: {machine['cpu']}, {machine['cores']} cores, others had up to {others:.0f} % of them; load average: "
+        "measured are the columns of dataflow/columns.py, which no run of Penstock uses: its driver puts each ready "
+        "group as one object. The figures say nothing of the speed of training",
+        *results["provenance"],
+        f"others had up to {others:.0f} % of the cores; load average: "
         f"Penstock {loads['penstock']}; TransferQueue {loads['transferqueue']}"
         + ("; NOT ALONE: the figures are low for both, only the ratio counts" if others > QUIET_PERCENT else ""),
         f"versions, Penstock: {versions['penstock']}",

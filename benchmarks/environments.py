@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import platform
 import random
 import statistics
 import sys
@@ -32,6 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+from provenance import provenance
 
 from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ports import SamplingParams, TokenDelta
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     arguments = parser.parse_args()
     sys.path.append(str(Path(__file__).parent))  # for the processes that import `environments:Tasks`
-    print(f"python {platform.python_version()}, {os.cpu_count()} cores, load before: {os.getloadavg()[0]:.1f}")
+    print(*provenance(), f"load before: {os.getloadavg()[0]:.1f}", sep="\n")
     for kind in arguments.kinds:
         if arguments.rounds:
             asyncio.run(compare(kind, arguments))

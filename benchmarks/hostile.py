@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+from provenance import provenance
 from rich.console import Console
 from rich.markup import escape
 
@@ -104,6 +105,7 @@ def main() -> None:
         *_RIGHTS.splitlines(),
         "",
         "- limits: 5 s for a reward, 6 s for a step, 1.5 s for a tool, 0.25 GiB, 24 processes",
+        *(f"- {line}" for line in provenance()),
         "- by: python benchmarks/hostile.py; as tests: tests/unit/envs/test_hostile.py",
     ]
     console.print(escape("\n".join(lines)))

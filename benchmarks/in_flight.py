@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -29,7 +28,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from vs_trl_report import RESULTS, cpu_name
+from provenance import provenance
+from vs_trl_report import RESULTS
 
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
@@ -219,12 +219,10 @@ def report_drift() -> None:
     write("drift", "Drift in logprob behind a weight update, nat", header, rows, notes)
 
 
-def write(section: str, title: str, header: list[str], rows: list[list[str]], notes: str) -> None:
+def write(section: str, title: str, header: list[str], rows: list[list[str]], note: str) -> None:
     lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
-    by = f"- {cpu_name()}, {os.cpu_count()} cores; python {platform.python_version()}, torch {torch.__version__}"
-    text = "\n".join(
-        [f"# {title}", "", *lines, "", f"- {notes}", by, f"- by: python benchmarks/in_flight.py {section}"]
-    )
+    notes = [note, *provenance(), f"torch {torch.__version__}", f"by: python benchmarks/in_flight.py {section}"]
+    text = "\n".join([f"# {title}", "", *lines, "", *(f"- {note}" for note in notes)])
     (RESULTS / f"in_flight_{section}.md").write_text(text + "\n")
     print(text)
 

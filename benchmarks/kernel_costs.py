@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from kernels_cpu import Work, cpu_table, run_cpu
 from kernels_gpu import gpu_table, run_gpu
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
-from vs_trl_report import RESULTS, cpu_name
+from vs_trl_report import RESULTS
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.section == "cpu":
         results = run_cpu(Work(num_tokens=arguments.tokens), arguments.rounds, console.print)
-        write("kernels_cpu", results, cpu_table(results), f"{cpu_name()}; ")
+        write("kernels_cpu", results, cpu_table(results))
     elif not torch.cuda.is_available():
         console.print("not run: no GPU")
     else:
@@ -42,7 +42,11 @@ def main() -> None:
         write("kernels_gpu", results, gpu_table(results), f"{torch.cuda.get_device_name()}; ")
 
 
-def write(name: str, results: dict[str, Any], table: tuple[list[str], list[list[str]], list[str]], device: str) -> None:
+Rows = tuple[list[str], list[list[str]], list[str]]
+"""Header, rows and notes."""
+
+
+def write(name: str, results: dict[str, Any], table: Rows, device: str = "") -> None:
     """Print the table; write it and the raw figures to benchmarks/results."""
     header, rows, notes = table
     shown = Table(*header)
@@ -51,7 +55,8 @@ def write(name: str, results: dict[str, Any], table: tuple[list[str], list[list[
     console.print(shown)
     notes = [
         *notes,
-        f"{device}torch {version('torch')}, triton {version('triton')}, Python {platform.python_version()}",
+        *provenance(),
+        f"{device}torch {version('torch')}, triton {version('triton')}",
     ]
     console.print("\n".join(notes))
     lines = [f"# python benchmarks/kernel_costs.py {name.removeprefix('kernels_')}", ""]

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from provenance import provenance
 
 from penstock.trainer.batches.packing import BatchPlan, RowLayout, plan_batch, sequence_cost
 
@@ -76,7 +77,8 @@ def main() -> None:
                     f"{median(rows):.3f} ({min(rows):.3f}) | {longest:.2f} | {median(uneven):.3f} ({max(uneven):.3f}) "
                     f"| {median(forced):.2f} |"
                 )
-    lines += ["", f"Median and worst of {len(SEEDS)} seeds. By: python benchmarks/packing.py"]
+    notes = [f"median and worst of {len(SEEDS)} seeds", *provenance(), "by: python benchmarks/packing.py"]
+    lines += ["", *(f"- {note}" for note in notes)]
     RESULT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

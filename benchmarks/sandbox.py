@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
+from provenance import provenance
 
 from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Task, Trajectory
@@ -146,8 +146,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="also through a Ray actor")
     arguments = parser.parse_args()
     sys.path.append(str(Path(__file__).parent))  # for the processes that import `sandbox:one`
-    load = os.getloadavg()[0]
-    print(f"python {platform.python_version()}, {os.cpu_count()} cores, load before: {load:.1f}")
+    print(*provenance(), f"load before: {os.getloadavg()[0]:.1f}", sep="\n")
     for isolate in (True, False):
         found, rates = asyncio.run(measure_checks(arguments.rounds, arguments.checks, isolate=isolate))
         print(line(f"checks, warm, isolation: {found}", rates, "1/s"))

@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
+from provenance import provenance
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--eta", type=int, default=4)
     parser.add_argument("--tool-in", choices=TOOL_IN, default="environment")
     arguments = parser.parse_args()
-    console.print(f"the tool sleeps in the {arguments.tool_in}")
+    console.print(*provenance(), f"the tool sleeps in the {arguments.tool_in}", sep="\n")
     rates: dict[str, list[float]] = {"asynchronous": [], "synchronous": []}
     trainer_s: list[float] = []
     for round_ in range(arguments.rounds):

@@ -38,8 +38,9 @@ from statistics import median
 from typing import Any
 
 from alone import BENCH, ROOT, make_environment, run_alone
+from provenance import provenance
 from rich.console import Console
-from vs_trl_report import Run, cpu_name, figures, report
+from vs_trl_report import Run, figures, report
 
 from penstock import __version__
 from penstock.envs.loading import load_task_source
@@ -161,7 +162,7 @@ def main() -> None:
             "penstock": ours,
             "trl": theirs,
             "ratio_trl_over_penstock": theirs["median_s"] / ours["median_s"],
-            "machine": {"cpu": cpu_name(), "cores": os.cpu_count()},
+            "provenance": provenance(),
             "shared": spec | {"tasks": config.env.factory},
             "command": ["benchmarks/vs_trl.py", *sys.argv[1:]],
             "wall_s": round(time.monotonic() - started),

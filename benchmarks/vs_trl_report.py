@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
@@ -80,7 +78,7 @@ def table_rows(ours: dict[str, float], theirs: dict[str, float]) -> list[tuple[s
 
 def describe(results: dict[str, Any]) -> list[str]:
     """One sentence each on the ratio, the machine, what both sides share, and versions."""
-    ratio, shared, machine, runs = (results[key] for key in ("ratio_trl_over_penstock", "shared", "machine", "runs"))
+    ratio, shared, runs = (results[key] for key in ("ratio_trl_over_penstock", "shared", "runs"))
     others = max(run["others_percent"] for run in chain(*runs.values()))
     medians = {side: [f"{median(run['step_s']):.3f}" for run in runs[side]] for side in runs}
     versions = {
@@ -90,7 +88,8 @@ def describe(results: dict[str, Any]) -> list[str]:
         f"ratio TRL / Penstock of the median step: {ratio:.2f} "
         f"(Penstock's step takes {1 / ratio:.2f} times as long as TRL's)",
         f"medians of the rounds, s: Penstock {', '.join(medians['penstock'])}; TRL {', '.join(medians['trl'])}",
-        f"machine: {machine['cpu']}, {machine['cores']} cores, of which others had up to {others:.0f} % during a run"
+        *results["provenance"],
+        f"others had up to {others:.0f} % of the cores during a run"
         + (": NOT ALONE, no valid comparison" if others > QUIET_PERCENT else ""),
         f"both: {shared['policy']}, {shared['batch_groups']} groups × {shared['group_size']} trajectories, at most "
         f"{shared['max_new_tokens']} tokens, temperature {shared['temperature']}, lr {shared['lr']}, no KL term",
@@ -115,10 +114,3 @@ def report(console: Console, results: dict[str, Any]) -> None:
     (RESULTS / "vs_trl.md").write_text("\n".join(text) + "\n")
     (RESULTS / "vs_trl.json").write_text(json.dumps(results, indent=1) + "\n")
     console.print(f"written to {RESULTS.relative_to(ROOT)}/vs_trl.md and vs_trl.json")
-
-
-def cpu_name() -> str:
-    """The model that the kernel names, else the architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())

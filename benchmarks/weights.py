@@ -38,9 +38,10 @@ from typing import Any
 
 import yaml
 from alone import ROOT
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
-from vs_trl_report import RESULTS, cpu_name
+from vs_trl_report import RESULTS
 
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec, volume
@@ -83,7 +84,7 @@ def count_bytes() -> None:
         "penstock": penstock(setting, model, tensors, item_bytes),
         "m2n": m2n,
         "broadcast": broadcast,
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
+        "provenance": provenance(),
         "versions": {"python": platform.python_version(), "torch": version("torch"), "vllm": m2n.pop("version")},
         "command": ["benchmarks/weights.py", *sys.argv[1:]],
     }
@@ -220,7 +221,8 @@ def bytes_table(results: dict[str, Any]) -> tuple[list[str], list[list[str]], li
         "From vLLM's resolve_parameter_destinations on its own model class of each rank (meta device), resolve_layout "
         "and shard_count over its 2-axis mesh (replicas × tensor-parallel ranks)",
         "≥: every element leaves the trainer once; whether replicas share it is up to nccl_m2n, and to NCCL",
-        f"{results['machine']}; " + ", ".join(f"{name} {number}" for name, number in results["versions"].items()),
+        *results["provenance"],
+        ", ".join(f"{name} {number}" for name, number in results["versions"].items()),
         f"by: python {' '.join(results['command'])}",
     ]
     return ["", "Penstock", "vLLM M-to-N", "gather and broadcast"], rows, notes
@@ -244,9 +246,9 @@ def measure_time() -> None:
     """The section `time`: benchmarks/weights_time.py."""
     from weights_time import time_publish, time_table
 
-    results = time_publish() | {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "torch": version("torch")}
+    results = time_publish() | {"provenance": provenance(), "torch": version("torch")}
     header, rows, notes = time_table(results)
-    notes += [f"{results['machine']}; torch {results['torch']}", "by: python benchmarks/weights.py time"]
+    notes += [*results["provenance"], f"torch {results['torch']}", "by: python benchmarks/weights.py time"]
     write("weights_time", "Time of a weight update through shared memory", header, rows, notes, results)
 
 
@@ -254,9 +256,9 @@ def measure_stall() -> None:
     """The section `stall`: benchmarks/weights_stall.py."""
     from weights_stall import stall_table, time_stalls
 
-    results = time_stalls() | {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "torch": version("torch")}
+    results = time_stalls() | {"provenance": provenance(), "torch": version("torch")}
     header, rows, notes = stall_table(results)
-    notes += [f"{results['machine']}; torch {results['torch']}", "by: python benchmarks/weights.py stall"]
+    notes += [*results["provenance"], f"torch {results['torch']}", "by: python benchmarks/weights.py stall"]
     write("weights_stall", "How long generation stands still for a version", header, rows, notes, results)
 
 
@@ -264,9 +266,9 @@ def measure_delta(policy: Path) -> None:
     """The section `delta`: benchmarks/weights_delta.py."""
     from weights_delta import delta_table, measure_codecs
 
-    results = measure_codecs(policy) | {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "torch": version("torch")}
+    results = measure_codecs(policy) | {"provenance": provenance(), "torch": version("torch")}
     header, rows, notes = delta_table(results)
-    notes += [f"{results['machine']}; torch {results['torch']}", "by: python benchmarks/weights.py delta"]
+    notes += [*results["provenance"], f"torch {results['torch']}", "by: python benchmarks/weights.py delta"]
     write("weights_delta", "Bytes of real training steps, by codec", header, rows, notes, results)
 
 
