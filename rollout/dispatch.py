@@ -76,7 +76,7 @@ class Dispatcher:
             views: list[EngineView] = self._open
             if ticket.slots > 1 or ticket.min_version >= 0 or ticket.avoid is not None:
                 views = [view for view in self._open if view.may_take(ticket)]
-                if not views and self.num_serving == 1 and ticket.avoid is not None:
+                if not views and ticket.avoid is not None and not self._may_avoid(ticket):
                     ticket.avoid = None
                     views = [view for view in self._open if view.may_take(ticket)]
             if views:
@@ -242,10 +242,18 @@ class Dispatcher:
 
     def _next_resume(self, view: EngineView) -> Ticket | None:
         for ticket in self._resumes:
-            is_avoided = ticket.avoid == view.engine_id and self.num_serving > 1
+            is_avoided = ticket.avoid == view.engine_id and self._may_avoid(ticket)
             if ticket.min_version <= view.version and not is_avoided:
                 return ticket
         return None
+
+    def _may_avoid(self, ticket: Ticket) -> bool:
+        """Whether another engine than the one to avoid takes it now, or as soon as it has room."""
+        return any(
+            self._serves(view) and view.version >= ticket.min_version
+            for view in self.views.values()
+            if view.engine_id != ticket.avoid
+        )
 
     def _next_elsewhere(self) -> Ticket | None:
         """The first of another engine's line: room is better used without the prefix than not at all."""

@@ -136,7 +136,7 @@ class EnginePool:
         if (quiet := self._quiet.pop(view, None)) is not None:
             quiet.set()
         if self._dispatcher.stalled():
-            self._watch_stall(self.version_timeout_s)
+            self._watch_stall(self.loop.time() + self.version_timeout_s)
         self._fail_if_hopeless()
 
     def _fail_if_hopeless(self) -> None:
@@ -161,7 +161,7 @@ class EnginePool:
             tokens: What may be sampled under it; routing balances their sum.
             prefix: Name of what the prompt begins with; equal names go to one engine while that is not too busy.
             min_version: The engine must have acknowledged this version or a newer one.
-            avoid: Not this engine, while there is another.
+            avoid: Not this engine, while another serves that is new enough.
 
         Raises:
             EngineLostError: If no engine is left.
@@ -226,7 +226,7 @@ class EnginePool:
             return True
         self._promised[lease] = self.loop.create_future()
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.floor:
-            self._watch_stall(self.version_timeout_s)
+            self._watch_stall(lease.heard_at + self.version_timeout_s)
         return False
 
     def promise(self, lease: Lease) -> asyncio.Future[None]:
@@ -287,9 +287,10 @@ class EnginePool:
             if not promised.done():
                 promised.set_exception(error)
 
-    def _watch_stall(self, after_s: float) -> None:
+    def _watch_stall(self, at: float) -> None:
+        """Look for stalled leases at a time of the loop's clock, or earlier if that is due already."""
         if self._stall is None:
-            self._stall = asyncio.get_running_loop().call_later(after_s, self._end_stalled)
+            self._stall = self.loop.call_at(at, self._end_stalled)
 
     def _end_stalled(self) -> None:
         """Fail those whose time is up; they wait for a version that no engine has."""
@@ -297,16 +298,17 @@ class EnginePool:
         stalled = [ticket for ticket in self._dispatcher.stalled() if isinstance(ticket, Lease)]
         if not stalled:
             return
-        now = asyncio.get_running_loop().time()
-        late = [lease for lease in stalled if now - lease.heard_at >= self.version_timeout_s]
+        now = self.loop.time()
+        # One sum says who is late and when to look again: two that round differently would look for ever at one time.
+        deadlines = {lease: lease.heard_at + self.version_timeout_s for lease in stalled}
+        late = [lease for lease, deadline in deadlines.items() if deadline <= now]
         have = ", ".join(f"{view.engine_id} at v{view.version}" for view in self.views())
         for lease in late:
             needed = max(lease.min_version, self._dispatcher.floor)
             waited = f"waited {self.version_timeout_s:.0f} s for an engine at v{needed} or newer"
             self._fail([lease], TrajectoryError("engine", f"{waited}; in service: {have}"))
         if len(late) < len(stalled):
-            first = min(lease.heard_at for lease in stalled if lease not in late)
-            self._watch_stall(max(first + self.version_timeout_s - now, 0.0))
+            self._watch_stall(min(deadline for deadline in deadlines.values() if deadline > now))
 
     def _nobody(self) -> str:
         return f"no rollout engine is left in service: {self.fenced}"

@@ -115,7 +115,7 @@ class Ticket:
         tokens: What it may still sample; falls as tokens arrive.
         prefix: What its prompt begins with, by name: the task of a group, a dialogue. None shares nothing.
         min_version: Oldest version it may be served by; -1 is any.
-        avoid: An engine to stay away from while there is another.
+        avoid: An engine to stay away from while another serves that is new enough.
         slots: Slots on one engine, all or none: 1, or more for a gang; 0 for a member of one, whose gang holds them.
         serial: Order of submission.
         view: The engine it was granted, while it holds it.

@@ -36,6 +36,7 @@ class FakeEngine:
         ends: Decides by the context instead, so that a resumed answer ends where the uninterrupted one does.
         loses_at: The request with this serial number is lost after so many tokens; None is never.
         fail_first: So many requests are lost before their first token.
+        dies: What it loses it loses because its process ends.
         silent: Accepts requests and says nothing.
         is_asleep: Stops in the middle while True.
     """
@@ -46,6 +47,7 @@ class FakeEngine:
     ends: Callable[[Sequence[int]], bool] | None = None
     loses_at: Callable[[int], int | None] = lambda _serial: None
     fail_first: int = 0
+    dies: bool = False
     silent: bool = False
     is_asleep: bool = False
     aborted: list[RequestId] = field(default_factory=list)
@@ -62,7 +64,7 @@ class FakeEngine:
         self.most_running = max(self.most_running, self.running)
         try:
             if serial < self.fail_first:
-                raise EngineLostError(f"{self.engine_id}: planted failure {serial}")
+                raise self._loss(f"planted failure {serial}")
             context, num_sampled, reason = list(request.prompt_token_ids), 0, None
             while reason is None:
                 await asyncio.sleep(3600 if self.silent or self.is_asleep else 0)
@@ -70,7 +72,7 @@ class FakeEngine:
                     yield TokenDelta((), (), (), "abort")
                     return
                 if num_sampled == self.loses_at(serial):
-                    raise EngineLostError(f"{self.engine_id}: planted loss of {serial}")
+                    raise self._loss(f"planted loss of {serial}")
                 num_sampled += 1
                 is_last = self.ends(context) if self.ends else num_sampled >= self.length(serial)
                 context.append(EOS if is_last else next_token(context))
@@ -79,6 +81,10 @@ class FakeEngine:
         finally:
             self.running -= 1
             self._ending.discard(request.request_id)
+
+    def _loss(self, what: str) -> EngineLostError:
+        lost = EngineLostError.final if self.dies else EngineLostError
+        return lost(f"{self.engine_id}: {what}")
 
     async def abort(self, request_id: RequestId) -> None:
         self.aborted.append(request_id)

@@ -50,6 +50,12 @@ class Dispatching(RuleBasedStateMachine):
     def submit(self, prefix: str | None, tokens: int, slots: int) -> None:
         self.ask(Ticket(tokens, prefix, slots=slots))
 
+    @rule(version=st.integers(-1, 1))
+    def join_late(self, version: int) -> None:
+        """As one that is started anew, and may not have the version in service yet."""
+        engine = Numbered(EngineId(f"e{len(self.dispatcher.views)}"), version)
+        self.take(self.dispatcher.add(EngineView(engine, SLOTS, SLOTS)))  # type: ignore[arg-type]
+
     @rule(prefix=PREFIXES, version=st.integers(0, 3), avoided=st.integers(0, 3))
     def submit_resume(self, prefix: str | None, version: int, avoided: int) -> None:
         self.ask(Ticket(5, prefix, version, EngineId(f"e{avoided}")))
@@ -112,14 +118,17 @@ class Dispatching(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_whom_an_engine_with_room_may_take(self) -> None:
-        for view in self.dispatcher.serving():
-            if view.is_paused or view.gang is not None or view.version < self.dispatcher.floor:
+        views = list(self.dispatcher.serving())
+        able = [view for view in views if not view.is_paused and view.version >= self.dispatcher.floor]
+        for view in able:
+            if view.gang is not None:
                 continue
             claimed = {other.gang for other in self.dispatcher.serving()}
             for ticket in self.waiting:
                 if ticket in claimed:
                     continue  # it waits for the engine that it has claimed
-                is_avoided = ticket.avoid == view.engine_id and self.dispatcher.num_serving > 1
+                others = [other for other in able if other is not view and other.version >= ticket.min_version]
+                is_avoided = ticket.avoid == view.engine_id and bool(others)
                 fits = view.in_use + ticket.slots <= view.limit
                 assert not fits or ticket.min_version > view.version or is_avoided, (view, ticket)
 

@@ -126,14 +126,13 @@ async def test_version_spans_and_logprobs_received_are_kept_and_never_decrease()
 
 async def stranded() -> tuple[FakeEngine, TrajectoryRunner, asyncio.Task[Trajectory]]:
     """A trajectory that lost its engine at v3 with two tokens; the only other engine is still at v2."""
-    newest, older = engine("newest", version=3, loses_at=lambda _serial: 2), engine("older", version=2)
+    newest, older = engine("newest", version=3, loses_at=lambda _serial: 2, dies=True), engine("older", version=2)
     runner = make_runner(newest, older)
     runner.pool.pause(EngineId("older"))
     running = asyncio.create_task(run(runner))
     await until(lambda: newest.running == 1)
-    await until(lambda: newest.running == 0)
-    await runner.pool.fence(EngineId("newest"), "planted")
     runner.pool.resume(EngineId("older"))
+    await until(lambda: newest.running == 0)
     return older, runner, running
 
 

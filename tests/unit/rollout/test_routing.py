@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError, PlacementError
 from penstock.dataflow.ids import EngineId
+from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.rollout.dispatch import Dispatcher
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, Ticket
@@ -175,6 +177,61 @@ def test_a_stream_of_singles_does_not_starve_a_gang() -> None:
     for ticket in held:
         made.release(ticket)
     assert gang.view is not None
+
+
+async def is_granted(pool: EnginePool, min_version: int, avoid: str) -> bool:
+    async with asyncio.timeout(1), pool.lease(min_version=min_version, avoid=EngineId(avoid)) as lease:
+        return lease.engine.engine_id == avoid
+
+
+async def test_an_engine_is_not_avoided_for_one_that_is_behind() -> None:
+    """As when an engine has just come back and waits for the next version: nobody would serve the resumed request."""
+    pool = EnginePool([FakeEngine(EngineId("good"), version=5), FakeEngine(EngineId("behind"), version=-1)], 8)
+    pool.raise_floor(5)
+    assert await is_granted(pool, min_version=5, avoid="good")
+
+
+async def test_an_engine_is_not_avoided_for_one_that_is_older_than_the_request() -> None:
+    pool = EnginePool([FakeEngine(EngineId("good"), version=5), FakeEngine(EngineId("older"), version=4)], 8)
+    assert await is_granted(pool, min_version=5, avoid="good")
+
+
+async def test_an_engine_is_not_avoided_for_one_that_is_paused_from_then_on() -> None:
+    pool = EnginePool([FakeEngine(EngineId(engine)) for engine in "ab"], 1)
+    async with pool.lease(avoid=EngineId("a")):  # b has no room
+        waiting = asyncio.create_task(is_granted(pool, min_version=0, avoid="a"))
+        await asyncio.sleep(0)
+        assert pool.num_waiting == 1, "b serves, so a is avoided"
+        pool.pause(EngineId("b"))
+        assert await waiting
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_leases_that_wait_for_a_version_end_in_virtual_time_too(seed: int) -> None:
+    """Where a clock stands still while callbacks run, a look that comes a rounding too early would come for ever."""
+    rng = random.Random(seed)
+
+    async def wait_at_odd_times() -> list[BaseException | None]:
+        pool = EnginePool([FakeEngine(EngineId("a"), version=-1)], 8, version_timeout_s=600.0)
+        pool.raise_floor(0)
+        waiting = []
+        for _ in range(20):
+            await asyncio.sleep(rng.random() * 1000)
+            waiting.append(asyncio.ensure_future(pool.lease().acquire()))
+        asyncio.get_running_loop().call_later(10_000, asyncio.current_task().cancel)  # type: ignore[union-attr]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    loop = VirtualTimeLoop()
+    run_once = loop._run_once
+
+    def counted() -> None:
+        assert loop.num_callbacks < 20_000, "it spins"
+        run_once()
+
+    loop._run_once = counted  # type: ignore[method-assign]
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        outcomes = runner.run(wait_at_odd_times())
+    assert all("waited 600 s for an engine at v0 or newer" in str(outcome) for outcome in outcomes)
 
 
 async def test_a_gang_larger_than_any_engine_is_refused_at_once() -> None:
