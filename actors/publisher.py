@@ -22,6 +22,7 @@ from typing import Any
 
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import Departure, Export, Parcel
+from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSyncError
 from penstock.dataflow.ports import PublishReport, WeightManifest
 from penstock.rollout.pool import EnginePool
@@ -38,17 +39,21 @@ class ActorWeightPublisher:
         last: Report of the newest publish that is over.
     """
 
-    def __init__(self, pool: EnginePool, config: WeightsConfig, export: Export) -> None:
+    def __init__(
+        self, pool: EnginePool, config: WeightsConfig, export: Export, trainer: TrainerClient | None = None
+    ) -> None:
         """Connect both sides.
 
         Args:
             pool: Engines that take them.
             config: How they travel.
             export: Puts a version where engines find it.
+            trainer: Tells whether it still has a version that no engine has any more; None: it never has.
         """
         self._pool = pool
         self._config = config
         self._export = export
+        self._trainer = trainer
         self._updater = make_updater(pool, config)
         self._delivery: asyncio.Task[PublishReport] | None = None
         self._publishing = asyncio.Lock()
@@ -58,20 +63,42 @@ class ActorWeightPublisher:
     async def catch_up(self, engine: RemoteEngine) -> None:
         """Give an engine that joins what the others serve, then let it serve. The next publish waits for it.
 
-        What it cannot fetch now (slots on its own device are written by the next publish) it gets with the next
-        version: until then nothing is routed to it, because it is below the floor.
+        What it refuses now (slots on its own device are written by a publish; a file may be damaged) it gets with the
+        next version, if there is one: if another engine serves this one, or the trainer has gone on. Until then nothing
+        is routed to it, because it is below the floor. Otherwise no batch would ever become complete, and the trainer
+        writes the version once more. That it still has it is certain: a step waits until it is written, also
+        overlapped, where what left for the delivery before was a copy.
 
         Raises:
             EngineLostError: If it died, or did not answer within `timeout_s`.
+            WeightSyncError: If it has refused the version that was written once more, too; it is fenced off then.
         """
         async with self._publishing:
             if self._delivery is not None:
                 await asyncio.wait([self._delivery])
-            if self._parcel is not None:
-                answer = await attempt(engine, self._parcel.manifest, self._parcel.payload, self._config.timeout_s)
+            parcel, answer = self._parcel, None
+            if parcel is not None:
+                answer = await attempt(engine, parcel.manifest, parcel.payload, self._config.timeout_s)
                 if isinstance(answer, EngineLostError):
                     raise answer
-            self._pool.add(engine)
+            self._pool.add(engine)  # before it is written again: slots are made for engines of the pool
+            if parcel is not None and isinstance(answer, WeightSyncError):
+                await self._write_if_nobody_serves(parcel.manifest.version, engine)
+
+    async def _write_if_nobody_serves(self, version: int, engine: RemoteEngine) -> None:
+        """Have the trainer write a version that no engine has any more, unless a step is on its way to the next one."""
+        trainer, is_served = self._trainer, any(view.version >= version for view in self._pool.views())
+        if is_served or trainer is None or trainer.step_lock.locked() or trainer.version != version:
+            return
+        logger.warning("publish v%d: no engine has it any more, so it is written for %s", version, engine.engine_id)
+        try:
+            async with trainer.step_lock:
+                await self._updater.settle()
+                departure = await self._export.begin(version)
+                await self._deliver(version, departure, time.monotonic(), 0.0, may_repeat=False)
+        except Exception as error:
+            await self._pool.fence(engine.engine_id, str(error))
+            raise
 
     async def publish(self, version: int) -> PublishReport:
         """Make `version` what new requests are sampled from.

@@ -35,6 +35,7 @@ class TrainerClient:
 
     Attributes:
         nodes: Node of each rank.
+        step_lock: Held while a step may change the weights; who else holds it finds those of `version`.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle], step_timeout_s: float, tokens_per_part: float = math.inf) -> None:
@@ -51,6 +52,7 @@ class TrainerClient:
         self.nodes: list[str] = []
         self.version = 0
         self.busy_s = 0.0
+        self.step_lock = asyncio.Lock()
 
     async def start(self, timeout_s: float) -> None:
         host, port = await self._ranks[0].rendezvous.remote()
@@ -72,14 +74,15 @@ class TrainerClient:
                         sent.create_task(self._answers("accumulate", calls))
                         part = []
                     part.append(group)
-                reports = await self._all("step", *self._arguments(part))
+                async with self.step_lock:
+                    reports = await self._all("step", *self._arguments(part))
+                    self.version = reports[0].version
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         report: StepReport = reports[0]
         if _DESYNCHRONISED in report.metrics:  # ranks of another tensor-parallel part compare their own
             worst = max(one.metrics[_DESYNCHRONISED] for one in reports)
             report = replace(report, metrics={**report.metrics, _DESYNCHRONISED: worst})
-        self.version = report.version
         self.busy_s += report.busy_s
         return report
 

@@ -46,7 +46,7 @@ class EngineRestarts:
         self._catch_up = catch_up
         self._most = most
         self._num_restarts = Counter[EngineId]()
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[EngineId, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -56,27 +56,33 @@ class EngineRestarts:
             yield
         finally:
             self._pool.when_fenced(lambda _engine_id: False)
-            for job in self._jobs:
+            jobs = list(self._jobs.values())
+            for job in jobs:
                 job.cancel()
-            await asyncio.gather(*self._jobs, return_exceptions=True)
+            await asyncio.gather(*jobs, return_exceptions=True)
 
     def _brings_back(self, engine_id: EngineId) -> bool:
+        if engine_id in self._jobs:  # fenced off before it caught up: that job goes on with it
+            return True
         if self._num_restarts[engine_id] >= self._most:
             return False
-        job = asyncio.create_task(self._bring_back(engine_id), name=f"restart {engine_id}")
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
+        self._jobs[engine_id] = asyncio.create_task(self._bring_back(engine_id), name=f"restart {engine_id}")
         return True
 
     async def _bring_back(self, engine_id: EngineId) -> None:
-        while self._num_restarts[engine_id] < self._most:
+        """Start it until it serves. Whatever a start fails with, requests and publishes that wait hear of the end."""
+        is_back = False
+        while not is_back and self._num_restarts[engine_id] < self._most:
             self._num_restarts[engine_id] += 1
             number = f"restart {self._num_restarts[engine_id]} of {self._most}"
             try:
                 await self._catch_up(await self._start(engine_id))
-            except PenstockError as error:
-                logger.warning("%s: %s failed: %s", engine_id, number, error)
-            else:
-                logger.warning("%s is back in service (%s)", engine_id, number)
-                return
-        self._pool.gave_up(engine_id)
+            except Exception as error:  # noqa: BLE001 - also what Ray and the system raise
+                cause = error if isinstance(error, PenstockError) else repr(error)
+                logger.warning("%s: %s failed: %s", engine_id, number, cause)
+                continue
+            is_back = engine_id not in self._pool.fenced
+            logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced off again", number)
+        del self._jobs[engine_id]
+        if not is_back:
+            self._pool.gave_up(engine_id)

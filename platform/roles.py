@@ -64,7 +64,7 @@ class RunActors:
         return [self.trainer, *self.engines, *([] if self.partner is None else self.partner.of_policies())]
 
     def publisher(self, pool: EnginePool, config: RunConfig) -> ActorWeightPublisher:
-        return ActorWeightPublisher(pool, config.weights, self._export(pool, config))
+        return ActorWeightPublisher(pool, config.weights, self._export(pool, config), self.trainer)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, self.engines, pool)

@@ -20,6 +20,8 @@ from penstock.weights.config import WeightsConfig
 class FakeTrainer:
     node_id: str = "node-a"
     read_back_calls: int = 0
+    version: int = 0
+    step_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def export(self, version: int) -> WeightManifest:
         return WeightManifest(version, "somewhere", (), 100, 7)

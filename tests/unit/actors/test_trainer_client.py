@@ -53,6 +53,19 @@ async def test_without_streaming_a_batch_is_one_call() -> None:
     assert rank.calls == [("step", ["handle 0", "handle 1", "handle 2"])]
 
 
+async def test_a_step_waits_for_whoever_needs_the_weights_as_they_are() -> None:
+    rank = FakeRank()
+    client = TrainerClient([rank], 10.0, tokens_per_part=5)
+    async with client.step_lock:
+        step = asyncio.create_task(client.step(batch([5, 5])))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert rank.calls == [("accumulate", ["handle 0"])], "gradients change no weights"
+        assert client.version == 0
+    await step
+    assert (rank.calls[-1], client.version) == (("step", ["handle 1"]), 1)
+
+
 async def test_parts_are_full_and_in_order_and_the_last_one_is_the_step() -> None:
     ranks = [FakeRank(), FakeRank()]
     client = TrainerClient(ranks, 10.0, tokens_per_part=10)

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import ray
 
-from penstock.actors.exports import GatherExport
+from penstock.actors.exports import Departure, GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
-from penstock.dataflow.errors import EngineLostError, PlacementError
+from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.engine_restarts import EngineRestarts
 from penstock.rollout.pool import EnginePool
@@ -27,6 +28,7 @@ class Starter:
 
     failures: int = 0
     refuse: int = 0
+    error: Exception = field(default_factory=lambda: PlacementError("planted: not up in time"))
     started: list[Receiver] = field(default_factory=list)
     calls: int = 0
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
@@ -35,18 +37,37 @@ class Starter:
         self.calls += 1
         await self.may_start.wait()
         if self.calls <= self.failures:
-            raise PlacementError("planted: not up in time")
+            raise self.error
         self.started.append(Receiver(engine_id, refuse=self.refuse))
         return self.started[-1]
 
 
+class Written(GatherExport):
+    """Says on each publish with which engines in the pool the trainer wrote which version."""
+
+    def __init__(self, trainer: FakeTrainer, pool: EnginePool, config: WeightsConfig) -> None:
+        super().__init__(trainer, pool, config)  # type: ignore[arg-type]
+        self.trainer, self.written, self._engines_of = trainer, list[tuple[int, list[str]]](), pool
+
+    async def begin(self, version: int) -> Departure:
+        self.written.append((version, [engine.engine_id for engine in self._engines_of.engines()]))
+        return await super().begin(version)
+
+
+def export_of(publisher: ActorWeightPublisher) -> Written:
+    export = publisher._export
+    assert isinstance(export, Written)
+    return export
+
+
 @asynccontextmanager
 async def service(
-    *engines: Receiver, starter: Starter, most: int = 2
+    *engines: Receiver, starter: Starter, most: int = 2, mode: str = "keep_kv", overlap: bool = False
 ) -> AsyncIterator[tuple[ActorWeightPublisher, EnginePool]]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
-    config = WeightsConfig(timeout_s=0.2)
-    publisher = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool, config))  # type: ignore[arg-type]
+    config = WeightsConfig(timeout_s=0.2, update_mode=mode, overlap=overlap)  # type: ignore[arg-type]
+    trainer = FakeTrainer()
+    publisher = ActorWeightPublisher(pool, config, Written(trainer, pool, config), trainer)  # type: ignore[arg-type]
     async with EngineRestarts(pool, starter, publisher.catch_up, most).running():  # type: ignore[arg-type]
         yield publisher, pool
     await publisher.close()
@@ -111,6 +132,92 @@ async def test_an_engine_that_cannot_take_the_version_now_serves_from_the_next_o
             assert {one.engine.engine_id, two.engine.engine_id} == {B}, "the other one is below the floor"
         await publisher.publish(1)
         assert {view.version for view in pool.views()} == {1}
+
+
+async def trained(publisher: ActorWeightPublisher, version: int) -> None:
+    """The trainer has this version, and it is published."""
+    export_of(publisher).trainer.version = version
+    await publisher.publish(version)
+
+
+@pytest.mark.parametrize("mode", ["keep_kv", "drain", "multi_version"])
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_version_that_no_engine_has_any_more_is_written_for_the_one_that_comes_back(
+    mode: str, overlap: bool
+) -> None:
+    """No batch becomes complete without an engine that serves, so no next version would ever come."""
+    starter = Starter(refuse=1)  # as one whose slots on its own device were not written yet
+    starter.may_start.set()
+    async with service(Receiver(A), starter=starter, mode=mode, overlap=overlap) as (publisher, pool):
+        for version in (0, 1):
+            await trained(publisher, version)
+        await publisher.delivered()
+        await pool.fence(A, "planted")
+        async with asyncio.timeout(5), pool.lease() as lease:
+            assert (lease.engine, lease.engine.version) == (starter.started[0], 1)
+        assert export_of(publisher).written[-1] == (1, [A]), "it was in the pool, where exports look for engines"
+        assert [version for version, _ in export_of(publisher).written] == [0, 1, 1]
+        assert starter.calls == 1
+
+
+async def test_an_engine_that_refuses_what_was_written_for_it_too_has_failed_its_restart() -> None:
+    starter = Starter(refuse=9)
+    starter.may_start.set()
+    async with service(Receiver(A), starter=starter, most=2) as (publisher, pool):
+        await publisher.publish(0)
+        await pool.fence(A, "planted")
+        with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+            await asyncio.wait_for(pool.lease().acquire(), 5)
+        assert starter.calls == 2, "each restart counted once"
+        assert pool.num_returning == 0
+
+
+async def test_while_a_step_is_under_way_the_version_before_it_is_not_written_again() -> None:
+    """It would be the weights of the next version under the number of this one."""
+    starter = Starter(refuse=1)
+    starter.may_start.set()
+    async with service(Receiver(A), starter=starter) as (publisher, pool):
+        await trained(publisher, 0)
+        trainer = export_of(publisher).trainer
+        async with trainer.step_lock:
+            await pool.fence(A, "planted")
+            await until_returned(pool, 1)
+            trainer.version = 1
+        await publisher.publish(1)
+        assert [version for version, _ in export_of(publisher).written] == [0, 1]
+        assert {view.version for view in pool.views()} == {1}
+
+
+async def test_once_a_step_is_over_its_version_is_the_next_to_be_written() -> None:
+    starter = Starter(refuse=1)
+    starter.may_start.set()
+    async with service(Receiver(A), starter=starter) as (publisher, pool):
+        await trained(publisher, 0)
+        export_of(publisher).trainer.version = 1
+        await pool.fence(A, "planted")
+        await until_returned(pool, 1)
+        assert [version for version, _ in export_of(publisher).written] == [0]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("fork: Resource temporarily unavailable"), ray.exceptions.RaySystemError("GCS")]
+)
+async def test_whatever_a_restart_fails_with_requests_and_publishes_that_wait_hear_of_it(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    starter = Starter(failures=9, error=error)
+    async with service(Receiver(A), starter=starter) as (publisher, pool):
+        await publisher.publish(0)
+        await pool.fence(A, "planted")
+        lease = asyncio.ensure_future(pool.lease().acquire())
+        publish = asyncio.ensure_future(publisher.publish(1))
+        starter.may_start.set()
+        with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+            await asyncio.wait_for(lease, 5)
+        with pytest.raises(WeightSyncError, match="no engine acknowledged it"):
+            await asyncio.wait_for(publish, 5)
+        assert (starter.calls, pool.num_returning) == (2, 0)
+        assert type(error).__name__ in caplog.text
 
 
 @pytest.mark.parametrize("failures", [1, 9])
