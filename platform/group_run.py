@@ -75,14 +75,24 @@ class GroupRun(GroupTask):
         return running
 
     async def _run_gang(self) -> None:
-        """Hold the slots of one engine until every member has its tokens."""
-        pool = self._flow.ports.runner.pool
+        """Hold the slots of one engine until every member has its tokens.
+
+        A wait for slots that is too long is a failed attempt of all members: retried as one of them would be.
+        """
+        pool, attempts = self._flow.ports.runner.pool, 0
         self._all_generated = asyncio.Event()
         try:
-            async with pool.gang(self.task.task_id, self.queued.group_size) as self.slots:
-                self._start_members()
-                await self._all_generated.wait()
-                self.slots = None  # a member that is sampled again takes any slot
+            while not self._jobs:
+                try:
+                    async with pool.gang(self.task.task_id, self.queued.group_size) as self.slots:
+                        self._start_members()
+                        await self._all_generated.wait()
+                        self.slots = None  # a member that is sampled again takes any slot
+                except TrajectoryError as failure:
+                    attempts += 1
+                    if not self._flow.core.may_retry(failure.kind, attempts):
+                        await self._flow.group_finished(self, [failure] * self.queued.group_size)
+                        return
         except Exception as error:  # noqa: BLE001 - as for a member
             self._flow.fail(error)
 

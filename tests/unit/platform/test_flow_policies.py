@@ -181,3 +181,36 @@ async def test_a_gang_runs_on_one_engine_from_one_version_on() -> None:
     assert {versions[0] for versions in started_at.values()} > {0, 1}, "gangs start at several versions"
     assert len(set.union(*served_by.values())) == 3, "gangs are spread over the engines"
     assert all(engine.most_running <= 4 for engine in engines)
+
+
+async def waits_for_an_engine(engine_retries: int) -> Flow:
+    """Over an engine that is at the version in service somewhat later than requests may wait for it; of gangs."""
+    engine = FakeEngine()
+    flow = make_flow([engine], FakeRewards(), gang=True, engine_retries=engine_retries)
+    pool = flow.ports.runner.pool
+    pool.version_timeout_s = 0.05
+    pool.raise_floor(1)
+
+    def follow() -> None:
+        engine.version = 1
+        pool.refresh()
+
+    asyncio.get_running_loop().call_later(0.07, follow)
+    flow.core.version = 1
+    return flow
+
+
+async def test_a_gang_that_waited_too_long_for_its_slots_tries_again_as_its_members_would() -> None:
+    flow = await waits_for_an_engine(engine_retries=9)
+    async with flow:
+        assert len(await next_groups(flow)) == 2
+    assert flow.core.retries["engine"] > 0
+    assert flow.counts().failed == 0
+
+
+async def test_a_gang_beyond_its_retries_fails_with_its_reason_and_is_replaced() -> None:
+    flow = await waits_for_an_engine(engine_retries=0)
+    async with flow:
+        assert len(await next_groups(flow)) == 2
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] == flow.counts().failed > 0
+    assert "for an engine at v1 or newer" in str(flow.stats.failures[0])
