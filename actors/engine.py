@@ -17,7 +17,7 @@ import numpy as np
 import ray
 
 from penstock.actors.outbox import Outbox
-from penstock.dataflow.errors import EngineLostError, TrajectoryError
+from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
@@ -47,7 +47,8 @@ class EngineActor:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._engine: LocalEngine | None = None
-        self._requests: set[asyncio.Task[None]] = set()
+        self._requests: dict[RequestId, asyncio.Task[None]] = {}
+        self._aborted: set[RequestId] = set()
         self._outbox: Outbox[Parcel] = Outbox()
         self._inbound = private_directory(spec.publish_in)
 
@@ -59,16 +60,17 @@ class EngineActor:
 
     async def submit(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
-            job = asyncio.create_task(self._pump(request))
-            self._requests.add(job)
-            job.add_done_callback(self._requests.discard)
+            self._requests[request.request_id] = asyncio.create_task(self._pump(request))
 
     async def collect(self, wait_s: float) -> list[Parcel]:
         """Everything sampled since the last call; waits at most `wait_s` seconds for the first of it."""
         return await self._outbox.collect(wait_s)
 
     async def abort(self, request_ids: list[RequestId]) -> None:
+        """Stop requests. One that the engine does not know yet is stopped as soon as it does."""
         for request_id in request_ids:
+            if request_id in self._requests:
+                self._aborted.add(request_id)
             await self._running().abort(request_id)
 
     async def load(self) -> EngineLoad:
@@ -104,7 +106,7 @@ class EngineActor:
 
     async def shutdown(self) -> None:
         shutil.rmtree(self._inbound, ignore_errors=True)
-        for job in list(self._requests):
+        for job in self._requests.values():
             job.cancel()
         if self._engine is not None:
             await self._engine.shutdown()
@@ -115,12 +117,23 @@ class EngineActor:
         return self._engine
 
     async def _pump(self, request: GenerateRequest) -> None:
+        """Answer one request. Engines say by `EngineLostError` what concerns all; anything else is its own failure."""
+        request_id = request.request_id
         try:
+            if request_id in self._aborted:  # in the same tick as it was submitted
+                self._outbox.send((request_id, TokenDelta((), (), (), "abort")))
+                return
             async for delta in self._running().generate(request):
-                self._outbox.send((request.request_id, delta))
+                self._outbox.send((request_id, delta))
+                if request_id in self._aborted and delta.finish_reason is None:
+                    await self._running().abort(request_id)  # again: the first may have come before the engine had it
         except (EngineLostError, TrajectoryError) as error:
-            self._outbox.send((request.request_id, error))
+            self._outbox.send((request_id, error))
+        except PenstockError as error:  # the engine is in no state to answer anyone
+            self._outbox.send((request_id, EngineLostError(f"{self._spec.engine_id}: {error}")))
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this request's failure, reported as such
-            self._outbox.send(
-                (request.request_id, EngineLostError(f"{self._spec.engine_id}: {type(error).__name__}: {error}"))
-            )
+            cause = f"{self._spec.engine_id}: {request_id} failed with {type(error).__name__}: {error}"
+            self._outbox.send((request_id, TrajectoryError("engine", cause)))
+        finally:
+            self._requests.pop(request_id, None)
+            self._aborted.discard(request_id)

@@ -91,11 +91,13 @@ class TrajectoryError(Exception):
     Attributes:
         kind: Which part failed: `env`, `reward` or `engine`.
         detail: What happened, with the remote traceback where there is one.
+        is_final: It lies in the task itself, or an attempt costs too much: it is not retried.
     """
 
-    def __init__(self, kind: FailureKind, detail: str) -> None:
+    def __init__(self, kind: FailureKind, detail: str, *, is_final: bool = False) -> None:
         self.kind = kind
         self.detail = detail
+        self.is_final = is_final
         super().__init__(f"{kind}: {detail}")
 
     @property
@@ -104,8 +106,8 @@ class TrajectoryError(Exception):
         lines = self.detail.strip().splitlines() or ["no detail"]
         return f"{self.kind}: {lines[-1].strip()[:_MAX_SUMMARY_CHARACTERS]}"
 
-    def __reduce__(self) -> tuple[type[TrajectoryError], tuple[FailureKind, str]]:
-        return TrajectoryError, (self.kind, self.detail)
+    def __reduce__(self) -> tuple[type[TrajectoryError], tuple[FailureKind, str], dict[str, bool]]:
+        return TrajectoryError, (self.kind, self.detail), {"is_final": self.is_final}
 
 
 @contextmanager

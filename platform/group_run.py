@@ -154,7 +154,8 @@ class GroupRun(GroupTask):
             self._failures = {}
         failures = self._failures.setdefault(member, [])
         failures.append(failure)
-        if self._flow.core.may_retry(failure.kind, sum(one.kind == failure.kind for one in failures)):
+        attempts = sum(one.kind == failure.kind for one in failures)
+        if not failure.is_final and self._flow.core.may_retry(failure.kind, attempts):
             return None
         self._member_generated(member, None)
         return failure

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest, PublishReport, SamplingParams, WeightPublisher
 from penstock.rollout.pool import EnginePool
@@ -133,7 +133,7 @@ class RatioProbe:
         return worst
 
     async def _ask(self, engine: Engine, version: int, index: int) -> _Answer | None:
-        """None if the engine was lost or silent, or got newer weights meanwhile."""
+        """None if the engine was lost or silent, refused it, or got newer weights meanwhile."""
         answer = _Answer(engine, self._prompts[index], [], [])
         name = RequestId(f"probe/{version}/{engine.engine_id}/{index}")
         try:
@@ -143,7 +143,7 @@ class RatioProbe:
                         return None
                     answer.token_ids.extend(delta.token_ids)
                     answer.logprobs.extend(delta.logprobs)
-        except (EngineLostError, TimeoutError):
+        except (EngineLostError, TrajectoryError, TimeoutError):
             return None  # whoever it serves notices, and fences it off
         return answer
 

@@ -47,7 +47,15 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
             codec = load_codec(model_path(config), config.env.reasoning)
             limit_s = config.rollout.request_timeout_s
             async with episode_player(config, codec) as episodes:
-                runner = TrajectoryRunner(pool, codec, limit_s, config.rollout.max_resumes, episodes)
+                runner = TrajectoryRunner(
+                    pool,
+                    codec,
+                    limit_s,
+                    config.rollout.max_resumes,
+                    episodes,
+                    max_context_tokens=config.model.max_context_tokens,
+                    vocab_size=config.model.shape.vocab_size,
+                )
                 sampling = SamplingParams(config.rollout.sampling.max_new_tokens, stop_token_ids=codec.stop_token_ids)
                 await answer_questions(config, episodes, runner, sampling)
                 yield Serving(runner, rewards)

@@ -40,7 +40,15 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
     """The side of the policy that `config` describes, in service until the context ends."""
     rollout, pool = config.rollout, make_pool(actors.engines, config.rollout, config.seed)
     limit_s = rollout.request_timeout_s
-    runner = TrajectoryRunner(pool, asking.codec, limit_s, rollout.max_resumes, asking.episodes)
+    runner = TrajectoryRunner(
+        pool,
+        asking.codec,
+        limit_s,
+        rollout.max_resumes,
+        asking.episodes,
+        max_context_tokens=config.model.max_context_tokens,
+        vocab_size=config.model.shape.vocab_size,
+    )
     probe = RatioProbe(pool, actors.trainer, asking.probes, asking.sampling, config.model.dtype, limit_s)
     publisher = actors.publisher(pool, config)
     # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.

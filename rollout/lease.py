@@ -7,6 +7,7 @@ request runs under a lease, the lease is also where it can be interrupted: silen
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
@@ -24,7 +25,12 @@ class Interruption:
 
     kind: InterruptionKind
     reason: str
-    engine_id: EngineId
+    view: EngineView
+
+    @property
+    def may_be_the_requests_fault(self) -> bool:
+        """Whether the engine died with it or stood still over it; not if it went out of service for other reasons."""
+        return self.kind == "silent" or (self.kind == "lost" and self.view.fenced is not None)
 
 
 class SlotSource(Protocol):
@@ -53,8 +59,8 @@ class SlotSource(Protocol):
         """The speed of an engine is known for the first time."""
         ...
 
-    def lost(self, lease: Lease, error: EngineLostError) -> None:
-        """The engine lost the request."""
+    def lost(self, lease: Lease, error: EngineLostError, group: Hashable) -> None:
+        """The engine lost the request, one of `group`."""
         ...
 
 
@@ -147,10 +153,15 @@ class Lease(Ticket):
             self._source.measured(view)
         self.heard_at = now
 
-    def lost(self, error: EngineLostError) -> None:
-        """The engine lost the request; one that is dead, or loses many in a row, is fenced off."""
+    def lost(self, error: EngineLostError, group: Hashable) -> None:
+        """The engine lost the request, or was silent; one that is dead, or loses many in a row, is fenced off.
+
+        Args:
+            error: Why.
+            group: Whose request it was: one group alone may be the cause of all that it loses.
+        """
         self._holder = None  # fencing interrupts the others on this engine, not the one that tells
-        self._source.lost(self, error)
+        self._source.lost(self, error, group)
 
     def hold(self) -> None:
         """Until `let_go` the present task may be interrupted, by a cancellation that `was_interrupted` tells."""
@@ -169,7 +180,8 @@ class Lease(Ticket):
     def interrupt(self, kind: InterruptionKind, reason: str) -> None:
         """End the request under this lease from outside; only the first reason counts."""
         if self._holder is not None and self.interruption is None:
-            self.interruption = Interruption(kind, reason, self.engine.engine_id)
+            assert self.view is not None, "a request runs"
+            self.interruption = Interruption(kind, reason, self.view)
             self._holder.cancel()
 
     def was_interrupted(self) -> bool:
@@ -227,5 +239,5 @@ class Gang:
     def measured(self, view: EngineView) -> None:
         self._pool.measured(view)
 
-    def lost(self, lease: Lease, error: EngineLostError) -> None:
-        self._pool.lost(lease, error)
+    def lost(self, lease: Lease, error: EngineLostError, group: Hashable) -> None:
+        self._pool.lost(lease, error, group)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId
@@ -24,7 +25,9 @@ from penstock.rollout.routing import EngineView, PrefixAware, RoutingPolicy, Tic
 logger = logging.getLogger(__name__)
 
 LOSSES_IN_A_ROW = 8
-"""An engine that loses so many requests without delivering a token in between is fenced off."""
+"""An engine that loses so many requests without delivering a token in between is fenced off, if they were of at least
+`LOSING_GROUPS`: what only one group loses, wherever it goes, may be its own fault."""
+LOSING_GROUPS = 2
 
 
 class EnginePool:
@@ -121,8 +124,8 @@ class EnginePool:
         """Take an engine out of service; its trajectories resume elsewhere, nothing new is routed to it."""
         self.fence_now(engine_id, reason)
 
-    def fence_now(self, engine_id: EngineId, reason: str) -> None:
-        """`fence` for callers that are not asynchronous."""
+    def fence_now(self, engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+        """`fence` for callers that are not asynchronous; of kind `lost` it takes its requests with it."""
         view = self._dispatcher.views[engine_id]
         if view.fenced is not None:
             return
@@ -132,7 +135,7 @@ class EnginePool:
         self._settle(self._dispatcher.fence(view, reason))
         for ticket in list(view.tickets):
             if isinstance(ticket, Lease):
-                ticket.interrupt("fenced", f"{engine_id} was fenced off: {reason}")
+                ticket.interrupt(kind, f"{engine_id} was fenced off: {reason}")
         if (quiet := self._quiet.pop(view, None)) is not None:
             quiet.set()
         if self._dispatcher.stalled():
@@ -258,16 +261,18 @@ class EnginePool:
     def measured(self, view: EngineView) -> None:
         self._dispatcher.assume(view.speed)
 
-    def lost(self, lease: Lease, error: EngineLostError) -> None:
+    def lost(self, lease: Lease, error: EngineLostError, group: Hashable) -> None:
         view = lease.view
         assert view is not None, "reported while held"
         view.losses += 1
+        view.losers.add(group)
         if view.fenced is not None:
             return
         if error.is_final:
-            self.fence_now(view.engine_id, str(error))
-        elif view.losses >= LOSSES_IN_A_ROW:
-            self.fence_now(view.engine_id, f"it lost {view.losses} requests in a row; the last one: {error}")
+            self.fence_now(view.engine_id, str(error), "lost")
+        elif view.losses >= LOSSES_IN_A_ROW and len(view.losers) >= LOSING_GROUPS:
+            lost = f"it lost {view.losses} requests in a row, of {len(view.losers)} groups"
+            self.fence_now(view.engine_id, f"{lost}; the last one: {error}")
 
     def _settle(self, granted: Iterable[Ticket]) -> None:
         """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`give_up`)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -43,7 +43,8 @@ class EngineView:
         in_use: Slots taken.
         outstanding_tokens: What its requests may still sample.
         speed: Tokens/s of one request, an exponential average; 1 until anything was measured anywhere.
-        losses: Requests it lost since it last delivered a token.
+        losses: Requests it lost, or was silent over, since it last delivered a token.
+        losers: Groups that lost them.
         fenced: Why it is out of service, if it is.
         is_paused: It keeps its requests and gets no new ones.
         open_index: Where it stands in the dispatcher's list of engines with room; -1 if it has none.
@@ -59,6 +60,7 @@ class EngineView:
     outstanding_tokens: int = 0
     speed: float = 1.0
     losses: int = 0
+    losers: set[Hashable] = field(default_factory=set, repr=False)
     fenced: str | None = None
     is_paused: bool = False
     open_index: int = -1
@@ -97,7 +99,9 @@ class EngineView:
         fewer = num_tokens if num_tokens < ticket.tokens else ticket.tokens  # noqa: FURB136 - `min` is a call
         ticket.tokens -= fewer
         self.outstanding_tokens -= fewer
-        self.losses = 0
+        if self.losses:
+            self.losses = 0
+            self.losers.clear()
         if elapsed_s <= 0:
             return False
         before = self._seconds

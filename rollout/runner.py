@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from penstock.dataflow.errors import EngineLostError, TrajectoryError
+from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryError
 from penstock.dataflow.ids import RequestId, TaskId
 from penstock.dataflow.ports import Engine, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import FinishReason, Task, Trajectory
@@ -56,6 +57,10 @@ class TrajectoryRunner:
         silence_timeout_s: Longest wait for the next tokens of one request before its engine counts as silent.
         max_resumes: Interruptions that one trajectory survives.
         stats: What was resumed since the run began.
+
+    Args:
+        max_context_tokens: Of prompt and answer together, as the engines have it; None is not known here.
+        vocab_size: Of the policy; None is not known here.
     """
 
     def __init__(
@@ -65,6 +70,9 @@ class TrajectoryRunner:
         silence_timeout_s: float,
         max_resumes: int = 3,
         episodes: EpisodePlayer | None = None,
+        *,
+        max_context_tokens: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.pool = pool
         self.episodes = episodes
@@ -72,7 +80,10 @@ class TrajectoryRunner:
         self.silence_timeout_s = silence_timeout_s
         self.max_resumes = max_resumes
         self.stats = ResumeStats()
+        self._max_context_tokens = max_context_tokens
+        self._vocab_size = vocab_size
         self._newest: Task | None = None
+        self._refused: TrajectoryError | None = None
         self._prompt = Prompt(codec, ())
         self._finish: _Finish[Trajectory] = self._prompt.trajectory
         self._aborts: set[asyncio.Task[None]] = set()
@@ -87,17 +98,54 @@ class TrajectoryRunner:
             sampling: How tokens are drawn.
 
         Raises:
-            TrajectoryError: kind `env`, if its environment fails; kind `engine`, after more than `max_resumes`
-                interruptions, or if no engine that may go on with it comes up in time.
+            TrajectoryError: kind `env`, if its environment fails, or no policy of this size can answer its prompt; kind
+                `engine`, if its engine refuses it, after more than `max_resumes` interruptions, or two engines lost
+                over its prompt, or if no engine that may go on with it comes up in time.
             EngineLostError: If no engine is left in service.
         """
         task = asked.task
         if task.environment is not None:
             return self._play(asked, member, sampling)
         if self._newest is not task:  # members of a group come one after another, and share what follows
-            self._newest, self._prompt = task, Prompt(self.codec, self.codec.encode_prompt(task.prompt))
+            self._newest, self._refused = task, None
+            try:
+                self._prompt = Prompt(self.codec, self._prompt_ids(task))
+            except TrajectoryError as refused:
+                self._refused = refused
             self._finish = self._prompt.trajectory
-        return self._sample(asked, member, PartialTrajectory(self._prompt.token_ids, sampling), self._finish)
+        if self._refused is not None:
+            raise TrajectoryError(self._refused.kind, self._refused.detail, is_final=True) from self._refused
+        prompt_ids, context = self._prompt.token_ids, self._max_context_tokens
+        if context is not None and len(prompt_ids) + sampling.max_new_tokens > context:
+            sampling = replace(sampling, max_new_tokens=context - len(prompt_ids))  # where an engine ends it: a full
+            # context of which only the engine's last word is lost is complete, and not asked for again
+        return self._sample(asked, member, PartialTrajectory(prompt_ids, sampling), self._finish)
+
+    def _prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """The prompt of a task, if the policy can answer it: an engine would refuse it, or worse.
+
+        Raises:
+            TrajectoryError: kind `env`, if it cannot be encoded, leaves no room, or holds tokens that the policy lacks.
+        """
+        try:
+            ids = self.codec.encode_prompt(task.prompt)
+        except ConfigError as cause:  # of this task: others may give plain text, which needs no chat template
+            raise TrajectoryError("env", f"{task.task_id}: {' '.join(cause.violations)}") from cause
+        context, vocab_size = self._max_context_tokens, self._vocab_size
+        if context is not None and len(ids) >= context:
+            raise TrajectoryError(
+                "env",
+                f"the prompt of {task.task_id} has {len(ids)} tokens; model.max_context_tokens={context} leaves room "
+                f"for at most {context - 1} and one new token, so nothing can be sampled. Its group fails and is "
+                "replaced. Leave such tasks out, or use a larger context.",
+            )
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise TrajectoryError(
+                "env",
+                f"the prompt of {task.task_id} holds the token id {max(ids)}; model.shape.vocab_size={vocab_size}, so "
+                "the policy has no embedding for it. Its group fails and is replaced. Use the policy's own tokenizer.",
+            )
+        return ids
 
     def sample_turn(self, name: str, turn: PartialTurn) -> Coroutine[Any, Any, None]:
         """Sample a turn of nobody's trajectory, greedily or not as it says.
@@ -177,10 +225,13 @@ class TrajectoryRunner:
                 lease.release()
             if interruption is None or self._is_settled(asked, member, partial, interruption):
                 return finish(asked, member, partial)
+            lost = asked.lost_engines
+            if lost is not None and interruption.may_be_the_requests_fault and interruption.view not in lost:
+                asked.lost_engines = (*lost, interruption.view)
 
     def _lease(self, asked: GroupTask, partial: PartialTrajectory, last: Interruption | None) -> Lease:
         """A slot for what is missing, not where it has just been lost."""
-        avoid = None if last is None or last.kind == "aborted" else last.engine_id
+        avoid = None if last is None or last.kind == "aborted" else last.view.engine_id
         slots = asked.slots or self.pool
         return slots.lease(partial.remaining(), asked.task.task_id, partial.min_version(), avoid)
 
@@ -189,6 +240,8 @@ class TrajectoryRunner:
     ) -> AsyncIterator[TokenDelta]:
         """Ask for what is missing. From now until it is released, the lease may be interrupted."""
         assert lease.view is not None, "it was granted"
+        if asked.is_harmful:
+            raise _harmful(asked, member, partial)
         engine = lease.view.engine  # `lease.engine`, without calling a property
         lease.dispatched_at = version = engine.version
         if not partial.num_tokens:
@@ -206,14 +259,19 @@ class TrajectoryRunner:
     def _interruption(self, asked: GroupTask, member: int, error: BaseException, lease: Lease) -> Interruption:
         """What ended a request before its time; raises whatever the trajectory does not survive."""
         lease.let_go()  # it is over already: if this loss fences the engine, that must not cancel the task
-        engine = lease.engine
+        assert lease.view is not None, "not released yet"
+        group = (asked.name, asked.task.task_id)  # evaluations share a name: there each task counts for itself
         if isinstance(error, EngineLostError):
-            lease.lost(error)
-            return Interruption("lost", str(error), engine.engine_id)
-        self.abort(engine, _request_id(asked, member, lease))
+            lease.lost(error, group)
+            return Interruption("lost", str(error), lease.view)
+        self.abort(lease.engine, _request_id(asked, member, lease))
         if isinstance(error, asyncio.CancelledError) and lease.was_interrupted():
             assert lease.interruption is not None, "was interrupted"
+            if lease.interruption.kind == "silent":
+                lease.lost(EngineLostError(lease.interruption.reason), group)
             return lease.interruption
+        if isinstance(error, TrajectoryError) and not error.is_final:  # if it fails all that it gets, it attracts more
+            lease.lost(EngineLostError(error.detail), group)
         raise error
 
     def _is_settled(
@@ -240,6 +298,7 @@ class TrajectoryRunner:
 def _keep(asked: GroupTask, member: int, partial: PartialTrajectory, delta: TokenDelta, lease: Lease) -> bool:
     """Keep new tokens; says whether they were cut, so that no more are wanted."""
     if not partial.num_tokens and (spans := delta.spans):
+        asked.lost_engines = None
         first = spans[0].version
         if first != lease.dispatched_at:
             asked.member_at(member, first)
@@ -254,8 +313,20 @@ def _request_id(asked: GroupTask, member: int, lease: Lease) -> RequestId:
 
 def _aborted(asked: GroupTask, member: int, partial: PartialTrajectory, lease: Lease) -> Interruption:
     """A stream of tokens ended that did not fail, and the turn is not complete."""
-    engine_id, request_id = lease.engine.engine_id, _request_id(asked, member, lease)
-    return Interruption("aborted", f"{engine_id} ended {request_id}: {partial.finish_reason}", engine_id)
+    assert lease.view is not None, "not released yet"
+    ended = f"{lease.view.engine_id} ended {_request_id(asked, member, lease)}: {partial.finish_reason}"
+    return Interruption("aborted", ended, lease.view)
+
+
+def _harmful(asked: GroupTask, member: int, partial: PartialTrajectory) -> TrajectoryError:
+    lost = " and ".join(view.engine_id for view in asked.lost_engines or ())
+    return TrajectoryError(
+        "engine",
+        f"{asked.trajectory_id(member)}: {lost} died or stood still over its prompt of {len(partial.prompt_ids)} "
+        f"tokens, and none has answered it. It may be the cause, so it is given to no third engine. Look at task "
+        f"{asked.task.task_id}, and at the logs of these engines.",
+        is_final=True,
+    )
 
 
 def _kept(_asked: GroupTask, _member: int, _partial: PartialTrajectory) -> None:

@@ -190,7 +190,7 @@ class TorchEngine:
 
     def _open(self) -> DecodeThread:
         if self._lost is not None or self._decoder is None:
-            raise EngineLostError(f"{self.engine_id}: {self._lost}")
+            raise EngineLostError.final(f"{self.engine_id}: {self._lost}")
         return self._decoder
 
     async def _between_steps(self, action: Callable[[DecodeBatch], Result]) -> Result:
@@ -205,11 +205,15 @@ class TorchEngine:
         prompt, limit = request.prompt_token_ids, self._spec.model.max_context_tokens
         if not 0 < len(prompt) < limit:
             raise TrajectoryError(
-                "engine", f"prompt of {len(prompt)} tokens; model.max_context_tokens={limit} allows 1 to {limit - 1}"
+                "engine",
+                f"prompt of {len(prompt)} tokens; model.max_context_tokens={limit} allows 1 to {limit - 1}",
+                is_final=True,
             )
         vocab_size = self._spec.model.shape.vocab_size
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise TrajectoryError("engine", f"prompt holds token id {max(prompt)}; the vocabulary has {vocab_size}")
+            raise TrajectoryError(
+                "engine", f"prompt holds token id {max(prompt)}; the vocabulary has {vocab_size}", is_final=True
+            )
 
     def _swap(
         self, batch: DecodeBatch, staged: StagedTensors | Incoming, manifest: WeightManifest
@@ -262,7 +266,7 @@ class TorchEngine:
         if self._lost is None:
             self._lost = reason
         for stream in self._streams.values():
-            stream.put_nowait(EngineLostError(f"{self.engine_id}: {self._lost}"))
+            stream.put_nowait(EngineLostError.final(f"{self.engine_id}: {self._lost}"))
 
 
 def load_batch(spec: EngineSpec, config: TorchEngineConfig) -> DecodeBatch:

@@ -18,14 +18,15 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import (
     EngineLoad,
@@ -136,6 +137,7 @@ class VllmEngine:
 
         Raises:
             EngineLostError: Before the first acknowledged version (I8), or when the engine core died.
+            TrajectoryError: kind `engine`, if vLLM refuses this request or fails over it, and serves the others.
         """
         if self._updating.locked():
             async with self._updating:  # a request that arrives during an update is one of the new version
@@ -152,10 +154,24 @@ class VllmEngine:
                 self._tokens_generated += len(delta.token_ids)
                 for piece in split(delta, self._config.journal_interval_tokens):
                     yield piece
-        except EngineDeadError as error:
-            raise EngineLostError(f"{self.engine_id}: the vLLM engine core died; see its log") from error
+        except (EngineLostError, TrajectoryError):
+            raise
+        except Exception as error:
+            raise self._classified(error, request) from error
         finally:
             self._busy.leave()
+
+    def _classified(self, error: Exception, request: GenerateRequest) -> EngineLostError | TrajectoryError:
+        """Whether vLLM is dead, or only this request has failed; what it refuses, it would refuse again."""
+        if isinstance(error, EngineDeadError) or self._llm is None or self._llm.errored:
+            return EngineLostError.final(f"{self.engine_id}: the vLLM engine core died; see its log")
+        cause = error.__cause__ if isinstance(error, EngineGenerateError) and error.__cause__ else error
+        return TrajectoryError(
+            "engine",
+            f"{self.engine_id}: vLLM cannot answer {request.request_id}, {len(request.prompt_token_ids)} tokens at "
+            f"model.max_context_tokens={self._spec.model.max_context_tokens}: {type(cause).__name__}: {cause}",
+            is_final=isinstance(cause, (VLLMClientError, ValueError, TypeError)),
+        )
 
     async def abort(self, request_id: RequestId) -> None:
         """Stop one request; its generator ends with finish reason `abort` and the tokens so far."""

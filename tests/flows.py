@@ -55,11 +55,12 @@ def make_flow(
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
     forward: GroupForward | None = None,
+    max_context: int | None = None,
 ) -> Flow:
     """Groups of two over `engines`; what is not said is small and quick."""
     limits = FlowLimits(batch, eta, steps, surplus, on_expiry, max_requeues, max_live)
     core = Dataflow(limits, GroupRules(group_size, min_group_size, retries, engine_retries))
-    runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s)
+    runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s, max_context_tokens=max_context)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
     ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher, forward)
     line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.versions import versions_per_token
 
 from .engine_harness import MAX_NUM_SEQS, WAIT_S, Harness, Output, StreamingRequests, prompt_of, within
@@ -81,6 +81,22 @@ class EngineContract:
         limit = harness.spec.model.max_context_tokens
         output = await harness.sample(prompt_of(limit - 10), max_new_tokens=100)
         assert (len(output.token_ids), output.finish_reason) == (10, "length")
+
+    @pytest.mark.parametrize("prompt", [[], [2] * 512, [2] * 600, [32]], ids=["empty", "full", "too_long", "unknown"])
+    async def test_a_prompt_that_cannot_be_continued_fails_alone_and_the_engine_serves_on(
+        self, harness: Harness, prompt: list[int]
+    ) -> None:
+        assert (harness.spec.model.max_context_tokens, harness.spec.model.shape.vocab_size) == (512, 32)
+        bystander = asyncio.create_task(harness.sample(prompt_of(5), max_new_tokens=100))
+        with pytest.raises(TrajectoryError) as refusal:
+            await harness.sample(prompt, max_new_tokens=1)
+        assert (refusal.value.kind, refusal.value.is_final) == ("engine", True), "it would be refused again"
+        if len(prompt) > 1:
+            assert str(len(prompt)) in str(refusal.value)
+            assert "512" in str(refusal.value)
+        assert len((await within(bystander)).token_ids) == 100
+        assert len((await harness.sample(prompt_of(5), max_new_tokens=3)).token_ids) == 3
+        assert (await harness.engine.load()).num_running == 0
 
     async def test_more_requests_than_slots_all_finish_with_the_right_logprobs(self, harness: Harness) -> None:
         count = 2 * MAX_NUM_SEQS + 5

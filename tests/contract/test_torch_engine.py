@@ -150,12 +150,9 @@ async def test_leaving_the_iterator_aborts_the_request(fresh: Harness) -> None:
     assert load.tokens_generated < 500
 
 
-@pytest.mark.parametrize("prompt", [[], [2] * 512, [32], [-1]])
-async def test_a_prompt_that_cannot_be_continued_is_a_failed_trajectory_not_a_dead_engine(
-    fresh: Harness, prompt: list[int]
-) -> None:
+async def test_a_token_below_zero_is_refused_as_one_that_is_not_in_the_vocabulary(fresh: Harness) -> None:
     with pytest.raises(TrajectoryError, match="engine: prompt"):
-        await fresh.sample(prompt, max_new_tokens=1)
+        await fresh.sample([-1], max_new_tokens=1)
     assert len((await fresh.sample([2], max_new_tokens=3)).token_ids) == 3
 
 

@@ -170,7 +170,7 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
             with pytest.raises(EngineLostError) as loss:
                 async for _ in lease.engine.generate(request):
                     pass
-            lease.lost(loss.value)  # as a runner of trajectories does
+            lease.lost(loss.value, "group")  # as a runner of trajectories does
         lost = engines[1]
         async with asyncio.timeout(WAIT_S):
             while pool.num_returned < 1:  # noqa: ASYNC110 - the pool has no event for it

@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 
-from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
+from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.streams import LengthLimits
@@ -99,14 +100,21 @@ async def test_a_batch_that_never_closes_names_what_it_waits_for() -> None:
     assert flow.counts().dropped == 4  # run_end: nothing is left live
 
 
-async def test_a_silent_engine_costs_its_time_limit_not_the_run() -> None:
-    engine = FakeEngine(silent=True)
-    flow = make_flow([engine], FakeRewards(), retries=0, engine_retries=0, silence_s=0.02, timeout_s=0.2)
+async def test_a_stuck_engine_costs_one_time_limit_then_it_is_fenced_off_and_the_others_go_on() -> None:
+    stuck, good = FakeEngine(EngineId("stuck"), silent=True), FakeEngine(EngineId("good"))
+    flow = make_flow([stuck, good], FakeRewards(), batch=8, steps=8, silence_s=0.02, slots=8)
+    await train_all(flow, [stuck, good])
+    assert "no token for" in flow.ports.runner.pool.fenced[EngineId("stuck")]
+    assert stuck.served == 8, "it gets nothing more once what it had was silent"
+    assert set(stuck.aborted) == {request.request_id for request in stuck.requests}, "nobody waits for that"
+    assert flow.counts().failed == 0
+
+
+async def test_when_the_only_engine_is_stuck_the_run_ends_and_says_why() -> None:
+    flow = make_flow([FakeEngine(silent=True)], FakeRewards(), silence_s=0.02)
     async with flow:
-        with pytest.raises(PenstockError):
+        with pytest.raises(EngineLostError, match=r"no rollout engine is left in service: .*no token for 0 s"):
             await next_groups(flow)
-    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] > 0
-    assert engine.aborted, "the engine is told to stop what nobody waits for"
 
 
 async def test_losing_every_engine_fails_groups_instead_of_hanging() -> None:

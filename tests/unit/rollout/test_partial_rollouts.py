@@ -197,7 +197,7 @@ async def test_an_engine_that_loses_everything_is_fenced_off_and_the_others_answ
     runner = make_runner(dead, good)
     answers = await asyncio.gather(*(run(runner, Task(TaskId(f"t{index}"), "1+1=")) for index in range(32)))
     assert len(answers) == 32
-    assert "lost 8 requests in a row" in runner.pool.fenced[EngineId("dead")]
+    assert "lost 8 requests in a row, of 8 groups" in runner.pool.fenced[EngineId("dead")]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -137,7 +137,7 @@ async def play(template: str, seed: int) -> tuple[TokenCodec, RandomDialogues, l
     engines = [RandomEngine(EngineId(name), rng, visible, end) for name in "ab"]
     dialogues = RandomDialogues(rng)
     pool = EnginePool(engines, 16, version_timeout_s=5.0)
-    pool.lost = lambda lease, error: None  # type: ignore[method-assign]  # random losses fence nobody off
+    pool.lost = lambda lease, error, group: None  # type: ignore[method-assign]  # random losses fence nobody off
     player = EpisodePlayer(dialogues, codec, EpisodeBudget(6, MAX_TOKENS))
     runner = TrajectoryRunner(pool, codec, 60.0, max_resumes=1000, episodes=player)
 

@@ -1,0 +1,113 @@
+"""The actor around an engine: which failures are of one request, and aborts that come before the engine knows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.actors.engine import EngineActor
+from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.versions import Span
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.weights.model_config import ModelConfig
+from tests.conftest import TINY_SHAPE
+
+NUM_TOKENS = 200
+
+
+class Registering:
+    """Knows a request some ticks after it was asked for, as vLLM does; to abort an unknown one does nothing."""
+
+    def __init__(self, ticks: int) -> None:
+        self.num_sampled = 0
+        self._ticks = ticks
+        self._stops: dict[RequestId, asyncio.Event] = {}
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        for _ in range(self._ticks):
+            await asyncio.sleep(0)
+        stop = self._stops[request.request_id] = asyncio.Event()
+        for index in range(NUM_TOKENS):
+            await asyncio.sleep(0)
+            if stop.is_set():
+                yield TokenDelta((), (), (), "abort")
+                return
+            self.num_sampled += 1
+            yield TokenDelta((5,), (-1.0,), (Span(0, 1),), "length" if index == NUM_TOKENS - 1 else None)
+
+    async def abort(self, request_id: RequestId) -> None:
+        if request_id in self._stops:
+            self._stops[request_id].set()
+
+
+class Raising:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        raise self._error
+        yield TokenDelta((), (), (), None)
+
+
+def actor_over(engine: object, directory: Path) -> EngineActor:
+    model, config = ModelConfig(max_context_tokens=64, shape=TINY_SHAPE), TorchEngineConfig(type="torch")
+    spec = EngineSpec(EngineId("e"), "", model, config, "cpu", "keep_kv", 0, 1, publish_in=str(directory))
+    actor = EngineActor(spec)
+    actor._engine = engine  # type: ignore[assignment]
+    return actor
+
+
+REQUEST = GenerateRequest(RequestId("r"), (2, 3), SamplingParams(NUM_TOKENS))
+
+
+@pytest.mark.parametrize("known_after_ticks", [0, 5])
+async def test_an_abort_in_the_tick_of_its_submission_is_not_lost(known_after_ticks: int, tmp_path: Path) -> None:
+    engine = Registering(known_after_ticks)
+    actor = actor_over(engine, tmp_path)
+    await asyncio.gather(actor.submit([REQUEST]), actor.abort([REQUEST.request_id]))
+    (request_id, last), *more = await actor.collect(5.0)
+    assert (request_id, last.finish_reason, more) == ("r", "abort", [])  # type: ignore[union-attr]
+    assert engine.num_sampled == 0
+
+
+async def test_an_abort_before_the_engine_knows_the_request_stops_it_at_its_first_tokens(tmp_path: Path) -> None:
+    engine = Registering(ticks=5)
+    actor = actor_over(engine, tmp_path)
+    await actor.submit([REQUEST])
+    await asyncio.sleep(0)  # it has been handed to the engine
+    await actor.abort([REQUEST.request_id])
+    parcels = await actor.collect(5.0)
+    while parcels[-1][1].finish_reason is None:  # type: ignore[union-attr]
+        parcels += await actor.collect(5.0)
+    assert parcels[-1][1].finish_reason == "abort"  # type: ignore[union-attr]
+    assert engine.num_sampled == 1
+    await actor.abort([REQUEST.request_id])  # it is over: a no-op
+    assert not actor._aborted
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (EngineLostError.final("e: dead"), EngineLostError),
+        (PlacementError("e: asked to generate while asleep"), EngineLostError),
+        (TrajectoryError("engine", "too long", is_final=True), TrajectoryError),
+        (ValueError("prompt of 40 tokens"), TrajectoryError),
+        (KeyError("planted"), TrajectoryError),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_only_what_concerns_the_whole_engine_is_the_loss_of_it(
+    raised: Exception, expected: type[Exception], tmp_path: Path
+) -> None:
+    actor = actor_over(Raising(raised), tmp_path)
+    await actor.submit([REQUEST])
+    ((request_id, told),) = await actor.collect(5.0)
+    assert (request_id, type(told)) == ("r", expected)
+    assert str(raised).strip("'") in str(told)
+    assert not actor._requests

@@ -1,0 +1,226 @@
+"""A prompt that no engine can answer, or that engines die over, costs its group and not the run."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.actors.engine import EngineActor
+from penstock.actors.engine_client import RemoteEngine
+from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
+from penstock.dataflow.ids import EngineId, TaskId
+from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
+from penstock.dataflow.ports import GenerateRequest, TokenDelta
+from penstock.dataflow.streams import TaskStream
+from penstock.dataflow.trajectory import Task
+from penstock.platform.flow import Flow
+from penstock.rollout.config import TorchEngineConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.weights.model_config import ModelConfig
+from tests.conftest import TINY_SHAPE
+from tests.fakes import FakeEngine, FakeRewards
+from tests.flows import make_flow, train_all
+
+Prompt = str | list[dict[str, str]]
+CONTEXT = 20
+TOO_LONG = "1+1=" * 10
+GROUP_SIZE, BATCH, STEPS = 8, 4, 6
+
+
+def tasks_with(prompt: Prompt, index: int = 5) -> list[TaskStream]:
+    """All tasks are short but one."""
+
+    def draw() -> Iterator[Task]:
+        for number in itertools.count():
+            yield Task(TaskId(f"t{number}"), prompt if number == index else "1+1=", {"answer": "2"})
+
+    return [TaskStream("", draw())]
+
+
+def flow_over(engines: Sequence[Any], prompt: Prompt, **settings: Any) -> Flow:
+    shape: dict[str, Any] = {"batch": BATCH, "eta": 2, "steps": STEPS, "group_size": GROUP_SIZE}
+    streams, rewards = tasks_with(prompt), FakeRewards(lambda _: 1.0)
+    return make_flow(engines, rewards, streams=streams, retries=2, engine_retries=3, **(shape | settings))
+
+
+def fakes(number: int, kind: type[FakeEngine] = FakeEngine) -> list[FakeEngine]:
+    return [kind(EngineId(f"e{index}")) for index in range(number)]
+
+
+def trained_but_one(counts: LedgerCounts) -> bool:
+    return (counts.trained, counts.failed, counts.admitted) == (BATCH * STEPS, 1, BATCH * STEPS + 1)
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (TOO_LONG, r"the prompt of t5 has 40 tokens; model.max_context_tokens=20 leaves room for at most 19"),
+        ("1+1=" * 5, r"the prompt of t5 has 20 tokens"),  # no room for one token
+        ("ß", r"it knows no 'ß'"),
+        ([{"role": "user", "content": "1+1="}], r"t5: .*the tokenizer has no chat template"),
+    ],
+    ids=["too_long", "full", "unknown_character", "messages_without_a_template"],
+)
+async def test_a_prompt_that_cannot_be_answered_reaches_no_engine_and_fails_its_group(
+    prompt: Prompt, told: str, num_engines: int
+) -> None:
+    engines = fakes(num_engines)
+    flow = flow_over(engines, prompt, max_context=CONTEXT)
+    await train_all(flow, engines)
+    assert trained_but_one(flow.counts())
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENV] == 1
+    (failure,) = flow.stats.failures
+    with pytest.raises(TrajectoryError, match=told):
+        raise failure
+    assert flow.core.retries.total() == 0, "another attempt would fail likewise"
+    assert sum(engine.served for engine in engines) == BATCH * STEPS * GROUP_SIZE
+    assert flow.ports.runner.pool.fenced == {}
+
+
+class Method:
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self._function = function
+
+    def remote(self, *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._function(*arguments))
+
+
+class Handle:
+    """An actor in this process, as its Ray handle looks."""
+
+    def __init__(self, actor: object) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self._actor, name))
+
+
+class Refusing(FakeEngine):
+    """Raises what no engine of ours would, as a library that it uses may."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        if len(request.prompt_token_ids) >= CONTEXT:
+            raise ValueError(f"prompt of length {len(request.prompt_token_ids)} is longer than {CONTEXT}")
+        async for delta in FakeEngine.generate(self, request):
+            yield delta
+
+    async def shutdown(self) -> None:
+        pass
+
+
+def as_remote(engine: FakeEngine, directory: Path) -> RemoteEngine:
+    """The shipping client over the shipping actor, without Ray between them."""
+    model = ModelConfig(max_context_tokens=CONTEXT, shape=TINY_SHAPE)
+    spec = EngineSpec(
+        engine_id=engine.engine_id,
+        model_path="",
+        model=model,
+        engine=TorchEngineConfig(type="torch"),
+        device="cpu",
+        update_mode="keep_kv",
+        publish_in=str(directory),
+        seed=0,
+        threads=1,
+    )
+    actor = EngineActor(spec)
+    actor._engine = engine  # type: ignore[assignment]
+    remote = RemoteEngine(engine.engine_id, Handle(actor), "node")  # type: ignore[arg-type]
+    remote._version = engine.version
+    return remote
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 4, 8])
+async def test_what_an_engine_raises_for_one_request_fails_its_group_and_fences_nobody(
+    num_engines: int, tmp_path: Path
+) -> None:
+    engines = fakes(num_engines, Refusing)
+    remotes = [as_remote(engine, tmp_path) for engine in engines]
+    flow = flow_over(remotes, TOO_LONG, slots=64)
+    async with flow:
+        for version in range(1, STEPS + 1):
+            async for _ in flow.next_batch():
+                pass
+            for engine, remote in zip(engines, remotes, strict=True):
+                engine.version = remote._version = version
+            flow.advance(version)
+    assert trained_but_one(flow.counts())
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] == 1
+    assert "ValueError: prompt of length 40 is longer than 20" in str(flow.stats.failures[0])
+    assert flow.ports.runner.pool.fenced == {}
+    await asyncio.gather(*(remote.close(0.1) for remote in remotes))
+
+
+class Mortal(FakeEngine):
+    """Its process ends over a long prompt."""
+
+    is_dead = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        self.is_dead = self.is_dead or len(request.prompt_token_ids) >= CONTEXT
+        if self.is_dead:
+            raise EngineLostError.final(f"{self.engine_id}: its process ended")
+        async for delta in FakeEngine.generate(self, request):
+            yield delta
+
+
+@pytest.mark.parametrize("num_engines", [4, 8])
+async def test_a_prompt_that_kills_engines_gets_two_of_them_and_no_retry(num_engines: int) -> None:
+    engines = fakes(num_engines, Mortal)
+    flow = flow_over(engines, TOO_LONG, batch=1, eta=1, steps=BATCH * STEPS)  # so few groups that each is on one engine
+    await train_all(flow, engines)
+    assert trained_but_one(flow.counts())
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] == 1
+    assert len(flow.ports.runner.pool.fenced) == 2
+    with pytest.raises(TrajectoryError, match=r"e\d and e\d died or stood still over its prompt of 40 tokens"):
+        raise flow.stats.failures[0]
+
+
+@pytest.mark.parametrize("num_engines", [2, 4])
+async def test_a_prompt_over_which_engines_stand_still_is_given_to_two_of_them_and_fences_nobody(
+    num_engines: int,
+) -> None:
+    class Slow(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+            if len(request.prompt_token_ids) >= CONTEXT:
+                await asyncio.sleep(3600)
+            async for delta in FakeEngine.generate(self, request):
+                yield delta
+
+    engines = fakes(num_engines, Slow)
+    flow = flow_over(engines, TOO_LONG, silence_s=0.05)
+    await train_all(flow, engines)
+    assert trained_but_one(flow.counts())
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] == 1
+    assert flow.ports.runner.pool.fenced == {}
+
+
+async def test_an_engine_that_fails_every_request_is_fenced_off_instead_of_attracting_more() -> None:
+    class Broken(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+            self.served += 1
+            raise TrajectoryError("engine", "e0: KeyError: 'planted'")
+            yield TokenDelta((), (), (), None)
+
+    engines = [Broken(EngineId("e0")), FakeEngine(EngineId("e1"))]
+    flow = flow_over(engines, "1+1=", slots=8)
+    await train_all(flow, engines)
+    assert "KeyError: 'planted'" in flow.ports.runner.pool.fenced[EngineId("e0")]
+    assert engines[0].served <= 5 * GROUP_SIZE, "one group with its retries, then another one's"
+    assert flow.counts().trained == BATCH * STEPS
+
+
+async def test_when_nothing_but_such_prompts_comes_the_run_ends_and_says_why() -> None:
+    engine = FakeEngine()
+    streams = [TaskStream("", (Task(TaskId(f"t{index}"), TOO_LONG) for index in itertools.count()))]
+    flow = make_flow([engine], FakeRewards(), streams=streams, max_context=CONTEXT)
+    async with flow:
+        with pytest.raises(PenstockError, match=r"8 groups in a row failed.*model.max_context_tokens=20"):
+            async for _ in flow.next_batch():
+                pass
+    assert engine.served == 0
