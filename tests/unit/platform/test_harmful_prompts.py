@@ -181,6 +181,28 @@ async def test_a_prompt_that_kills_engines_gets_two_of_them_and_no_retry(num_eng
         raise flow.stats.failures[0]
 
 
+async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_goes_on_with_the_third() -> None:
+    first = Mortal(EngineId("e0"))
+    flow = flow_over([first], TOO_LONG, batch=1, eta=1, steps=BATCH * STEPS)
+    pool, started = flow.ports.runner.pool, [first]
+
+    def start_anew(engine_id: EngineId) -> bool:
+        started.append(Mortal(engine_id, version=started[-1].version))
+        asyncio.get_running_loop().call_soon(pool.add, started[-1])
+        return True
+
+    pool.when_fenced(start_anew)
+    async with flow:
+        for version in range(1, BATCH * STEPS + 1):
+            async for _ in flow.next_batch():
+                pass
+            started[-1].version = version
+            flow.advance(version)
+    assert [engine.is_dead for engine in started] == [True, True, False]
+    assert flow.counts().trained == BATCH * STEPS
+    assert flow.counts().failed in (1, 2), "the other group that had no token on either cannot be told from it"
+
+
 @pytest.mark.parametrize("num_engines", [2, 4])
 async def test_a_prompt_over_which_engines_stand_still_is_given_to_two_of_them_and_fences_nobody(
     num_engines: int,

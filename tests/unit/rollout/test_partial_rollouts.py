@@ -200,6 +200,40 @@ async def test_an_engine_that_loses_everything_is_fenced_off_and_the_others_answ
     assert "lost 8 requests in a row, of 8 groups" in runner.pool.fenced[EngineId("dead")]
 
 
+async def test_a_prompt_with_a_token_that_the_policy_lacks_is_refused_before_it_is_sent() -> None:
+    only = engine()
+    runner = TrajectoryRunner(EnginePool([only], 8), CODEC, 5.0, vocab_size=12)
+    with pytest.raises(
+        TrajectoryError, match=r"prompt of t holds the token id 15; model.shape.vocab_size=12"
+    ) as refused:
+        await run(runner)
+    assert (refused.value.kind, refused.value.is_final, only.served) == ("env", True, 0)
+
+
+@pytest.mark.parametrize("num_tasks", [1, 2])
+async def test_an_engine_is_blamed_for_what_it_loses_of_two_tasks_of_an_evaluation_not_of_one(num_tasks: int) -> None:
+    dead, good = engine("dead", loses_at=lambda _serial: 0), engine("good")
+    runner = make_runner(dead, good)
+    asked = [GroupTask(Task(TaskId(f"t{index % num_tasks}"), "1+1="), "eval") for index in range(32)]
+    await asyncio.gather(*(runner.run(one, index, GREEDY) for index, one in enumerate(asked)))
+    assert list(runner.pool.fenced) == (["dead"] if num_tasks == 2 else [])
+
+
+async def test_a_context_that_is_full_is_complete_though_its_engine_was_lost_before_it_said_so() -> None:
+    context = len(CODEC.encode_prompt("12+34=")) + 5
+    dying = FakeEngine(EngineId("a"), length=lambda _serial: 99)
+
+    async def without_last_word(request):  # type: ignore[no-untyped-def]
+        async for delta in FakeEngine.generate(dying, request):
+            yield delta._replace(finish_reason=None)
+        raise EngineLostError("planted")
+
+    dying.generate = without_last_word  # type: ignore[method-assign]
+    pool = EnginePool([dying], 8, version_timeout_s=0.05)
+    trajectory = await run(TrajectoryRunner(pool, CODEC, 5.0, max_context_tokens=context))
+    assert (trajectory.num_sampled_tokens, trajectory.finish_reason, dying.served) == (5, "length", 1)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110 - fakes have no events
