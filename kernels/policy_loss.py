@@ -1,9 +1,10 @@
 """The clipped policy loss of packed tokens with its correction, divergence and metrics, in one pass on a GPU.
 
     ρ = exp(c − p);   w = exp(p − b);   log-ratios clamped before exp
-    loss = Σ_t weight_t · f(w_t) · (max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)) + β · kl(c, r))
+    loss = Σ_t weight_t · (f(w_t) · max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)) + g(w_t) · β · kl(c, r))
     f(w):  none 1;   decoupled w, 0 where w > cap;   tis_token min(w, cap)         without gradient
-    kl:    k2 ½ (c − r)²;   k3 exp(r − c) − (r − c) − 1
+    g(w):  f(w), but 1 where w > cap masks the token
+    kl:    k2 ½ (c − r)²;   k3 exp(d) − d − 1, d = r − c clamped
 
 c target, p proximal, b behavior, r reference logprobs. On a GPU a micro-batch of these few hundred kilobytes is bound
 by the number of kernels launched, 122 where it is composed; here it is one, and about ten around it. There is no
@@ -41,8 +42,9 @@ class ClippedLoss:
     Attributes:
         clip_low: ε_low, in ratio units.
         clip_high: ε_high, in ratio units.
-        max_log_ratio: Log-ratios are clamped to ± this before exp.
-        correction: `none`: 1. `decoupled`: w, and 0 where w > cap. `tis_token`: min(w, cap).
+        max_log_ratio: c − p and p − b are clamped to ± this before exp.
+        max_kl_log_ratio: r − c is clamped to ± this in k3, in both of its terms.
+        correction: `none`: 1. `decoupled`: w, masked where w > cap. `tis_token`: min(w, cap).
         cap: Of the weight w; not read by `none`.
         kl: Estimator of the divergence from the reference.
         kl_coefficient: β ≥ 0; not read without an estimator.
@@ -51,6 +53,7 @@ class ClippedLoss:
     clip_low: float
     clip_high: float
     max_log_ratio: float
+    max_kl_log_ratio: float
     correction: Literal["none", "decoupled", "tis_token"]
     cap: float
     kl: Literal["none", "k2", "k3"]

@@ -133,15 +133,13 @@ class AlgorithmConfig(BaseModel):
         std_epsilon: ε added to that standard deviation.
         reward_weights: Named part of the reward -> weight; each part is normalised in its group and then summed.
             Empty: the reward as a whole.
-        gae_gamma: γ of gae.
-        gae_lambda: λ of gae.
+        gae_gamma, gae_lambda: γ and λ of gae.
         loss: A name, or the import path of a function `(LossTokens, AlgorithmConfig) -> PolicyLoss`.
         clip_low: ε_lo: the ratio is clipped below 1 − ε_lo (ppo_clip, dual_clip, gspo, gspo_token).
         clip_high: ε_hi: the ratio is clipped above 1 + ε_hi (those and cispo).
         dual_clip: c_dual of dual_clip.
         cispo_low: Lower clip of cispo at 1 − cispo_low; None: none.
-        sapo_tau_positive: τ⁺ of sapo.
-        sapo_tau_negative: τ⁻ of sapo.
+        sapo_tau_positive, sapo_tau_negative: τ⁺ and τ⁻ of sapo.
         dppo_delta: δ of dppo, in probability.
         pairs: Which pairs of a group online_dpo and ipo compare.
         pair_margin: τ: a pair needs rewards that differ by at least this much, and by more than 0.
@@ -153,14 +151,12 @@ class AlgorithmConfig(BaseModel):
         correction: Chain of behavior corrections: at most one weight, any number of masks.
         correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
         tis_cap: C of tis_token, tis_seq and f_tis.
-        mis_low: Lower bound of mis_token.
-        mis_high: Upper bound of mis_token.
-        geo_low: Lower bound of mis_seq_geo.
-        geo_high: Upper bound of mis_seq_geo.
+        mis_low, mis_high: Bounds of mis_token.
+        geo_low, geo_high: Bounds of mis_seq_geo.
         opsm_delta: δ of opsm, nat per token.
         f_tis_max_kl: Largest KL of f_tis, nat per token.
         veto_floor: A sequence with any behavior weight below it is masked (veto).
-        renormalise: Divide by what the corrections kept, not by the whole batch.
+        renormalise: Divide by what the corrections kept, not by the whole batch; not with a divergence in the loss.
         kl_in: Where the divergence from the reference goes.
         kl_coefficient: β of that divergence; 0 needs no reference.
         kl_estimator: `k2` (gradient of reverse KL) or `k3` (of forward KL) in the loss, `k1` in the reward.

@@ -40,8 +40,8 @@ def greatest(left, right):
 @triton.jit
 def k3(policy, other, limit):
     """Of every token, in float64."""
-    log_ratio = other.to(tl.float64) - policy.to(tl.float64)
-    return tl.exp(clamped(log_ratio, limit)) - log_ratio - 1.0
+    log_ratio = clamped(other.to(tl.float64) - policy.to(tl.float64), limit)
+    return tl.exp(log_ratio) - log_ratio - 1.0
 
 
 @triton.jit
@@ -71,6 +71,7 @@ def clipped_loss_kernel(
     cap,
     kl_coefficient,
     limit,
+    kl_limit,
     CORRECTION: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     IS_MEASURED: tl.constexpr,
@@ -100,34 +101,41 @@ def clipped_loss_kernel(
     is_free = (log_ratio >= -limit) & (log_ratio <= limit)
     term = greatest(unclipped, clipped)
     slope = tl.where(is_clipped | (is_free == 0), 0.0, unclipped)
-    if DIVERGENCE == 2:
-        term += kl_coefficient * 0.5 * (c - r) * (c - r)
-        slope += kl_coefficient * (c - r)
-    if DIVERGENCE == 3:
-        drift = tl.exp(clamped(r - c, limit))
-        term += kl_coefficient * (drift - (r - c) - 1.0)
-        slope += kl_coefficient * (1.0 - tl.where((r - c >= -limit) & (r - c <= limit), drift, 0.0))
 
     weight = tl.exp(clamped(p - b, limit))
     is_masked = (weight > cap) & is_token
+    factor = token_weight
+    kl_factor = token_weight
     if CORRECTION == 1:
-        factor = tl.where(is_masked, 0.0, weight) * token_weight
+        # A mask rejects the policy term alone: the divergence of a masked token counts like an on-policy one's.
+        factor *= tl.where(is_masked, 0.0, weight)
+        kl_factor *= tl.where(is_masked, 1.0, weight)
     else:
-        factor = token_weight
         if CORRECTION == 2:
             factor *= tl.where(is_masked, cap, weight)
+            kl_factor = factor
         is_masked = is_masked & False
-    tl.store(gradient + token, factor * slope, mask=is_token)
+    loss = factor * term
+    slope *= factor
+    if DIVERGENCE == 2:
+        loss += kl_factor * kl_coefficient * 0.5 * (c - r) * (c - r)
+        slope += kl_factor * kl_coefficient * (c - r)
+    if DIVERGENCE == 3:
+        drift = clamped(r - c, kl_limit)
+        is_near = (r - c >= -kl_limit) & (r - c <= kl_limit)
+        loss += kl_factor * kl_coefficient * (tl.exp(drift) - drift - 1.0)
+        slope += kl_factor * kl_coefficient * tl.where(is_near, 1.0 - tl.exp(drift), 0.0)
+    tl.store(gradient + token, slope, mask=is_token)
 
     row = partials + tl.program_id(0) * (17 + 7 * NUM_BUCKETS)
     tl.store(row + 0, total(is_token))
-    tl.store(row + 2, total(factor * term))
+    tl.store(row + 2, total(loss))
     tl.store(row + 3, total(tl.load(entropies + token, mask=is_token, other=0.0)))
     tl.store(row + 6, total(is_masked))
     tl.store(row + 7, total(is_clipped & (ratio < 1.0)))
     tl.store(row + 8, total(is_clipped & (ratio > 1.0)))
-    tl.store(row + 11, total(k3(c, r, limit)))
-    tl.store(row + 12, total(k3(c, tl.load(teacher + token, mask=is_token, other=0.0), limit)))
+    tl.store(row + 11, total(k3(c, r, kl_limit)))
+    tl.store(row + 12, total(k3(c, tl.load(teacher + token, mask=is_token, other=0.0), kl_limit)))
     tl.store(row + 13, total(token_weight))
     tl.store(row + 14, total(tl.where(is_masked, 0.0, token_weight)))
     if IS_MEASURED:
@@ -182,6 +190,7 @@ class _ClippedLoss(torch.autograd.Function):
                 settings.cap,
                 settings.kl_coefficient,
                 settings.max_log_ratio,
+                settings.max_kl_log_ratio,
                 CORRECTION=CORRECTIONS[settings.correction],
                 DIVERGENCE=DIVERGENCES[settings.kl],
                 IS_MEASURED=tokens.start is not None,

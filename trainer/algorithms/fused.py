@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.policy_loss import ClippedLoss, ClippedTokens, clipped_policy_loss
+from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.tokens import MAX_LOG_RATIO
 from penstock.trainer.batches.collate import MicroBatch
@@ -40,6 +41,7 @@ def fused_settings(config: AlgorithmConfig) -> ClippedLoss | None:
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         max_log_ratio=MAX_LOG_RATIO,
+        max_kl_log_ratio=MAX_K3_LOG_RATIO,
         correction=correction,
         cap=config.correction_cap if correction == "decoupled" else config.tis_cap,
         kl=cast("Estimator", estimator),

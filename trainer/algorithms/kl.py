@@ -4,7 +4,7 @@ c = logprob of the policy (in the loss with gradient), r = reference logprob. Sc
 
     k1 = c − r                     right in the reward; in the loss its gradient has zero mean (refused there)
     k2 = ½ (c − r)²                in the loss: gradient of reverse KL(π‖r)
-    k3 = exp(r − c) − (r − c) − 1  in the loss: gradient of forward KL(r‖π); ≥ 0 and unbiased as a *value*
+    k3 = exp(d) − d − 1            in the loss: gradient of forward KL(r‖π); d = clamp(r − c, ±10)
 
 Source: Schulman, 2020; gradients: arXiv 2506.09477. Shape legend: T loss tokens.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from penstock.trainer.algorithms.tokens import clamped_exp
+MAX_K3_LOG_RATIO = 10.0
+"""r − c is clamped to ±10 in k3: a token that the policy has all but lost would outweigh the batch by e^(r − c)."""
 
 
 def k1(policy: Tensor, reference: Tensor) -> Tensor:
@@ -27,6 +28,10 @@ def k2(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(policy: Tensor, reference: Tensor) -> Tensor:
-    """`exp(r − c) − (r − c) − 1`, `[T]`."""
-    log_ratio = reference - policy
-    return clamped_exp(log_ratio) - log_ratio - 1.0
+    """`exp(d) − d − 1`, `d = clamp(r − c, ±10)`, `[T]`.
+
+    Both terms take the same clamped d. With exp alone clamped, −d would be left beyond the clamp, and its gradient
+    pushes the policy *away* from the reference.
+    """
+    log_ratio = (reference - policy).clamp(-MAX_K3_LOG_RATIO, MAX_K3_LOG_RATIO)
+    return log_ratio.exp() - log_ratio - 1.0

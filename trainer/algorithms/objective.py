@@ -1,8 +1,9 @@
 """The whole loss of one micro-batch: policy loss, divergence from the reference, corrections, masks, in this order.
 
-    term = (loss(c, p, b, A) + β u k(c, r)) · sg(weight) · [not masked] · decay^lag · [high entropy]
+    term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r)) · decay^lag · [high entropy]
 
-u = sg(min(exp(c − b), C)) for losses that carry the step from the behavior policy themselves, else 1.
+v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks judge the gradient of the policy loss, not the
+divergence. u = min(exp(c − b), C) for losses that carry the step from the behavior policy themselves, else 1.
 
 Shape legend: T loss tokens.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.corrections import correct
+from penstock.trainer.algorithms.corrections import Correction, correct
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
@@ -71,17 +72,16 @@ class Objective:
         tokens = self._tokens(target, micro_batch, is_first_update=is_first_update)
         loss = self._checked(self._loss(tokens, config), target)
         correction = correct(self._chain, tokens, config)
-        terms = loss.terms
+        terms = loss.terms * correction.factors
         if config.kl_in_loss:
             divergence = self._kl(target, micro_batch.reference_logprobs)
-            terms = terms + config.kl_in_loss * self._kl_weights(tokens) * divergence
-        factors = correction.factors
+            terms = terms + config.kl_in_loss * self._kl_weights(tokens, correction) * divergence
         if config.lag_decay < 1:
-            factors = factors * lag_factors(micro_batch.lags, config.lag_decay).to(factors.dtype)
+            terms = terms * lag_factors(micro_batch.lags, config.lag_decay).to(terms.dtype)
         if config.entropy_top_share < 1:
             dull = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
-            factors = factors.masked_fill(dull, 0.0)
-        return LossTerms(terms * factors, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
+            terms = terms.masked_fill(dull, 0.0)
+        return LossTerms(terms, correction.is_masked, loss.is_clipped_low, loss.is_clipped_high)
 
     def proximal(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> Tensor:
         """`[T]` p, without gradient."""
@@ -103,15 +103,17 @@ class Objective:
             teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
         )
 
-    def _kl_weights(self, tokens: LossTokens) -> Tensor | float:
-        """u: the policy loss carries the step from the behavior policy inside, the divergence gets it here.
+    def _kl_weights(self, tokens: LossTokens, correction: Correction) -> Tensor:
+        """`[T]` v: the step from the behavior policy to this one.
 
-        Where the chain has a weight, that one multiplies both.
+        Where the chain has a weight, it multiplies the policy loss and the divergence alike. Where the policy loss
+        carries the step inside, the divergence gets it here.
         """
-        if not self._is_corrected_inside:
-            return 1.0
-        ratio = clamped_exp((tokens.target - tokens.behavior).detach())
-        return ratio.clamp(max=self._config.tis_cap)
+        weights = correction.weights
+        if self._is_corrected_inside:
+            ratio = clamped_exp((tokens.target - tokens.behavior).detach())
+            weights = weights * ratio.clamp(max=self._config.tis_cap)
+        return weights.masked_fill(correction.is_masked, 1.0)
 
     def _checked(self, loss: object, target: Tensor) -> PolicyLoss:
         """A user's own loss is held to the contract.

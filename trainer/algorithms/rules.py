@@ -165,6 +165,13 @@ def _kl(config: AlgorithmConfig) -> Iterator[Violation]:
             "gradient of the divergence. Use kl_estimator=k1, or kl_in=loss.",
             keys,
         )
+    if config.kl_in_loss and config.renormalise:
+        yield Violation(
+            f"algorithm.renormalise=true with algorithm.kl_in=loss and kl_coefficient={config.kl_coefficient:g}: masks "
+            "leave the divergence alone, and the whole gradient is divided by the share that they kept, so the "
+            "coefficient would grow as they reject more. Use renormalise=false, or kl_in=reward with kl_estimator=k1.",
+            ("renormalise", *keys),
+        )
     if config.compares_pairs and config.kl_coefficient and config.kl_in != "off":
         yield Violation(
             f"algorithm.kl_coefficient={config.kl_coefficient:g} with algorithm.loss={config.loss}: the pair's own β "

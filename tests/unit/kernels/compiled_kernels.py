@@ -88,7 +88,7 @@ def other_variants() -> Iterator[Variant]:
 def loss_variants() -> Iterator[Variant]:
     columns = ("target", "proximal", "behavior", "reference", "advantages", "weights", "start", "teacher", "entropies")
     types = {**dict.fromkeys((*columns, "gradient"), "*fp32"), "partials": "*fp64", "lags": "*i64", "last_lags": "*i64"}
-    types |= dict.fromkeys(("lowest_ratio", "highest_ratio", "cap", "kl_coefficient", "limit"), "fp32")
+    types |= dict.fromkeys(("lowest_ratio", "highest_ratio", "cap", "kl_coefficient", "limit", "kl_limit"), "fp32")
     for correction, divergence, is_measured in (
         ("none", "k3", True),
         ("decoupled", "none", False),

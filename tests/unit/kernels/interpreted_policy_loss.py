@@ -200,6 +200,48 @@ def test_log_ratios_beyond_twenty_are_clamped_and_carry_no_gradient(correction) 
         check(config, batch, target, entropies)
 
 
+@pytest.mark.parametrize("upstream", [1.0, -2.5])
+def test_k3_never_pushes_away_from_the_reference_and_never_explodes(upstream) -> None:
+    """The kernel itself, against a closed form: k3 = exp(d) − d − 1 with d = clamp(r − c, ±10) in both terms."""
+    d = np.array([-90.0, -20.1, -10.001, -9.999, -0.5, 0.0, 0.5, 9.999, 10.001, 19.9, 20.1, 90.0])
+    batch = micro_batch(len(d), seed=6)
+    target, entropies = policy(batch, 6)
+    exact = target.double().numpy()
+    reference = torch.tensor(exact + d).float()
+    d = reference.double().numpy() - exact
+    batch = replace(batch, reference_logprobs=reference, advantages=torch.zeros(len(d)))
+    config = AlgorithmConfig(correction="none", proximal="recompute", kl_coefficient=0.5, kl_estimator="k3")
+    loss, gradient, found = run(config, batch, target, entropies, upstream=upstream)
+    weights, near = batch.token_weights.double().numpy(), np.clip(d, -10, 10)
+    terms = np.exp(near) - near - 1
+    slopes = np.where(np.abs(d) > 10, 0.0, 1 - np.exp(d))
+    assert float(loss) == pytest.approx(0.5 * float(weights @ terms), rel=IN_FLOAT32)
+    assert distance(gradient, upstream * 0.5 * weights * slopes) <= IN_FLOAT32
+    assert (gradient.numpy() * upstream * -d >= 0).all()
+    assert found.sums[SUMS.index("reference_kl")] == pytest.approx(terms.sum(), rel=IN_FLOAT32)
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_the_cap_rejects_the_policy_loss_and_leaves_the_divergence(correction, kl) -> None:
+    """Of the kernel itself, against a closed form; a token that decoupled masks weighs 1 in the divergence."""
+    batch = micro_batch(60, seed=9)
+    target, entropies = policy(batch, 9, spread=0.0)  # ρ = 1: the slope of the policy term is −A
+    config = AlgorithmConfig(correction=correction, proximal="recompute", **TIGHT, kl_coefficient=0.5, kl_estimator=kl)
+    _, gradient, found = run(config, batch, target, entropies)
+    columns = (target, batch.behavior_logprobs, batch.reference_logprobs, batch.advantages, batch.token_weights)
+    c, b, r, a, share = (column.double().numpy() for column in columns)
+    w, slope = np.exp(c - b), {"k2": c - r, "k3": 1 - np.exp(r - c)}[kl]
+    weigh, hold = {
+        "none": (np.ones(60), np.ones(60)),
+        "decoupled": (np.where(w > 1.2, 0.0, w), np.where(w > 1.2, 1.0, w)),
+        "tis_token": (np.minimum(w, 1.1), np.minimum(w, 1.1)),
+    }[correction]
+    assert 10 < (w > 1.2).sum() < 50
+    assert distance(gradient, share * (-a * weigh + 0.5 * hold * slope)) <= IN_FLOAT32
+    assert found.sums[SUMS.index("masked")] == (int((w > 1.2).sum()) if correction == "decoupled" else 0)
+
+
 def test_all_tokens_masked_give_no_gradient() -> None:
     batch = micro_batch(40, seed=2)
     assert batch.proximal_logprobs is not None

@@ -53,11 +53,12 @@ def step(policy: str, batch, *, in_parts: bool, **algorithm) -> tuple[dict[str, 
 @pytest.mark.parametrize(
     ("in_parts", "algorithm"),
     [
-        (False, {"kl_coefficient": 0.1, "kl_estimator": "k2", "renormalise": True}),
+        (False, {"kl_coefficient": 0.1, "kl_estimator": "k2"}),
+        (False, {"correction_cap": 1.2, "renormalise": True}),
         (True, {"correction": "none", "kl_coefficient": 0.1, "kl_estimator": "k3"}),
         (False, {"correction": "tis_token", "proximal": "recompute", "mini_batches": 3, "epochs": 2}),
     ],
-    ids=["one update", "in parts", "six updates"],
+    ids=["one update", "renormalised", "in parts", "six updates"],
 )
 def test_a_step_reports_and_learns_the_same(policy, batch, in_parts, algorithm, monkeypatch) -> None:
     aged, calls = of_every_age(batch), []

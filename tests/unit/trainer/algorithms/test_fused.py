@@ -43,9 +43,9 @@ def test_these_are_composed(keys) -> None:
 
 def test_the_kernel_is_told_what_the_algorithm_says() -> None:
     config = AlgorithmConfig(clip_low=0.1, clip_high=0.3, correction_cap=4.0, tis_cap=3.0, kl_coefficient=0.05)
-    assert fused_settings(config) == ClippedLoss(0.1, 0.3, 20.0, "decoupled", 4.0, "k2", 0.05)
+    assert fused_settings(config) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "decoupled", 4.0, "k2", 0.05)
     truncated = config.model_copy(update={"correction": ("tis_token",), "kl_in": "off"})
-    assert fused_settings(truncated) == ClippedLoss(0.1, 0.3, 20.0, "tis_token", 3.0, "none", 0.0)
+    assert fused_settings(truncated) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "tis_token", 3.0, "none", 0.0)
 
 
 def test_a_cpu_composes_all_of_them() -> None:

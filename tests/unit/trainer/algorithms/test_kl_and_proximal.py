@@ -17,8 +17,8 @@ C, R = np.array([-1.0, -2.5, -0.1, -30.0]), np.array([-1.0, -1.5, -3.0, -0.5])
     [
         ("k1", C - R, np.ones(4)),
         ("k2", 0.5 * (C - R) ** 2, C - R),
-        # beyond the clamp exp is constant, so only −(r − c) is left
-        ("k3", np.exp(np.minimum(R - C, 20)) - (R - C) - 1, np.where(R - C > 20, 0.0, -np.exp(R - C)) + 1),
+        # beyond the clamp k3 is constant
+        ("k3", np.exp(np.minimum(R - C, 10)) - np.minimum(R - C, 10) - 1, np.where(R - C > 10, 0.0, 1 - np.exp(R - C))),
     ],
 )
 def test_value_and_gradient(name: str, values: np.ndarray, gradients: np.ndarray) -> None:
@@ -28,6 +28,23 @@ def test_value_and_gradient(name: str, values: np.ndarray, gradients: np.ndarray
         terms.sum().backward()
         np.testing.assert_allclose(terms.detach(), values, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(target.grad, gradients, rtol=tolerance, atol=tolerance)
+
+
+def test_k3_never_pushes_away_from_the_reference_and_never_explodes() -> None:
+    """At any distance: the sign of c − r or 0, at most e^10; where exp alone was clamped, r − c > 20 had the other."""
+    near = np.array([-9.999, -3.0, -1e-3, 0.0, 1e-3, 0.7, 9.999])
+    far = np.array([-90.0, -20.1, -10.001, 10.001, 19.9, 20.1, 25.0, 90.0])
+    d = np.concatenate([near, far])
+    values = np.concatenate([np.expm1(near) - near, np.exp(np.sign(far) * 10) - np.sign(far) * 10 - 1])
+    slopes = np.concatenate([-np.expm1(near), np.zeros(len(far))])
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-6)):
+        target = torch.full((len(d),), -95.0, dtype=dtype, requires_grad=True)
+        terms = find("kl", "k3").load()(target, target.detach() + torch.tensor(d, dtype=dtype))
+        terms.sum().backward()
+        # In float32 −95 + 9.999 is rounded, by 4e-6 at most, and e^10 multiplies it.
+        np.testing.assert_allclose(terms.detach(), values, rtol=20 * tolerance, atol=20 * tolerance)
+        np.testing.assert_allclose(target.grad, slopes, rtol=20 * tolerance, atol=20 * tolerance)
+        assert (target.grad.numpy() * -d >= 0).all()
 
 
 def test_expected_gradients_are_those_of_the_divergences() -> None:

@@ -46,7 +46,9 @@ def composed(d: oracle.Data, config: AlgorithmConfig, lags: np.ndarray, entropie
 @pytest.mark.parametrize("proximal", ["target", "behavior"])
 @pytest.mark.parametrize("chain", [("none",), ("decoupled", "opsm"), ("tis_seq",), ("mis_token",), ("f_tis",)])
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_term_is_loss_plus_divergence_times_all_factors(proximal: str, chain: tuple[str, ...], estimator: str) -> None:
+def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
+    proximal: str, chain: tuple[str, ...], estimator: str
+) -> None:
     d = data(LENGTHS["ragged"], 2)
     d = oracle.Data(d.c, d.c if proximal == "target" else d.b, d.b, d.r, d.advantage, d.segments, d.num_segments)
     rng = np.random.default_rng(6)
@@ -57,10 +59,10 @@ def test_term_is_loss_plus_divergence_times_all_factors(proximal: str, chain: tu
     )  # fmt: skip
     found, gradient = composed(d, config, lags, entropies)
 
-    factors = np.ones(16)
+    weights, is_masked, factors = np.ones(16), np.zeros(16, bool), 0.7**lags
     for name in chain:
-        factors *= [float(w) * (not masked) for w, masked in oracle.corrected(name, d, config)]
-    factors *= 0.7**lags
+        weights *= [float(w) for w, _ in oracle.corrected(name, d, config)]
+        is_masked |= [bool(masked) for _, masked in oracle.corrected(name, d, config)]
     for segment in range(d.num_segments):
         own = d.tokens_of(segment)
         for rank, t in enumerate(sorted(own, key=lambda t: -entropies[t])):
@@ -70,11 +72,40 @@ def test_term_is_loss_plus_divergence_times_all_factors(proximal: str, chain: tu
     slope = {"k2": c - r, "k3": 1 - np.exp(r - c)}[estimator]
     inside = proximal == "behavior"  # ρ carries the step from b in the loss, and the divergence gets it on its own
     weight = np.minimum(np.exp(np.clip(c - d.b.astype(np.float64), -20, 20)), config.tis_cap) if inside else 1.0
-    divergence, slope = weight * divergence, weight * slope
+    held = 0.3 * np.where(is_masked, 1.0, weights * weight) * factors  # masks leave the divergence alone
+    factors = np.where(is_masked, 0.0, weights) * factors
     policy = np.array(oracle.ppo_clip(d.c, d.c, d, config), dtype=np.float64)
     policy_slope = oracle.gradient("ppo_clip", d, config, np.ones(16)).astype(np.float64)
-    np.testing.assert_allclose(found.terms.detach(), (policy + 0.3 * divergence) * factors, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(gradient, (policy_slope + 0.3 * slope) * factors, rtol=1e-8, atol=1e-9)
+    np.testing.assert_allclose(found.terms.detach(), policy * factors + held * divergence, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(gradient, policy_slope * factors + held * slope, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("chain", "kept"),
+    [
+        (("decoupled",), [1, 1, 0, 1, 1]),
+        (("mis_token",), [1, 1, 0, 0, 1]),
+        (("tis_token", "veto"), [1, 1, 1, 0, 0]),
+        (("decoupled", "opsm"), [1, 1, 0, 0, 0]),
+        (("decoupled", "mis_seq_geo"), [1, 1, 0, 0, 0]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_masks_reject_the_policy_loss_and_leave_the_divergence(chain, kept: list[int], estimator: str) -> None:
+    """Two answers, the second bad and left by the policy; what is rejected is held to the reference at weight 1."""
+    w = np.array([1.1, 0.9, 6.0, 0.05, 0.7])
+    c, advantage = np.array([-1.0, -2.0, -0.5, -4.0, -3.0]), np.array([1.0, 1.0, 1.0, -1.0, -1.0])
+    r = c + np.array([0.3, -0.4, 0.5, -0.6, 12.0])
+    d = oracle.Data(c, c, c - np.log(w), r, advantage, np.array([0, 0, 0, 1, 1]), 2)
+    config = AlgorithmConfig(correction=chain, geo_low=0.5, geo_high=3.0, veto_floor=0.1, kl_coefficient=0.5,
+                             kl_estimator=estimator)  # fmt: skip
+    found, gradient = composed(d, config, np.zeros(5, np.int64), np.ones(5))
+    assert found.is_masked.tolist() == [not one for one in kept]
+    weight = np.minimum(w, 2.0) if "tis_token" in chain else w
+    slope = {"k2": c - r, "k3": np.where(np.abs(r - c) > 10, 0.0, 1 - np.exp(r - c))}[estimator]
+    expected = np.where(kept, -advantage * weight, 0.0) + 0.5 * np.where(kept, weight, 1.0) * slope
+    np.testing.assert_allclose(gradient, expected, rtol=1e-9)
 
 
 def test_decoupled_is_ppo_clip_where_the_behavior_policy_is_the_proximal_one() -> None:

@@ -36,6 +36,7 @@ VARIANTS = {
     "tis_seq": {"correction": ["tis_seq", "mis_seq_geo"], "aggregation": "seq_mean_token_sum", "geo_low": 0.5},
     "mis_token": {"correction": "mis_token", "kl_coefficient": 0.2, "kl_estimator": "k3"},
     "f_tis": {"correction": "f_tis", "f_tis_max_kl": 0.01},
+    "masks_and_kl": {"correction": ["decoupled", "opsm"], "correction_cap": 1.2, "kl_coefficient": 0.3},
     "own": {"loss": "tests.unit.trainer.algorithms.own:squared", "correction": "none"},
     "own_advantage": {"advantage": "tests.unit.trainer.algorithms.own:half_of_the_reward"},
     "lag_and_entropy": {"lag_decay": 0.6, "entropy_top_share": 0.3},
