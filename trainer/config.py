@@ -141,6 +141,7 @@ class AlgorithmConfig(BaseModel):
         cispo_low: Lower clip of cispo at 1 − cispo_low; None: none.
         sapo_tau_positive, sapo_tau_negative: τ⁺ and τ⁻ of sapo.
         dppo_delta: δ of dppo, in probability.
+        dppo_cap: Largest weight exp(c − b) of dppo: 3 in its authors' recipes, 10 in their function.
         pairs: Which pairs of a group online_dpo and ipo compare.
         pair_margin: τ: a pair needs rewards that differ by at least this much, and by more than 0.
         pair_beta: β of online_dpo and ipo.
@@ -184,6 +185,7 @@ class AlgorithmConfig(BaseModel):
     sapo_tau_negative: float = Field(default=1.05, gt=0)
     dppo_delta: float = Field(default=0.2, gt=0, lt=1)
     pairs: Literal["best_worst", "all"] = "best_worst"
+    dppo_cap: float = Field(default=3.0, ge=1)
     pair_margin: float = Field(default=0.0, ge=0)
     pair_beta: float = Field(default=0.1, gt=0)
     value_clip: float = Field(default=0.2, gt=0)

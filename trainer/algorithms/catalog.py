@@ -99,7 +99,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("loss", "cispo", "−sg(min(ρ, 1+ε_hi)) A c", "2506.13585", "policy_losses:cispo"),
     Algorithm("loss", "reinforce", "−A c", "Williams, 1992", "policy_losses:reinforce", has_ratio=False),
     Algorithm("loss", "sapo", "−(4/τ) σ(τ(ρ − 1)) A, τ⁺ for A > 0, else τ⁻", "2511.20347", "policy_losses:sapo"),
-    Algorithm("loss", "dppo", "−keep A exp(c − b); dropped where A pushes π − μ beyond ±δ", "2602.04879",
+    Algorithm("loss", "dppo", "−keep A min(exp(c − b), cap); dropped where A pushes π − μ beyond ±δ", "2602.04879",
               "policy_losses:dppo", takes_weight=False),
     Algorithm("loss", "topr", "A > 0: −A c; else −sg(min(exp(Σ_t(c − b)), 1)) A c", "2503.14286",
               "sequence_losses:topr", "sequence", takes_weight=False),

@@ -108,7 +108,8 @@ def dppo(c, frozen, d, k):
         shift = np.exp(frozen[t]) - np.exp(d.b[t])
         a = d.advantage[t]
         dropped = (a > 0 and shift > k.dppo_delta) or (a <= 0 and shift < -k.dppo_delta)
-        terms.append(Real(0) if dropped else -a * exp20(c[t] - d.b[t]))
+        weight = min(exp20(frozen[t] - d.b[t]), Real(k.dppo_cap))
+        terms.append(Real(0) if dropped else -a * weight * np.exp(c[t] - frozen[t]))
     return terms
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.platform.config.compose import compose_config
+from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
 from penstock.trainer.algorithms.other_losses import distill
 from penstock.trainer.algorithms.pair_losses import preference_pairs
@@ -17,9 +19,13 @@ from .micro_batches import LENGTHS, data, far_apart, tokens_of
 
 NAMES = [entry.name for entry in ALGORITHMS if entry.kind == "loss"]
 CONFIG = AlgorithmConfig(
-    clip_low=0.15, clip_high=0.3, dual_clip=1.6, cispo_low=0.25, dppo_delta=0.05, pair_beta=0.3, value_clip=0.15,
-    sapo_tau_negative=1.4, correction=("none",),
+    clip_low=0.15, clip_high=0.3, dual_clip=1.6, cispo_low=0.25, dppo_delta=0.05, dppo_cap=1.3, pair_beta=0.3,
+    value_clip=0.15, sapo_tau_negative=1.4, correction=("none",),
 )  # fmt: skip
+OTHER_SETTINGS = {
+    "dppo without a cap": ("dppo", {"dppo_cap": 1e9}),
+    "dppo at its tightest": ("dppo", {"dppo_cap": 1.0}),
+}
 CASES = {
     **{f"{shape}-{seed}": data(lengths, seed) for shape, lengths in LENGTHS.items() for seed in range(3)},
     "sequence-advantages": data(LENGTHS["ragged"], 7, advantages="sequence"),
@@ -28,25 +34,29 @@ CASES = {
 }
 
 
-def ours(name: str, d: oracle.Data, weights: np.ndarray, dtype: torch.dtype) -> tuple[float, np.ndarray, np.ndarray]:
+def ours(
+    name: str, d: oracle.Data, weights: np.ndarray, dtype: torch.dtype, config: AlgorithmConfig = CONFIG
+) -> tuple[float, np.ndarray, np.ndarray]:
     tokens = tokens_of(d, dtype)
-    loss = find("loss", name).load()(tokens, CONFIG)
+    loss = find("loss", name).load()(tokens, config)
     total = (loss.terms * torch.tensor(weights.astype(np.float64), dtype=dtype)).sum()
     total.backward()
     return float(total.detach()), tokens.target.grad.double().numpy(), loss.terms.detach().double().numpy()
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", NAMES)
-def test_value_and_gradient_are_those_of_the_definition(name: str, case: str) -> None:
+@pytest.mark.parametrize("variant", [*NAMES, *OTHER_SETTINGS])
+def test_value_and_gradient_are_those_of_the_definition(variant: str, case: str) -> None:
     d = CASES[case]
+    name, settings = OTHER_SETTINGS.get(variant, (variant, {}))
+    config = CONFIG.model_copy(update=settings)
     weights = np.random.default_rng(1).random(len(d.c)).astype(oracle.Real)
-    terms = np.array(oracle.LOSSES[name](d.c, d.c, d, CONFIG), dtype=np.float64)
-    gradient = oracle.gradient(name, d, CONFIG, weights).astype(np.float64)
-    _, found_gradient, found_terms = ours(name, d, weights, torch.float64)
+    terms = np.array(oracle.LOSSES[name](d.c, d.c, d, config), dtype=np.float64)
+    gradient = oracle.gradient(name, d, config, weights).astype(np.float64)
+    _, found_gradient, found_terms = ours(name, d, weights, torch.float64, config)
     np.testing.assert_allclose(found_terms, terms, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(found_gradient, gradient, rtol=1e-9, atol=1e-9)
-    _, small_gradient, small_terms = ours(name, d, weights, torch.float32)
+    _, small_gradient, small_terms = ours(name, d, weights, torch.float32, config)
     assert np.linalg.norm(small_terms - terms) <= 1e-5 * np.linalg.norm(terms) + 1e-12
     assert np.linalg.norm(small_gradient - gradient) <= 1e-5 * np.linalg.norm(gradient) + 1e-12
 
@@ -98,6 +108,54 @@ def test_an_empty_micro_batch_has_a_graph_and_no_gradient(name: str) -> None:
     d = data([1], 0)
     _, gradient, _ = ours(name, d, np.zeros(1), torch.float64)
     assert gradient.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "behavior", "advantage", "cap", "slope"),
+    [
+        (0.19, 8e-7, 1.0, 10.0, -10.0),  # a ratio of 237,500 within the trust region: π − μ is below δ = 0.2
+        (0.19, 8e-7, 1.0, 3.0, -3.0),
+        (0.1, 0.04, 2.0, 3.0, -2.0 * 2.5),  # below the cap the ratio itself
+        (0.1, 1e-12, -0.5, 3.0, 1.5),
+        (1e-6, 0.15, -2.0, 3.0, 2.0 * 1e-6 / 0.15),
+        (0.5, 0.1, 1.0, 3.0, 0.0),  # dropped: π − μ is above δ
+        (0.5, 0.1, -1.0, 3.0, 3.0),  # but not where A pushes it back
+        (0.1, 0.5, -1.0, 3.0, 0.0),
+        (0.1, 0.5, 0.0, 3.0, 0.0),
+    ],
+)
+def test_the_weight_of_dppo_is_capped_where_probabilities_allow_any_ratio(
+    target: float, behavior: float, advantage: float, cap: float, slope: float
+) -> None:
+    c, b = np.log([target]), np.log([behavior])
+    d = oracle.Data(c, b, b, b, np.array([advantage]), np.zeros(1, int), 1,
+                    extra=dict.fromkeys(("teacher", "old_values", "returns"), c))  # fmt: skip
+    config = AlgorithmConfig(loss="dppo", correction="none", dppo_cap=cap)
+    value, gradient, _ = ours("dppo", d, np.ones(1), torch.float64, config)
+    assert gradient == pytest.approx([slope], rel=1e-12)
+    assert value == pytest.approx(slope, rel=1e-12)
+
+
+def test_the_preset_of_dppo_caps_at_3() -> None:
+    config = compose_config(["experiment=arithmetic", "algorithm=dppo"]).algorithm
+    assert (config.dppo_delta, config.dppo_cap) == (0.2, 3.0)
+
+
+def test_the_preset_of_sapo_averages_the_gate_within_each_answer_first() -> None:
+    """The whole loss of a ragged batch by a closed form: σ'(x) = σ(x) σ(−x), each answer weighing the same."""
+    config = compose_config(["experiment=arithmetic", "algorithm=sapo"]).algorithm
+    d = data([5, 1, 2, 7], 12, advantages="sequence")
+    c, b, a = (one.astype(np.float64) for one in (d.c, d.b, d.advantage))
+    counts = np.bincount(d.segments)
+    ratio, tau = np.exp(c - b), np.where(a > 0, 1.0, 1.05)
+    gate = 1 / (1 + np.exp(-tau * (ratio - 1)))
+    of_answer = [-(4 / tau * gate * a)[d.segments == one].mean() for one in range(4)]
+    slopes = -4 * gate * (1 - gate) * ratio * a / counts[d.segments] / 4
+    weights = token_weights(counts, config.aggregation, max_new_tokens=99)[d.segments]
+    at_behavior = oracle.Data(d.c, d.b, d.b, d.r, d.advantage, d.segments, 4, extra=d.extra)
+    value, gradient, _ = ours("sapo", at_behavior, weights, torch.float64, config)
+    assert value == pytest.approx(np.mean(of_answer), rel=1e-9)
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-9, atol=1e-12)
 
 
 class TestIdentities:
