@@ -107,11 +107,14 @@ class TrainerRank:
     def teacher_forced(self, examples: list[Example]) -> TeacherForced:
         return self._running().teacher_forced(examples)
 
-    def preference_step(self, pairs: list[Preference], margins: np.ndarray | None) -> dict[str, float]:
-        return self._running().preference_step(pairs, margins)
+    def preference_step(self, pairs: list[Preference], references: list[np.ndarray] | None) -> dict[str, float]:
+        return self._running().preference_step(pairs, references)
 
     def preference_margins(self, pairs: list[Preference]) -> np.ndarray:
         return self._running().preference_margins(pairs)
+
+    def preference_logprobs(self, pairs: list[Preference]) -> list[np.ndarray]:
+        return self._running().preference_logprobs(pairs)
 
     def token_logprobs(self, examples: list[Example]) -> np.ndarray:
         return self._running().token_logprobs(examples)

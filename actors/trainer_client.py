@@ -99,14 +99,19 @@ class TrainerClient:
         return measured
 
     async def preference_step(
-        self, pairs: Sequence[Preference], margins: NDArray[np.float64] | None
+        self, pairs: Sequence[Preference], references: Sequence[NDArray[np.float32]] | None
     ) -> dict[str, float]:
-        return (await self._all("preference_step", pairs, margins))[0]
+        return (await self._all("preference_step", pairs, references))[0]
 
     async def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: by how much the chosen answer of each pair is worth more to the model."""
         margins: NDArray[np.float64] = (await self._all("preference_margins", pairs))[0]
         return margins
+
+    async def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:
+        """`[n]` per answer, chosen and rejected in turns: the policy's logprob of each of its n tokens."""
+        logprobs: list[NDArray[np.float32]] = (await self._all("preference_logprobs", pairs))[0]
+        return logprobs
 
     async def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
         """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""

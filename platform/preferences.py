@@ -77,11 +77,12 @@ async def _learn(
 ) -> None:
     """All steps; the frozen reference of DPO is what the policy says before the first of them."""
     started, size = time.monotonic(), preference.batch_size
-    references = await trainer.preference_margins(pairs) if kind == "policy" else None
+    references = await trainer.preference_logprobs(pairs) if kind == "policy" else None
     start = await trainer.preference_margins(held_out) if kind == "policy" else np.zeros(len(held_out))
     for step in range(1, preference.num_steps + 1):
-        chosen = slice((step - 1) * size, step * size)
-        metrics = await trainer.preference_step(pairs[chosen], None if references is None else references[chosen])
+        first, last = (step - 1) * size, step * size
+        of_batch = None if references is None else references[2 * first : 2 * last]
+        metrics = await trainer.preference_step(pairs[first:last], of_batch)
         if step % preference.eval_every_steps == 0 or step == preference.num_steps:
             accuracy = float(np.mean(await trainer.preference_margins(held_out) > start))
             metrics = metrics | {"preference/accuracy": accuracy}

@@ -145,6 +145,7 @@ class AlgorithmConfig(BaseModel):
         pairs: Which pairs of a group online_dpo and ipo compare.
         pair_margin: τ: a pair needs rewards that differ by at least this much, and by more than 0.
         pair_beta: β of online_dpo and ipo.
+        ipo_length: Whether ipo compares per-token means or sums of logprobs.
         value_clip: ε_v of value.
         proximal: Centre of the trust region.
         mini_batches: Optimizer steps of one pass over a batch; each takes its share of the groups.
@@ -184,10 +185,11 @@ class AlgorithmConfig(BaseModel):
     sapo_tau_positive: float = Field(default=1.0, gt=0)
     sapo_tau_negative: float = Field(default=1.05, gt=0)
     dppo_delta: float = Field(default=0.2, gt=0, lt=1)
-    pairs: Literal["best_worst", "all"] = "best_worst"
     dppo_cap: float = Field(default=3.0, ge=1)
+    pairs: Literal["best_worst", "all"] = "best_worst"
     pair_margin: float = Field(default=0.0, ge=0)
     pair_beta: float = Field(default=0.1, gt=0)
+    ipo_length: Literal["mean", "sum"] = "mean"
     value_clip: float = Field(default=0.2, gt=0)
     proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
     mini_batches: int = Field(default=1, ge=1)

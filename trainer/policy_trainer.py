@@ -180,18 +180,18 @@ class PolicyTrainer:
         return kept | self._work.take(kept["trainer/step_s"])
 
     def preference_step(
-        self, pairs: Sequence[Preference], reference_margins: NDArray[np.float64] | None = None
+        self, pairs: Sequence[Preference], reference_logprobs: Sequence[NDArray[np.float32]] | None = None
     ) -> dict[str, float]:
         """One step of the pair loss, the mean over the pairs: DPO of a policy, Bradley-Terry of a reward model.
 
         Args:
             pairs: Of the batch.
-            reference_margins: `[P]`, `preference_margins` of the frozen reference; None for a reward model.
+            reference_logprobs: `preference_logprobs` of the frozen reference; None for a reward model.
         """
         start = time.perf_counter()
         self._forwards.forget()
         opened = self._open()
-        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_margins)
+        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_logprobs)
         self._backward(opened, sequences, self._objective, is_last=True)
         metrics = summary([self._update(opened)])
         names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
@@ -201,8 +201,14 @@ class PolicyTrainer:
 
     def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: by how much the chosen answer is worth more, in summed logprobs or in score."""
-        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm)
-        return margins_of(self._passes.per_target(sequences))
+        return margins_of(self._preference_values(pairs))
+
+    def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:
+        """`[n]` per answer, chosen and rejected in turns: the policy's logprob of each of its n tokens."""
+        return [values.astype(np.float32) for values in self._preference_values(pairs)]
+
+    def _preference_values(self, pairs: Sequence[Preference]) -> list[NDArray[np.float64]]:
+        return self._passes.per_target(preference_sequences(pairs, self._settings.kind, self._algorithm))
 
     def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""

@@ -25,14 +25,28 @@ def online_dpo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
 
 
 def ipo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
-    """`(Δ − 1/(2β))²`: a finite margin is the goal, so certain pairs do not push for ever. arXiv 2310.12036."""
-    return _at_the_tokens(tokens, (pair_margins(tokens) - 1.0 / (2.0 * config.pair_beta)).square())
+    """`(Δ − 1/(2β))²`: the goal is a finite margin, so a pair that has reached it stops pushing. arXiv 2310.12036.
+
+    `ipo_length`: `mean`, Δ of per-token means, so that the goal means the same for answers of any length (the authors'
+    reading; TRL and AReaL do so); `sum`, Δ of sums as in DPO, the paper to the letter.
+    """
+    margins = pair_margins(tokens, per_token=config.ipo_length == "mean")
+    return _at_the_tokens(tokens, (margins - 1.0 / (2.0 * config.pair_beta)).square())
 
 
-def pair_margins(tokens: LossTokens) -> Tensor:
-    """`[P]` Δ: how much more than the reference the policy prefers the better member."""
-    drift = tokens.segment_sum(tokens.target - tokens.reference)
-    return drift[tokens.pairs[:, 0]] - drift[tokens.pairs[:, 1]]
+def pair_margins(tokens: LossTokens, *, per_token: bool = False) -> Tensor:
+    """`[P] float64` Δ: how much more than the reference the policy prefers the better member.
+
+    Differences of each token are summed, in float64: the logprobs of a long answer add up to some ten thousand nats, of
+    which float32 keeps two decimals, and the margin is what is left of four such sums.
+
+    Args:
+        tokens: With pairs.
+        per_token: Divide each member's sum by its number of tokens.
+    """
+    drift = tokens.target.double() - tokens.reference.double()
+    of_member = tokens.segment_mean(drift) if per_token else tokens.segment_sum(drift)
+    return of_member[tokens.pairs[:, 0]] - of_member[tokens.pairs[:, 1]]
 
 
 def preference_pairs(
@@ -53,7 +67,7 @@ def preference_pairs(
 
 
 def _at_the_tokens(tokens: LossTokens, pair_losses: Tensor) -> PolicyLoss:
-    """`[P]` -> `[T]`: at each token half the losses of all pairs of its sequence."""
+    """`[P] float64` -> `[T]`: at each token half the losses of all pairs of its sequence."""
     members = tokens.pairs.T.flatten()
     halves = pair_losses.new_zeros(tokens.num_segments).index_add(0, members, 0.5 * pair_losses.repeat(2))
-    return unclipped(tokens.spread(halves))
+    return unclipped(tokens.spread(halves).to(tokens.target.dtype))

@@ -35,7 +35,7 @@ def preference_sequences(
     pairs: Sequence[Preference],
     kind: ModelKind,
     algorithm: AlgorithmConfig,
-    reference_margins: NDArray[np.floating] | None = None,
+    reference_logprobs: Sequence[NDArray[np.float32]] | None = None,
 ) -> list[TrainingSequence]:
     """Chosen and rejected of every pair, side by side in one micro-batch.
 
@@ -43,13 +43,12 @@ def preference_sequences(
         pairs: Of the batch.
         kind: What the model is.
         algorithm: With a loss of pairs.
-        reference_margins: `[P]`, by how much the reference prefers the chosen answer; only this difference enters the
-            loss. None: 0.
+        reference_logprobs: `[n]` per answer, chosen and rejected in turns: the reference's logprob of each of its n
+            tokens, which is compared with the policy's token by token. None: 0.
     """
-    margins = np.zeros(len(pairs)) if reference_margins is None else reference_margins
     sequences = []
-    for index, (pair, margin) in enumerate(zip(pairs, margins, strict=True)):
-        for answer, reference in ((pair.chosen, margin), (pair.rejected, 0.0)):
+    for index, pair in enumerate(pairs):
+        for answer in (pair.chosen, pair.rejected):
             token_ids = [*pair.prompt, *answer, _NOTHING]
             targets = np.arange(len(pair.prompt), len(token_ids) - 1) if kind == "policy" else [len(token_ids) - 1]
             sequences.append(
@@ -57,7 +56,7 @@ def preference_sequences(
                     token_ids=np.array(token_ids, np.int64),
                     targets=np.asarray(targets, np.int64),
                     behavior_logprobs=np.zeros(len(targets), np.float32),
-                    reference_logprobs=np.append(reference, np.zeros(len(targets) - 1)).astype(np.float32),
+                    reference_logprobs=None if reference_logprobs is None else reference_logprobs[len(sequences)],
                     preferred_to=(2 * index + 1,) if answer is pair.chosen else (),
                     unit=index,
                     prompt_length=len(pair.prompt),

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.batches.preferences import Preference
+from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.packing import MicroBatchPlan
+from penstock.trainer.batches.preferences import Preference, preference_sequences
 from penstock.trainer.build import save_policy
+from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.micro_batch_loss import PolicyObjective
+from penstock.trainer.rank_agreement import RankShare
+from penstock.trainer.updates import OpenUpdate
 
 from .torch_trainer import VOCAB, logprobs_of, trainer_of, trajectory
 
@@ -56,16 +63,40 @@ def test_the_dpo_loss_is_that_of_the_margins_over_the_reference(policy, max_toke
     trainer = trainer_of(policy, max_tokens, **PAIRS, pair_beta=0.5)
     expected = dpo_margins(policy, pairs)
     np.testing.assert_allclose(trainer.preference_margins(pairs), expected, atol=1e-5)
-    reference = np.random.default_rng(4).normal(0, 2, 7)
-    found = trainer.preference_step(pairs, reference)["preference/loss"]
-    assert found == pytest.approx(np.log1p(np.exp(-0.5 * (expected - reference))).mean(), rel=1e-5)
+    rng = np.random.default_rng(4)
+    answers = [answer for pair in pairs for answer in (pair.chosen, pair.rejected)]
+    references = [rng.normal(-2, 1, len(answer)).astype(np.float32) for answer in answers]
+    sums = np.array([one.sum(dtype=np.float64) for one in references])
+    drifts = expected - (sums[0::2] - sums[1::2])
+    found = trainer.preference_step(pairs, references)["preference/loss"]
+    assert found == pytest.approx(np.log1p(np.exp(-0.5 * drifts)).mean(), rel=1e-5)
+
+
+def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
+    """32,768 tokens each: with the reference's margin as one float32 number and sums in float32, Δ is 0.4 nat off."""
+    length, rng = 32_768, np.random.default_rng(3)
+    pairs = [Preference((7,), (8,) * length, (9,) * (length - 5))]
+    references = [rng.normal(-3, 2, len(one)).astype(np.float32) for one in (pairs[0].chosen, pairs[0].rejected)]
+    algorithm = AlgorithmConfig(**PAIRS)
+    sequences = preference_sequences(pairs, "policy", algorithm, references)
+    rows = MicroBatchPlan(((0,), (1,)), length)
+    micro_batch = collate(rows, sequences, device=torch.device("cpu"), needs_mask=False)
+    policy = [(one + rng.normal(0, 0.01, len(one))).astype(np.float32) for one in references]
+    target = torch.tensor(np.concatenate(policy))
+    drifts = [(mine.astype(np.float64) - theirs).sum() for mine, theirs in zip(policy, references, strict=True)]
+    update = OpenUpdate(TokenMetrics(target.device), RankShare(0, torch.zeros((), dtype=torch.float64)))
+    loss = PolicyObjective(algorithm)(target, torch.zeros_like(target), micro_batch, update)
+    margin = drifts[0] - drifts[1]
+    assert abs(margin) > 0.1
+    found = -np.log(np.expm1(float(loss))) / algorithm.pair_beta  # Δ of −log σ(β Δ)
+    assert found == pytest.approx(margin, abs=2e-4)
 
 
 def test_dpo_raises_the_margin_over_the_frozen_reference(policy) -> None:
     pairs = make_pairs(16)
     trainer = trainer_of(policy, 200, lr=3e-3, **PAIRS)
-    reference = trainer.preference_margins(pairs)
-    losses = [trainer.preference_step(pairs, reference)["preference/loss"] for _ in range(8)]
+    reference, references = trainer.preference_margins(pairs), trainer.preference_logprobs(pairs)
+    losses = [trainer.preference_step(pairs, references)["preference/loss"] for _ in range(8)]
     assert losses[0] == pytest.approx(np.log(2), rel=1e-5)
     assert losses[-1] < 0.6
     assert (trainer.preference_margins(pairs) > reference).mean() == 1.0

@@ -123,23 +123,28 @@ def topr(c, frozen, d, k):
     return terms
 
 
-def of_pairs(c, d, of_margin):
+def total(values):
+    return sum(values, Real(0))
+
+
+def of_pairs(c, d, of_member, of_margin):
     """Every pair's loss, half of it at each token of either member."""
     terms = [Real(0)] * len(c)
     for better, worse in d.pairs:
-        delta = sum([c[t] - d.r[t] for t in d.tokens_of(better)], Real(0))
-        delta -= sum([c[t] - d.r[t] for t in d.tokens_of(worse)], Real(0))
+        delta = of_member([c[t] - d.r[t] for t in d.tokens_of(better)])
+        delta -= of_member([c[t] - d.r[t] for t in d.tokens_of(worse)])
         for t in d.tokens_of(better) + d.tokens_of(worse):
             terms[t] += of_margin(delta) / 2
     return terms
 
 
 def online_dpo(c, frozen, d, k):
-    return of_pairs(c, d, lambda delta: np.log1p(np.exp(-Real(k.pair_beta) * delta)))
+    return of_pairs(c, d, total, lambda delta: np.log1p(np.exp(-Real(k.pair_beta) * delta)))
 
 
 def ipo(c, frozen, d, k):
-    return of_pairs(c, d, lambda delta: (delta - 1 / (2 * Real(k.pair_beta))) ** 2)
+    of_member = {"mean": mean, "sum": total}[k.ipo_length]
+    return of_pairs(c, d, of_member, lambda delta: (delta - 1 / (2 * Real(k.pair_beta))) ** 2)
 
 
 def sft(c, frozen, d, k):

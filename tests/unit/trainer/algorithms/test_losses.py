@@ -10,8 +10,8 @@ from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
 from penstock.trainer.algorithms.other_losses import distill
-from penstock.trainer.algorithms.pair_losses import preference_pairs
-from penstock.trainer.algorithms.tokens import clamped_exp
+from penstock.trainer.algorithms.pair_losses import online_dpo, pair_margins, preference_pairs
+from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
 from penstock.trainer.config import AlgorithmConfig
 
 from . import oracle
@@ -23,6 +23,7 @@ CONFIG = AlgorithmConfig(
     value_clip=0.15, sapo_tau_negative=1.4, correction=("none",),
 )  # fmt: skip
 OTHER_SETTINGS = {
+    "ipo by sums": ("ipo", {"ipo_length": "sum"}),
     "dppo without a cap": ("dppo", {"dppo_cap": 1e9}),
     "dppo at its tightest": ("dppo", {"dppo_cap": 1.0}),
 }
@@ -139,6 +140,30 @@ def test_the_weight_of_dppo_is_capped_where_probabilities_allow_any_ratio(
 def test_the_preset_of_dppo_caps_at_3() -> None:
     config = compose_config(["experiment=arithmetic", "algorithm=dppo"]).algorithm
     assert (config.dppo_delta, config.dppo_cap) == (0.2, 3.0)
+
+
+def test_long_answers_keep_the_digits_of_their_margin() -> None:
+    """32,768 tokens of some three nats each, whose sums a pair's margin is the small difference of."""
+    length, rng = 32_768, np.random.default_rng(8)
+    r = rng.normal(-3.0, 2.0, 2 * length).astype(np.float32)
+    c = (r + rng.normal(0.0, 0.05, 2 * length)).astype(np.float32)
+    drift = c.astype(np.float64) - r.astype(np.float64)
+    for per_token, of_member in ((False, np.sum), (True, np.mean)):
+        tokens = LossTokens(
+            target=torch.tensor(c, requires_grad=True), proximal=torch.tensor(c), behavior=torch.tensor(c),
+            reference=torch.tensor(r), advantages=torch.zeros(2 * length),
+            segments=torch.arange(2).repeat_interleave(length), num_segments=2, pairs=torch.tensor([[0, 1]]),
+        )  # fmt: skip
+        expected = of_member(drift[:length]) - of_member(drift[length:])
+        assert float(pair_margins(tokens, per_token=per_token).detach()) == pytest.approx(expected, abs=1e-9)
+    loss = online_dpo(tokens, AlgorithmConfig(loss="online_dpo", correction="none", pair_beta=0.1)).terms
+    assert loss.dtype == torch.float32
+    margin = drift[:length].sum() - drift[length:].sum()
+    assert 2 * float(loss[0].detach()) == pytest.approx(np.log1p(np.exp(-0.1 * margin)), rel=1e-6)
+    (slope,) = torch.autograd.grad(loss.double().sum() / length, tokens.target)
+    expected_slope = -0.1 / (1 + np.exp(0.1 * margin))
+    np.testing.assert_allclose(slope[:length], np.full(length, expected_slope), rtol=1e-5)
+    np.testing.assert_allclose(slope[length:], np.full(length, -expected_slope), rtol=1e-5)
 
 
 def test_the_preset_of_sapo_averages_the_gate_within_each_answer_first() -> None:
