@@ -1,0 +1,191 @@
+"""Any sound combination gives a finite loss and a finite gradient, whatever a batch holds.
+
+Policies that are 90 nats apart, logprobs that one side has rounded to bfloat16, rows without a loss token or with one
+alone, groups of one member or of equal rewards. All of it goes the way of a training step, without a model: rewards to
+advantages and token weights, collation, loss, correction, divergence, backward, metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count, islice
+
+import numpy as np
+import torch
+
+from penstock.dataflow.ids import GroupId
+from penstock.dataflow.trajectory import GroupPayload
+from penstock.dataflow.versions import Span
+from penstock.trainer.algorithms.catalog import names
+from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.algorithms.rules import algorithm_violations
+from penstock.trainer.batches.collate import MicroBatch, collate
+from penstock.trainer.batches.packing import MicroBatchPlan
+from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.micro_batch_loss import PolicyObjective
+from penstock.trainer.rank_agreement import RankShare
+from penstock.trainer.updates import OpenUpdate
+from tests.unit.trainer.torch_trainer import trajectory
+
+CPU = torch.device("cpu")
+VERSION, OLDEST = 6, 3
+NUM_INPUTS = 60
+LENGTHS = [[1, 4, 6], [5], [3, 1, 1, 2], [8, 2]]
+"""Sampled tokens or one more of each member; the second member of the first group is older than allowed."""
+POOLS = {
+    "far": np.array([0.0, -1e-7, -0.7, -20.0, -45.0, -90.0]),
+    "near": np.array([-0.7, -0.7 - 1e-7, -0.70001, -0.69]),
+    "just past the clamps": np.array([0.0, -9.999, -10.001, -19.999, -20.001]),
+}
+CHAINS = (
+    *((name,) for name in names("correction")), ("opsm",), ("decoupled", "opsm"), ("tis_token", "mis_seq_geo", "veto"),
+    ("mis_token", "veto"), ("tis_seq", "opsm"), ("mis_seq_geo", "veto"),
+)  # fmt: skip
+CHOICES = {
+    "loss": [name for name in names("loss") if name != "value"],
+    "correction": CHAINS,
+    "advantage": names("advantage"),
+    "kl": [("off", "k2", 0.0), ("loss", "k2", 0.1), ("loss", "k3", 0.1), ("reward", "k1", 0.1)],
+    "aggregation": names("aggregation"),
+    "proximal": names("proximal"),
+    "advantage_std": ["sample", "population", "none"],
+    "pairs": ["best_worst", "all"],
+    "ipo_length": ["mean", "sum"],
+    "cispo_low": [None, 0.2],
+    "lag_decay": [1.0, 1.0, 0.5],
+    "entropy_top_share": [1.0, 1.0, 0.2],
+    "overlong": ["off", "mask", "penalty"],
+}
+OF_PAIRS = {
+    "correction": ("none",), "advantage": "grpo", "kl": ("off", "k2", 0.0), "aggregation": "token_mean",
+    "proximal": "target", "lag_decay": 1.0, "entropy_top_share": 1.0,
+}  # fmt: skip
+"""All that goes with a loss of pairs: rarely drawn otherwise."""
+
+
+def sound_combinations(seed: int) -> Iterator[AlgorithmConfig]:
+    """Endless, each of them once; of an unsound one another is drawn."""
+    rng, seen = np.random.default_rng(seed), set()
+    while True:
+        chosen = {key: options[rng.integers(len(options))] for key, options in CHOICES.items()}
+        if chosen["loss"] in ("online_dpo", "ipo"):
+            chosen |= OF_PAIRS
+        if tuple(chosen.values()) in seen:
+            continue
+        seen.add(tuple(chosen.values()))
+        kl_in, kl_estimator, kl_coefficient = chosen.pop("kl")
+        config = AlgorithmConfig(
+            **chosen, kl_in=kl_in, kl_estimator=kl_estimator, kl_coefficient=kl_coefficient, overlong_cache_tokens=2
+        )
+        if not algorithm_violations(config):
+            yield config
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One batch, and per group and sampled token the logprobs of policies that have nothing in common."""
+
+    payloads: list[GroupPayload]
+    target: list[np.ndarray]
+    reference: list[np.ndarray]
+    teacher: list[np.ndarray]
+    values: list[np.ndarray]
+
+
+@cache
+def inputs(seed: int) -> Inputs:
+    rng = np.random.default_rng(seed)
+    pool = list(POOLS.values())[seed % len(POOLS)]
+    rounds = seed % 2 == 1
+
+    def logprobs(num_tokens: int, *, of_engine: bool = False) -> np.ndarray:
+        drawn = torch.tensor(rng.choice(pool, num_tokens), dtype=torch.float32)
+        return (drawn.bfloat16().float() if of_engine and rounds else drawn).numpy()
+
+    def member(group: int, place: int, length: int) -> object:
+        reward = float(rng.choice([0.0, 1.0, 1.0 + 1e-12, -1e6])) if group != 3 else 0.5
+        one = trajectory(f"{group}/{place}", [2, 3], [4] * length, rng, reward)
+        behavior = np.zeros(len(one.token_ids), np.float32)
+        behavior[one.loss_mask] = logprobs(one.num_sampled_tokens, of_engine=True)
+        version = 0 if (group, place) == (0, 1) else int(rng.integers(OLDEST, VERSION + 1))
+        finish_reason = "length" if rng.random() < 0.2 else "stop"
+        spans = (Span(version, one.num_sampled_tokens),)
+        return replace(one, behavior_logprobs=behavior, spans=spans, finish_reason=finish_reason)
+
+    payloads = [
+        GroupPayload(GroupId(group), tuple(member(group, place, length) for place, length in enumerate(lengths)))
+        for group, lengths in enumerate(LENGTHS)
+    ]
+    sizes = [sum(one.num_sampled_tokens for one in payload.trajectories) for payload in payloads]
+    target, reference, teacher = ([logprobs(size) for size in sizes] for _ in range(3))
+    values = [rng.choice([0.0, -90.0, 90.0, 1e6], size).astype(np.float32) for size in sizes]
+    return Inputs(payloads, target, reference, teacher, values)
+
+
+def micro_batch_of(config: AlgorithmConfig, given: Inputs) -> tuple[MicroBatch, torch.Tensor]:
+    """All of the batch in one micro-batch, and the logprobs of the policy at its loss tokens."""
+    sequences = policy_sequences(
+        given.payloads, config, 7, [OLDEST] * len(LENGTHS),
+        references=given.reference if config.needs_reference else (), version=VERSION,
+        values=given.values if config.needs_critic else (),
+        teachers=given.teacher if config.needs_teacher else (), proximals=given.target,
+    )  # fmt: skip
+    plan = MicroBatchPlan(tuple((index,) for index, one in enumerate(sequences) if one.num_inputs), 16)
+    micro_batch = collate(plan, sequences, device=CPU, needs_mask=False)
+    # The policy's logprobs were laid out as the proximal ones, which are those of other tokens instead.
+    target = torch.zeros(1) if micro_batch.proximal_logprobs is None else micro_batch.proximal_logprobs
+    proximal = target.flip(0) if config.proximal == "recompute" else None
+    return replace(micro_batch, proximal_logprobs=proximal), target
+
+
+def not_finite(config: AlgorithmConfig, seed: int) -> str | None:
+    """What is not finite; None if all is."""
+    micro_batch, target = micro_batch_of(config, inputs(seed % NUM_INPUTS))
+    target = target.clone().requires_grad_()
+    entropies = torch.linspace(0.0, 12.0, len(target))
+    unseen = RankShare(0, torch.zeros((), dtype=torch.float64))
+    update = OpenUpdate(TokenMetrics(CPU), unseen, is_first=seed % 4 < 2)
+    loss = PolicyObjective(config)(target, entropies, micro_batch, update)
+    loss.backward()
+    metrics = update.metrics.reduce(lambda values, _: values).metrics()
+    if not torch.isfinite(loss):
+        return f"loss {float(loss.detach())}"
+    if not torch.isfinite(target.grad).all():
+        return f"gradient {target.grad.tolist()}"
+    wrong = {name: value for name, value in metrics.items() if not np.isfinite(value)}
+    return f"metrics {wrong}" if wrong else None
+
+
+def findings(num_combinations: int) -> dict[str, str]:
+    """Combination and seed of its inputs -> what is not finite."""
+    drawn = islice(zip(count(), sound_combinations(seed=18)), num_combinations)
+    found = {f"{seed} {config.model_dump(exclude_defaults=True)}": not_finite(config, seed) for seed, config in drawn}
+    return {combination: what for combination, what in found.items() if what is not None}
+
+
+def test_losses_and_gradients_of_5000_combinations_are_finite() -> None:
+    assert findings(5_000) == {}
+
+
+def test_the_combinations_hold_everything_there_is() -> None:
+    drawn = list(islice(sound_combinations(seed=18), 500))
+    assert {one.loss for one in drawn} == set(CHOICES["loss"])
+    assert {one.correction for one in drawn} == set(CHAINS)
+    assert {one.advantage for one in drawn} == set(names("advantage"))
+    assert {one.aggregation for one in drawn} == set(names("aggregation"))
+    assert {one.proximal for one in drawn} == set(names("proximal"))
+    assert {(one.kl_in, one.kl_estimator) for one in drawn} == {kl[:2] for kl in CHOICES["kl"]}
+
+
+def test_the_inputs_hold_rows_without_and_with_one_loss_token_and_ratios_of_90_nats() -> None:
+    distances = []
+    for given in map(inputs, range(NUM_INPUTS)):
+        sequences = policy_sequences(given.payloads, AlgorithmConfig(), 7, [OLDEST] * len(LENGTHS), version=VERSION)
+        assert {0, 1} < {len(one.targets) for one in sequences}
+        members = [one for payload in given.payloads for one in payload.trajectories]
+        behavior = np.concatenate([one.behavior_logprobs[one.loss_mask] for one in members])
+        distances.append(np.concatenate(given.target) - behavior)
+    assert (np.concatenate(distances).min(), np.concatenate(distances).max()) == (-90.0, 90.0)
