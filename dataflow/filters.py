@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.dataflow.difficulty import passes
+from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import Trajectory, compared_rewards
@@ -18,7 +19,7 @@ GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 
 
 def zero_variance(reward_part: str | None = None) -> GroupFilter:
-    """Filter groups whose members all earned the same: their advantages are 0 (DAPO, arXiv 2503.14476).
+    """Filter groups whose members all earned the same, up to rounding: their advantages are 0 (DAPO, arXiv 2503.14476).
 
     Where threads have rewards of their own, those of one name are compared, and one difference keeps the group.
 
@@ -28,9 +29,9 @@ def zero_variance(reward_part: str | None = None) -> GroupFilter:
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         if reward_part is not None:
-            has_signal = len({member.reward_parts[reward_part] for member in members}) > 1
+            has_signal = not are_equal([member.reward_parts[reward_part] for member in members])
         else:
-            has_signal = any(len(set(rewards)) > 1 for rewards in compared_rewards(members).values())
+            has_signal = not all(are_equal(rewards) for rewards in compared_rewards(members).values())
         return None if has_signal else Reason.ZERO_VARIANCE
 
     return judge

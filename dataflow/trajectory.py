@@ -212,16 +212,17 @@ class Trajectory:
             spans = last_tokens(spans, num_tokens(spans) - num_sampled)
 
 
-def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float | None]]:
-    """The rewards of a group that share a baseline: of its trajectories, or, where threads have rewards of their own,
-    of the threads of each name.
+def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """The rewards of a scored group that share a baseline: of its trajectories, or, where threads have rewards of their
+    own, of the threads of each name.
     """
-    if not has_thread_rewards(members):
-        return {MAIN_THREAD: [member.reward for member in members]}
-    compared: dict[str, list[float | None]] = {}
+    is_by_thread = has_thread_rewards(members)
+    compared: dict[str, list[float]] = {}
     for member in members:
-        for name in (thread.name for thread in member.threads) if member.threads else (MAIN_THREAD,):
-            compared.setdefault(name, []).append(member.thread_reward(name))
+        for name in [thread.name for thread in member.threads] if is_by_thread and member.threads else [MAIN_THREAD]:
+            reward = member.thread_reward(name) if is_by_thread else member.reward
+            assert reward is not None, f"{member.trajectory_id} was scored"
+            compared.setdefault(name, []).append(reward)
     return compared
 
 

@@ -15,6 +15,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.dataflow.equal_rewards import rounding_error
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import SamplingParams
@@ -144,17 +145,20 @@ def answer_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def ranked_pairs(group: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Trajectory]]:
-    """(better, worse) of different reward, every pair of texts once; best against worst first.
+    """(better, worse) of rewards that differ by more than rounding, every pair of texts once; best against worst first.
 
     Answers that were cut off are left out: they have no end that could be judged. So are dialogues, whose later
     prompts differ.
     """
     whole = [one for one in group if one.finish_reason == "stop" and one.episode is None]
+    if not whole:
+        return
+    least = rounding_error([_reward(one) for one in whole])
     ranked = sorted(whole, key=lambda one: -_reward(one))
     seen: set[tuple[str, str]] = set()
     for better, worse in sorted(product(ranked, ranked), key=lambda pair: _reward(pair[1]) - _reward(pair[0])):
         texts = (better.text, worse.text)
-        if _reward(better) > _reward(worse) and texts not in seen:
+        if _reward(better) - _reward(worse) > least and texts not in seen:
             seen.add(texts)
             yield better, worse
 

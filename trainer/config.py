@@ -143,7 +143,7 @@ class AlgorithmConfig(BaseModel):
         dppo_delta: δ of dppo, in probability.
         dppo_cap: Largest weight exp(c − b) of dppo: 3 in its authors' recipes, 10 in their function.
         pairs: Which pairs of a group online_dpo and ipo compare.
-        pair_margin: τ: a pair needs rewards that differ by at least this much, and by more than 0.
+        pair_margin: τ: a pair needs rewards that differ by more than this, and by more than rounding does.
         pair_beta: β of online_dpo and ipo.
         ipo_length: Whether ipo compares per-token means or sums of logprobs.
         value_clip: ε_v of value.

@@ -1,6 +1,7 @@
 """Advantages from the rewards of one group: `(rewards [G] float64, AlgorithmConfig) -> [G] float64`. Numpy.
 
-A group whose rewards are all equal gives exactly 0, never NaN, whatever the estimator.
+A group whose rewards are all equal (up to rounding, dataflow/equal_rewards.py) gives exactly 0, never NaN, whatever the
+estimator.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.equal_rewards import are_equal
 from penstock.trainer.config import AlgorithmConfig
 
 GroupEstimator = Callable[[NDArray[np.float64], AlgorithmConfig], NDArray[np.float64]]
@@ -26,7 +28,7 @@ def grpo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.fl
 def dr_grpo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
     """Centre only: `A_i = R_i − mean_g R`; pair it with `constant_length`. Dr. GRPO, arXiv 2503.20783."""
     del config
-    if is_zero_variance(rewards):
+    if are_equal(rewards):
         return np.zeros_like(rewards)
     return rewards - rewards.mean()
 
@@ -34,14 +36,9 @@ def dr_grpo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np
 def rloo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
     """Leave one out: `A_i = R_i − mean_{j≠i} R_j`. Ahmadian et al., arXiv 2402.14740."""
     del config
-    if is_zero_variance(rewards):
+    if are_equal(rewards):
         return np.zeros_like(rewards)
     return rewards - (rewards.sum() - rewards) / (rewards.size - 1)
-
-
-def is_zero_variance(rewards: NDArray[np.float64]) -> bool:
-    """True if all rewards of the group are equal (a group of one included): it carries no signal."""
-    return bool(rewards.max() == rewards.min())
 
 
 def scaled(centred: NDArray[np.float64], values: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.segment_scan import reverse_scan
-from penstock.trainer.algorithms.advantages import GroupEstimator, dr_grpo, is_zero_variance, scaled
+from penstock.trainer.algorithms.advantages import GroupEstimator, dr_grpo, scaled
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
 
@@ -113,7 +114,7 @@ def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[N
         attempts, whose = batch.attempts_of(members)
         centred[members] = dr_grpo(batch.rewards[attempts], config)[whose]
         has_penalty = any(batch.penalties[one].any() for one in members)
-        is_silent[members] = is_zero_variance(batch.rewards[members]) and not has_penalty
+        is_silent[members] = are_equal(batch.rewards[members]) and not has_penalty
     found = whitened(_returns_to_go(centred, batch.penalties), batch.carries_loss, config)
     return [np.zeros_like(one) if silent else one for one, silent in zip(found, is_silent, strict=True)]
 
@@ -144,7 +145,7 @@ def whitened(
     """`(A − mean) / (std + ε)` with mean and deviation over all tokens of the batch that carry loss."""
     counted = [one[mask] for one, mask in zip(values, carries_loss, strict=True)]
     pool = np.concatenate(counted) if counted else np.zeros(0)
-    if not len(pool) or is_zero_variance(pool):
+    if not len(pool) or are_equal(pool):
         return [np.zeros_like(one) for one in values]
     return [scaled(one - pool.mean(), pool, config) for one in values]
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.dataflow.equal_rewards import rounding_error
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, unclipped
 from penstock.trainer.config import AlgorithmConfig
 
@@ -52,7 +53,7 @@ def pair_margins(tokens: LossTokens, *, per_token: bool = False) -> Tensor:
 def preference_pairs(
     rewards: NDArray[np.float64], eligible: Sequence[int], config: AlgorithmConfig
 ) -> list[tuple[int, int]]:
-    """Pairs (better, worse) of members whose rewards differ by at least `pair_margin`, and by more than 0.
+    """Pairs (better, worse) whose rewards differ by more than `max(pair_margin, rounding_error)`: rounding makes none.
 
     Args:
         rewards: `[G]`.
@@ -60,10 +61,13 @@ def preference_pairs(
         config: `pairs: best_worst` gives at most one pair, the first best and the first worst; `all` every one.
     """
     members = list(eligible)
-    if config.pairs == "best_worst" and members:
+    if not members:
+        return []
+    least = max(config.pair_margin, rounding_error(rewards[members]))
+    if config.pairs == "best_worst":
         members = [max(members, key=lambda one: rewards[one]), min(members, key=lambda one: rewards[one])]
     gaps = [(better, worse, float(rewards[better] - rewards[worse])) for better in members for worse in members]
-    return [(better, worse) for better, worse, gap in gaps if gap > 0 and gap >= config.pair_margin]
+    return [(better, worse) for better, worse, gap in gaps if gap > least]
 
 
 def _at_the_tokens(tokens: LossTokens, pair_losses: Tensor) -> PolicyLoss:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, compared_rewards
@@ -223,7 +224,7 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
 
 def _is_silent(payload: GroupPayload) -> bool:
     """Whether nobody of a group did better than whom it is compared with."""
-    return all(len(set(rewards)) == 1 for rewards in compared_rewards(payload.trajectories).values())
+    return all(are_equal(rewards) for rewards in compared_rewards(payload.trajectories).values())
 
 
 def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -34,6 +34,19 @@ def test_zero_variance_takes_out_groups_without_a_difference() -> None:
     assert zero_variance()([member(0.5), member(1.0)]) is None
 
 
+def test_rounding_does_not_keep_a_group_without_a_difference() -> None:
+    judge, of_part = zero_variance(), zero_variance("correct")
+    assert judge([member(0.3), member(0.1 + 0.2)]) is Reason.ZERO_VARIANCE
+    assert of_part([member(0.0, correct=0.3), member(1.0, correct=0.1 + 0.2)]) is Reason.ZERO_VARIANCE
+    assert judge([member(0.3), member(0.3 + 1e-6)]) is None, "a difference that is meant"
+    assert judge([member(0.0), member(-0.0)]) is Reason.ZERO_VARIANCE
+
+
+def test_a_reward_that_is_not_finite_is_left_to_the_trainer_which_skips_the_step() -> None:
+    for reward in (np.nan, np.inf):
+        assert zero_variance()([member(reward), member(reward)]) is None
+
+
 def test_zero_variance_of_a_part_looks_at_nothing_else() -> None:
     judge = zero_variance("correct")
     assert judge([member(0.1), member(0.2)]) is Reason.ZERO_VARIANCE

@@ -39,6 +39,8 @@ def test_pairs_differ_in_reward_and_the_widest_come_first() -> None:
         ("half", "none"),
     ]
     assert texts(answer("a", 1.0), answer("b", 1.0)) == []
+    assert texts(answer("a", 0.3), answer("b", 0.1 + 0.2)) == [], "rounding is no preference"
+    assert texts() == []
 
 
 def test_a_text_is_compared_with_another_once() -> None:

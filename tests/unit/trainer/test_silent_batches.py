@@ -41,6 +41,18 @@ def test_nothing_moves_though_the_optimizer_has_momentum(policy, batch, algorith
     assert not torch.equal(weights_of(trainer), before)
 
 
+def test_rewards_that_differ_by_rounding_are_counted_as_equal(policy, batch) -> None:
+    rounded = [
+        replace(one, trajectories=tuple(map(with_reward, one.trajectories, (0.3, 0.1 + 0.2, 0.3)))) for one in batch
+    ]
+    metrics = trainer_of(policy).step(rounded, 0).metrics
+    assert (metrics["trainer/silent_updates"], metrics["reward/zero_variance_share"]) == (1, 1)
+
+
+def with_reward(member, reward: float):
+    return replace(member, reward=reward)
+
+
 def test_its_tokens_are_measured_as_ever(policy, batch) -> None:
     """A divergence of coefficient 1e-30 makes it a step that has the same metrics."""
     silent = trainer_of(policy).step(equal_rewards(batch), 0).metrics

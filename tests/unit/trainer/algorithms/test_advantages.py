@@ -61,6 +61,14 @@ class TestOfAGroup:
     def test_a_zero_variance_group_gives_exactly_zero(self, name, std, rewards) -> None:
         assert estimate(name, rewards, advantage_std=std).tolist() == [0.0] * len(rewards)
 
+    @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+    def test_rounding_of_equal_rewards_gives_exactly_zero_too(self, name: str) -> None:
+        rounded = np.array([0.3, 0.1 + 0.2, 0.3])
+        assert rounded[1] > rounded[0]
+        for scale in (1e-3, 1.0, -1e6):
+            assert estimate(name, scale * rounded).tolist() == [0.0] * 3
+        assert estimate(name, [0.3, 0.3 + 1e-6, 0.3])[1] > 0, "beyond rounding it counts"
+
     def test_every_token_gets_its_trajectorys_advantage(self) -> None:
         found = token_advantages(reward_batch(), AlgorithmConfig(advantage="dr_grpo"))
         assert [one.tolist() for one in found] == [[0.5] * 3, [-0.5], [0.0] * 4, [], [0.0] * 2]
@@ -123,6 +131,11 @@ class TestOfABatch:
         expected = self.whitened_by_hand([[0.5] * 3, [-0.5], [0.0] * 6], [[True] * 3, [True], [True] * 6])
         np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
         np.testing.assert_allclose(found[1], expected[1], rtol=1e-12)
+        assert all(value == 0.0 for one in found[2:] for value in one)
+
+    def test_the_baseline_takes_rounding_for_equal_rewards(self) -> None:
+        batch = reward_batch(rewards=np.array([1.0, 0.0, 0.3, 0.1 + 0.2, 0.3]))
+        found = token_advantages(batch, AlgorithmConfig(advantage="reinforce_pp_baseline"))
         assert all(value == 0.0 for one in found[2:] for value in one)
 
     @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])

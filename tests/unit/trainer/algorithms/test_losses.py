@@ -256,7 +256,8 @@ class TestPairs:
         ("pairs", "margin", "expected"),
         [
             ("best_worst", 0.0, [(1, 2)]),
-            ("best_worst", 1.0, [(1, 2)]),
+            ("best_worst", 0.9, [(1, 2)]),
+            ("best_worst", 1.0, []),
             ("best_worst", 1.1, []),
             ("all", 0.6, [(1, 0), (1, 2), (3, 0), (3, 2)]),
             ("all", 0.0, [(0, 2), (1, 0), (1, 2), (1, 4), (3, 0), (3, 2), (3, 4), (4, 0), (4, 2)]),
@@ -273,6 +274,15 @@ class TestPairs:
         assert preference_pairs(self.REWARDS, [1], config) == []
         assert preference_pairs(self.REWARDS, [], config) == []
         assert preference_pairs(self.REWARDS, [0, 4], config) == [(4, 0)]
+
+    @pytest.mark.parametrize("pairs", ["best_worst", "all"])
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+    def test_rounding_makes_no_pair_and_a_difference_beyond_it_does(self, pairs: str, scale: float) -> None:
+        config = AlgorithmConfig(pairs=pairs)
+        rounded = scale * np.array([0.3, 0.1 + 0.2])
+        assert rounded[1] > rounded[0], "so these differ in the last digit"
+        assert preference_pairs(rounded, range(2), config) == []
+        assert preference_pairs(scale * np.array([0.3, 0.3 + 1e-6]), range(2), config) == [(1, 0)]
 
 
 def test_log_ratios_are_clamped_to_20() -> None:
