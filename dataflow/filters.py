@@ -1,6 +1,7 @@
 """Filters of ready groups: what is not worth a gradient is filtered with its reason, and its credit refilled.
 
-A filter says None (keep) or the reason. Filters are asked in order and the first reason counts.
+A filter says None (keep) or the reason. Filters are asked in order and the first reason counts. A filter that
+misses what it judges by raises a `TrajectoryError`: the group has failed, and the run goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.dataflow.difficulty import passes
 from penstock.dataflow.equal_rewards import are_equal
-from penstock.dataflow.errors import PenstockError
+from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import Trajectory, compared_rewards
 
@@ -24,17 +25,30 @@ def zero_variance(reward_part: str | None = None) -> GroupFilter:
     Where threads have rewards of their own, those of one name are compared, and one difference keeps the group.
 
     Args:
-        reward_part: Compare this named part of the reward, e.g. raw correctness, instead of the shaped sum.
+        reward_part: Compare this named part of the reward, e.g. raw correctness, instead of the shaped sum. The filter
+            raises a `TrajectoryError` of kind reward where an answer's reward lacks it.
     """
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         if reward_part is not None:
-            has_signal = not are_equal([member.reward_parts[reward_part] for member in members])
+            has_signal = not are_equal([_part(member, reward_part) for member in members])
         else:
             has_signal = not all(are_equal(rewards) for rewards in compared_rewards(members).values())
         return None if has_signal else Reason.ZERO_VARIANCE
 
     return judge
+
+
+def _part(member: Trajectory, name: str) -> float:
+    if name not in member.reward_parts:
+        parts = ", ".join(sorted(member.reward_parts)) or "none"
+        raise TrajectoryError(
+            "reward",
+            f"dataflow.filters.zero_variance_part={name}: the reward of trajectory {member.trajectory_id} has no such "
+            f"part, so its group cannot be judged and is lost. It has: {parts}. Let the reward return this part for "
+            "every answer, or set zero_variance_part=null.",
+        )
+    return member.reward_parts[name]
 
 
 def overlong(max_share: float) -> GroupFilter:
@@ -80,6 +94,7 @@ class FilterChain:
 
         Raises:
             PenstockError: If too many were filtered since the last batch; names the filter that caused most of it.
+            TrajectoryError: If a filter cannot judge the group: it has failed.
         """
         reason = next((reason for judge in self.filters if (reason := judge(members)) is not None), None)
         if reason is not None:

@@ -171,14 +171,16 @@ class Flow:
         group_id = run.group_id
         good = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
         if len(good) < len(outcomes) and len(good) < self.core.rules.min_group_size:
-            failure = next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError))
-            self.stats.group_failed(failure)
-            self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
-            self._count_failure(failure)
+            self._group_failed(group_id, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
+            return
+        try:
+            reason = self._filters.judge(good)
+        except TrajectoryError as failure:
+            self._group_failed(group_id, failure)
             return
         self._failures_in_a_row = 0
         self._tasks.group_scored(run.queued, good)
-        if (reason := self._filters.judge(good)) is not None:
+        if reason is not None:
             self._end(group_id, GroupState.FILTERED, reason)
             return
         self.stats.group_ready(group_id, good)
@@ -274,8 +276,10 @@ class Flow:
         self.core.end(group_id, state, reason)
         self._settle()
 
-    def _count_failure(self, failure: TrajectoryError) -> None:
+    def _group_failed(self, group_id: GroupId, failure: TrajectoryError) -> None:
         """Failed groups are replaced; a whole window of them in a row means that nothing will ever succeed."""
+        self.stats.group_failed(failure)
+        self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= max(self.core.limits.window, FEWEST_FAILURES):
             raise PenstockError(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from penstock.dataflow.errors import FailureKind, TrajectoryError
+from penstock.dataflow.errors import FailureKind, PenstockError, TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason
+from penstock.dataflow.ports import Score
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import LengthLimits, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
@@ -129,6 +130,36 @@ async def test_each_filter_takes_its_groups_out_and_they_are_replaced(
     assert len(trained) == 16
     assert flow.core.ledger.reasons[GroupState.FILTERED, reason] == flow.counts().filtered > 0
     assert all(is_kept(group.handle.trajectories) for group in trained)
+
+
+class PartsOf(FakeRewards):
+    """Every answer's reward has the part `correct`, but for these calls."""
+
+    def __init__(self, lacks: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.lacks = lacks
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        self.calls += 1
+        reward = float(self.calls % 2)
+        return Score(reward, {"form": 1.0} if self.lacks(self.calls) else {"correct": reward})
+
+
+async def test_an_answer_whose_reward_lacks_the_compared_part_costs_its_group_and_not_the_run() -> None:
+    rewards = PartsOf(lacks=lambda call: call == 9)
+    filters = make_filters(FilterConfig(zero_variance=True, zero_variance_part="correct"), pass_reward=1.0).filters
+    flow = make_flow(engines := [FakeEngine()], rewards, filters=filters)
+    trained = await train_all(flow, engines)
+    assert len(trained) == 8, "every batch was complete"
+    assert flow.core.ledger.reasons[GroupState.FAILED, Reason.REWARD] == flow.counts().failed == 1
+
+
+async def test_a_part_that_no_reward_has_stops_the_run_with_its_name() -> None:
+    filters = make_filters(FilterConfig(zero_variance=True, zero_variance_part="correct"), pass_reward=1.0).filters
+    flow = make_flow([FakeEngine()], PartsOf(lacks=lambda _call: True), filters=filters)
+    async with flow:
+        with pytest.raises(PenstockError, match=r"8 groups in a row failed.*zero_variance_part=correct.*It has: form"):
+            await next_groups(flow)
 
 
 class EvenTasksGetTwo:
