@@ -164,7 +164,8 @@ class AlgorithmConfig(BaseModel):
         kl_estimator: `k2` (gradient of reverse KL) or `k3` (of forward KL) in the loss, `k1` in the reward.
         overlong: What happens to answers that were cut off: shorten them by a soft penalty, mask their loss, or drop
             them before the baseline.
-        overlong_cache_tokens: Length of the ramp of that penalty, tokens.
+        overlong_cache_share: Length of the ramp of that penalty, as a share of `rollout.sampling.max_new_tokens`; the
+            paper's is 4096 of 20480 tokens.
         lag_decay: Factor of a token's term per version of staleness; 1 is off.
         entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained.
     """
@@ -210,7 +211,7 @@ class AlgorithmConfig(BaseModel):
     kl_estimator: Annotated[str, AfterValidator(known("kl"))] = "k2"
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
     overlong: Annotated[Literal["off", "penalty", "mask", "drop"], BeforeValidator(_as_word)] = "off"
-    overlong_cache_tokens: int = Field(default=64, ge=1)
+    overlong_cache_share: float = Field(default=0.2, gt=0, le=1)
     lag_decay: float = Field(default=1.0, gt=0, le=1)
     entropy_top_share: float = Field(default=1.0, gt=0, le=1)
 

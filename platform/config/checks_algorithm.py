@@ -11,6 +11,7 @@ from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import Algorithm, find
 from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
+from penstock.trainer.config import AlgorithmConfig
 
 _MASKS_OF_SEQUENCES = ("f_tis", "veto")
 
@@ -142,7 +143,7 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
-    """Token budget of pairs, length of the penalty's ramp, optimizers that cannot divide."""
+    """Token budget of pairs, optimizers that cannot divide."""
     algorithm, trainer, context = config.algorithm, config.trainer, config.model.max_context_tokens
     together = 2 if algorithm.pairs == "best_worst" else config.dataflow.group_size
     if algorithm.compares_pairs and trainer.max_tokens_per_micro_batch < together * context:
@@ -155,14 +156,6 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
             "model.max_context_tokens",
             "algorithm.loss",
             "algorithm.pairs",
-        )
-    limit = config.rollout.sampling.max_new_tokens
-    if algorithm.overlong == "penalty" and algorithm.overlong_cache_tokens > limit:
-        yield error(
-            f"algorithm.overlong_cache_tokens={algorithm.overlong_cache_tokens} is above rollout.sampling."
-            f"max_new_tokens={limit}: even an empty answer would be punished for its length. Use at most {limit}.",
-            "algorithm.overlong_cache_tokens",
-            "rollout.sampling.max_new_tokens",
         )
     cannot_divide = trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32"
     if algorithm.renormalise and cannot_divide:
@@ -181,6 +174,16 @@ def _advice(loss: Algorithm) -> str:
         return "algorithm.correction=tis_token"
     weight = "tis_seq" if loss.level == "sequence" else "decoupled"
     return f"algorithm.correction={weight}, or algorithm.proximal=behavior"
+
+
+def _is_dapo(algorithm: AlgorithmConfig) -> bool:
+    """Clip-higher and the soft penalty of overlong answers, as the preset has them; its name is not in the values."""
+    return algorithm.overlong == "penalty" and algorithm.clip_high > algorithm.clip_low
+
+
+def _drops_equal_groups(pass_rate: tuple[float, float] | None) -> bool:
+    """Whether groups that all pass and groups that all fail are filtered."""
+    return pass_rate is not None and pass_rate[0] > 0 and pass_rate[1] < 1
 
 
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
@@ -217,6 +220,18 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "reference is started. Use kl_in=loss or kl_coefficient=0.",
             "algorithm.kl_coefficient",
             "algorithm.kl_in",
+        )
+    filters = config.dataflow.filters
+    if _is_dapo(algorithm) and not filters.zero_variance and not _drops_equal_groups(filters.pass_rate):
+        yield warning(
+            f"dataflow.filters.zero_variance=false with algorithm.clip_high={algorithm.clip_high:g} above clip_low="
+            f"{algorithm.clip_low:g} and algorithm.overlong=penalty, which is DAPO without its dynamic sampling: "
+            "groups of equal rewards stay in the batch and give no gradient, so it is effectively smaller. Use "
+            "dataflow.filters.zero_variance=true, which samples others in their place.",
+            "dataflow.filters",
+            "algorithm.clip_high",
+            "algorithm.clip_low",
+            "algorithm.overlong",
         )
     if algorithm.loss == "sft":
         yield warning(

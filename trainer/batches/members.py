@@ -229,7 +229,7 @@ def _reward(payload: GroupPayload, trajectory: Trajectory) -> float:
 def _shaped_reward(member: Member, algorithm: AlgorithmConfig, max_new_tokens: int) -> float:
     if algorithm.overlong != "penalty":
         return member.reward
-    return member.reward + overlong_penalty(member.num_overlong, max_new_tokens, algorithm.overlong_cache_tokens)
+    return member.reward + overlong_penalty(member.num_overlong, max_new_tokens, algorithm.overlong_cache_share)
 
 
 def _penalties(member: Member, algorithm: AlgorithmConfig) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.checks import check_config
 from penstock.platform.config.compose import compose_config
+from penstock.platform.config.load import load_config
 from penstock.platform.config.overrides import CONF_DIR
 
 PRESETS = sorted(path.stem for path in (CONF_DIR / "algorithm").glob("*.yaml"))
@@ -31,7 +32,26 @@ def preset_overrides(preset: str) -> list[str]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_composes_without_a_warning(preset):
-    assert warnings(*preset_overrides(preset)) == []
+    dynamic_sampling = ["dataflow.filters.zero_variance=true"] if preset == "dapo" else []
+    assert warnings(*preset_overrides(preset), *dynamic_sampling) == []
+
+
+def test_dapo_without_dynamic_sampling_is_told():
+    (warning,) = warnings("algorithm=dapo")
+    assert "DAPO without its dynamic sampling" in warning
+    assert "Use dataflow.filters.zero_variance=true" in warning
+    assert warnings("algorithm=dapo", "dataflow.filters.pass_rate=[0.1,0.9]") == [], "drops such groups as well"
+    assert len(warnings("algorithm=dapo", "dataflow.filters.pass_rate=[0.1,1.0]")) == 1
+
+
+def test_the_warning_of_dapo_is_printed_by_a_dry_run_and_goes_with_the_run():
+    loaded = load_config("train", ["experiment=arithmetic", "algorithm=dapo"], dry_run=True)
+    assert any("DAPO without its dynamic sampling" in warning for warning in loaded.warnings)
+
+
+def test_the_ramp_in_tokens_is_answered_with_the_name_of_the_share():
+    (problem,) = problems("algorithm.overlong_cache_tokens=64")
+    assert "Did you mean algorithm.overlong_cache_share?" in problem
 
 
 def test_presets_that_ask_a_frozen_policy_start_one():
@@ -67,7 +87,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
             ["algorithm=online_dpo", "algorithm.pairs=all", "trainer.max_tokens_per_micro_batch=512"],
             "Use at least 1024",
         ),
-        (["algorithm.overlong=penalty", "algorithm.overlong_cache_tokens=5000"], "overlong_cache_tokens=5000"),
+        (["algorithm.overlong=penalty", "algorithm.overlong_cache_share=1.5"], "must be in (0, 1]"),
         (["algorithm.renormalise=true", "model.dtype=bfloat16"], "plain bfloat16 optimizer cannot"),
         (
             ["algorithm.renormalise=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],

@@ -148,8 +148,8 @@ def test_the_baseline_counts_a_reward_once(threads) -> None:
 
 
 def test_the_overlong_penalty_is_of_the_longest_thread(threads) -> None:
-    config = AlgorithmConfig(advantage="dr_grpo", overlong="penalty", overlong_cache_tokens=4)
     longest = max(one.num_sampled_tokens for one in threads[0])
+    config = AlgorithmConfig(advantage="dr_grpo", overlong="penalty", overlong_cache_share=4 / (longest + 4))
     assert longest < sum(one.num_sampled_tokens for one in threads[0])
     payload = group(joined(threads[0]), joined(threads[1]))
     mild = [one.advantages[0] for one in policy_sequences([payload], config, longest + 4)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -181,4 +183,28 @@ def test_a_users_own_estimator_is_named_by_path_and_held_to_one_number_per_membe
     ("num_tokens", "penalty"), [(0, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (100, -1.0), (140, -1.0)]
 )
 def test_the_overlong_penalty_is_a_ramp_before_the_limit(num_tokens: int, penalty: float) -> None:
-    assert overlong_penalty(num_tokens, max_new_tokens=100, cache_tokens=40) == pytest.approx(penalty, abs=1e-12)
+    assert overlong_penalty(num_tokens, max_new_tokens=100, cache_share=0.4) == pytest.approx(penalty, abs=1e-12)
+
+
+def soft_overlong_punishment(num_tokens: int, longest: int, cache: Fraction) -> Fraction:
+    """Equation 13 of DAPO as it stands there, in exact arithmetic."""
+    if num_tokens <= longest - cache:
+        return Fraction(0)
+    if num_tokens <= longest:
+        return ((longest - cache) - num_tokens) / cache
+    return Fraction(-1)
+
+
+@pytest.mark.parametrize("longest", [20480, 512, 96, 7, 1])
+@pytest.mark.parametrize("share", [Fraction(1, 5), Fraction(1, 64), Fraction(1)])
+def test_the_overlong_penalty_is_that_of_dapo_at_any_limit(longest: int, share: Fraction) -> None:
+    for num_tokens in np.unique(np.linspace(0, longest + 5, 300).astype(int)).tolist():
+        found = overlong_penalty(num_tokens, longest, float(share))
+        assert found == pytest.approx(float(soft_overlong_punishment(num_tokens, longest, share * longest)), abs=1e-9)
+
+
+def test_the_papers_share_is_the_default() -> None:
+    assert Fraction(4096, 20480) == Fraction(str(AlgorithmConfig().overlong_cache_share))
+    assert overlong_penalty(16384, 20480, 0.2) == 0.0
+    assert overlong_penalty(16385, 20480, 0.2) == pytest.approx(-1 / 4096, rel=1e-9)
+    assert overlong_penalty(20480, 20480, 0.2) == pytest.approx(-1.0, rel=1e-9)

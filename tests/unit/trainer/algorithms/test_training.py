@@ -44,7 +44,7 @@ VARIANTS = {
     "heads": {"reward_weights": {"right": 1.0, "short": 0.5}},
     "overlong_mask": {"overlong": "mask"},
     "overlong_drop": {"overlong": "drop"},
-    "overlong_penalty": {"overlong": "penalty", "overlong_cache_tokens": 20},
+    "overlong_penalty": {"overlong": "penalty", "overlong_cache_share": 2 / 3},
 }
 
 
