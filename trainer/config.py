@@ -129,11 +129,13 @@ class AlgorithmConfig(BaseModel):
 
     Attributes:
         advantage: A name, or the import path of a function `(rewards [G], AlgorithmConfig) -> [G]` of one group.
-        advantage_std: What grpo and the whitening of reinforce_pp divide by.
+        advantage_std: What grpo and the whitening divide by.
         std_epsilon: ε added to that standard deviation.
         reward_weights: Named part of the reward -> weight; each part is normalised in its group and then summed.
             Empty: the reward as a whole.
         gae_gamma, gae_lambda: γ and λ of gae.
+        whiten: Advantages of gae and reinforce_pp: `batch` takes their mean over all loss tokens of the batch away and
+            divides by the deviation; `none` leaves them as they are.
         loss: A name, or the import path of a function `(LossTokens, AlgorithmConfig) -> PolicyLoss`.
         clip_low: ε_lo: the ratio is clipped below 1 − ε_lo (ppo_clip, dual_clip, gspo, gspo_token).
         clip_high: ε_hi: the ratio is clipped above 1 + ε_hi (those and cispo).
@@ -178,6 +180,7 @@ class AlgorithmConfig(BaseModel):
     reward_weights: dict[str, float] = Field(default_factory=dict)
     gae_gamma: float = Field(default=1.0, ge=0, le=1)
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    whiten: Literal["none", "batch"] = "batch"
     loss: Annotated[str, AfterValidator(known("loss", or_import_path=True))] = "ppo_clip"
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     clip_high: float = Field(default=0.2, gt=0)
@@ -302,49 +305,3 @@ class TeacherConfig(BaseModel):
     num_workers: int = Field(default=1, ge=1)
     pool: str | None = None
     timeout_s: float = Field(default=600.0, gt=0)
-
-
-class SftConfig(BaseModel):
-    """Supervised warm start (`penstock sft`).
-
-    Attributes:
-        batch_size: Examples per optimizer step.
-        max_steps: Upper limit of optimizer steps.
-        eval_every_steps: Held-out accuracy is measured this often.
-        eval_tasks: Held-out tasks per measurement.
-        stop_at_accuracy: Stop when one sample answers this share of held-out tasks with the gold answer (the mean
-            probability of the whole answer); None trains for `max_steps`.
-        max_greedy_accuracy: Kept is the best step at which greedy decoding is no better than this: a warm start
-            that leaves reinforcement learning something to show. 1 is no condition.
-        reuse: Do nothing where the run directory holds a finished run of the same configuration.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    batch_size: int = Field(gt=0)
-    max_steps: int = Field(gt=0)
-    eval_every_steps: int = Field(default=10, gt=0)
-    eval_tasks: int = Field(default=256, gt=0)
-    stop_at_accuracy: float | None = Field(default=None, gt=0, le=1)
-    max_greedy_accuracy: float = Field(default=1.0, gt=0, le=1)
-    reuse: bool = False
-
-
-class PreferenceConfig(BaseModel):
-    """Learning from pairs of answers (`penstock rm`, `penstock dpo`).
-
-    Attributes:
-        batch_size: Pairs per optimizer step.
-        num_steps: Optimizer steps.
-        eval_every_steps: Held-out accuracy is measured this often.
-        eval_pairs: Held-out pairs per measurement.
-        beta: β of DPO; a reward model has 1.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    batch_size: int = Field(gt=0)
-    num_steps: int = Field(gt=0)
-    eval_every_steps: int = Field(default=10, gt=0)
-    eval_pairs: int = Field(default=256, gt=0)
-    beta: float = Field(default=0.1, gt=0)

@@ -32,12 +32,14 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
     """Advantages of a whole batch need it at once; losses of whole sequences need whole sequences."""
     algorithm, flow = config.algorithm, config.dataflow
     advantage, loss = find("advantage", algorithm.advantage), find("loss", algorithm.loss)
-    if flow.stream_micro_batches and advantage.level == "batch":
+    if flow.stream_micro_batches and advantage.level == "batch" and algorithm.whiten == "batch":
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.advantage={advantage.name}: it whitens over all tokens "
-            "of the batch, which are not there when the first part is trained. Use one of the two.",
+            "of the batch, which are not there when the first part is trained. Use one of the two, or "
+            "algorithm.whiten=none.",
             "dataflow.stream_micro_batches",
             "algorithm.advantage",
+            "algorithm.whiten",
         )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(

@@ -99,7 +99,7 @@ def per_head(
 
 
 def reinforce_pp(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
-    """`A_{i,t} = R_i − β Σ_{s≥t} k1_s`, whitened over all tokens of the batch. REINFORCE++, arXiv 2501.03262."""
+    """`A_{i,t} = R_i − β Σ_{s≥t} k1_s`, whitened (`whiten: batch`). REINFORCE++, arXiv 2501.03262."""
     return whitened(_returns_to_go(batch.rewards, batch.penalties), batch.carries_loss, config)
 
 
@@ -120,7 +120,18 @@ def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[N
 
 
 def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
-    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`; V is 0 after the end. Returns are A + V.
+    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`); V is 0 after the end."""
+    return whitened(_discounted_surprises(batch, config), batch.carries_loss, config)
+
+
+def gae_returns(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`A + V`, what the critic learns, with A before it is whitened: returns are in the units of the reward."""
+    advantages = _discounted_surprises(batch, config)
+    return [advantage + value for advantage, value in zip(advantages, batch.values, strict=True)]
+
+
+def _discounted_surprises(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`A_t = Σ_k (γλ)^k δ_{t+k}`.
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
     skipped, not zeros. The reward comes at the last one. All sequences lie one after another under one scan.
@@ -142,7 +153,12 @@ def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]
 def whitened(
     values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: AlgorithmConfig
 ) -> list[NDArray[np.float64]]:
-    """`(A − mean) / (std + ε)` with mean and deviation over all tokens of the batch that carry loss."""
+    """`(A − mean) / (std + ε)`, mean and deviation over all tokens of the batch that carry loss; A if `whiten: none`.
+
+    Every rank has the whole batch here, so the statistics are global whatever it trains of it (I9).
+    """
+    if config.whiten == "none":
+        return list(values)
     counted = [one[mask] for one, mask in zip(values, carries_loss, strict=True)]
     pool = np.concatenate(counted) if counted else np.zeros(0)
     if not len(pool) or are_equal(pool):

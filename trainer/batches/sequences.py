@@ -17,7 +17,7 @@ from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, compared_rewards
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
-from penstock.trainer.algorithms.batch_advantages import token_advantages
+from penstock.trainer.algorithms.batch_advantages import gae_returns, token_advantages
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.collate import TrainingSequence
@@ -64,6 +64,7 @@ def policy_sequences(
     members = batch_members(payloads, algorithm, min_versions, references, values, teachers, proximals)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
+    returns = gae_returns(rewards, algorithm) if rewards.values else None
     preferred = batch_pairs(members, rewards, algorithm)
     compared = {*preferred, *(worse for others in preferred.values() for worse in others)}
     sequences = []
@@ -83,7 +84,7 @@ def policy_sequences(
                 group=member.group,
                 prompt_length=prompt_length(member.trajectory),
                 old_values=None if member.values is None else member.values[keep],
-                returns=None if member.values is None else (advantage + member.values)[keep],
+                returns=None if returns is None else returns[index][keep],
                 teacher_logprobs=None if member.teacher is None else member.teacher[keep],
                 proximal_logprobs=None if member.proximal is None else member.proximal[keep],
             )

@@ -144,6 +144,15 @@ def test_what_is_biased_or_without_effect_is_a_warning(overrides, words):
     assert words in warning
 
 
+def test_returns_that_are_not_whitened_may_be_streamed():
+    streamed = ["algorithm=reinforce_pp", "dataflow.stream_micro_batches=true"]
+    assert compose_config(["experiment=arithmetic", *streamed, "algorithm.whiten=none"]).algorithm.whiten == "none"
+
+
+def test_the_preset_ppo_whitens():
+    assert compose_config(["experiment=arithmetic", "algorithm=ppo"]).algorithm.whiten == "batch"
+
+
 def test_synchronous_data_needs_no_correction():
     assert warnings("algorithm.correction=none", "dataflow=synchronous") == []
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import ShapeError
-from penstock.trainer.algorithms.batch_advantages import RewardBatch, token_advantages
+from penstock.trainer.algorithms.batch_advantages import RewardBatch, gae_returns, token_advantages
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.shaping import overlong_penalty
 from penstock.trainer.config import AlgorithmConfig
@@ -151,22 +151,56 @@ class TestOfABatch:
         assert [one.tolist() for one in token_advantages(single, config)] == [[0.0], [], [], [], []]
 
     def test_gae_is_the_discounted_sum_of_surprises(self) -> None:
-        config = AlgorithmConfig(advantage="gae", gae_gamma=0.9, gae_lambda=0.8)
+        config = AlgorithmConfig(advantage="gae", gae_gamma=0.9, gae_lambda=0.8, whiten="none")
         batch = reward_batch(penalties=PENALTIES)
+        expected = self.surprises_by_hand(batch)
+        for mine, theirs in zip(token_advantages(batch, config), expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+
+    def surprises_by_hand(self, batch: RewardBatch) -> list[list[float]]:
+        """Of gae with γ = 0.9 and λ = 0.8, term by term."""
+        found = []
+        for reward, values, penalties in zip(batch.rewards, batch.values, batch.penalties, strict=True):
+            n = len(values)
+            r = [-penalties[t] + (reward if t == n - 1 else 0.0) for t in range(n)]
+            delta = [r[t] + 0.9 * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+            found.append([sum(0.72**j * delta[t + j] for j in range(n - t)) for t in range(n)])
+        return found
+
+    @pytest.mark.parametrize(("std", "ddof"), [("sample", 1), ("population", 0)])
+    def test_gae_is_whitened_over_the_loss_tokens_of_the_batch(self, std: str, ddof: int) -> None:
+        masks = [np.ones(n, bool) for n in (3, 1, 4, 0, 2)]
+        masks[0][1], masks[2][:] = False, False
+        batch = reward_batch(penalties=PENALTIES, carries_loss=masks)
+        config = AlgorithmConfig(advantage="gae", gae_gamma=0.9, gae_lambda=0.8, advantage_std=std)
         found = token_advantages(batch, config)
-        for i, advantages in enumerate(found):
-            n, v, k = len(advantages), batch.values[i], PENALTIES[i]
-            r = [-k[t] + (batch.rewards[i] if t == n - 1 else 0.0) for t in range(n)]
-            delta = [r[t] + 0.9 * (v[t + 1] if t + 1 < n else 0.0) - v[t] for t in range(n)]
-            expected = [sum(0.72**j * delta[t + j] for j in range(n - t)) for t in range(n)]
-            np.testing.assert_allclose(advantages, expected, rtol=1e-12)
+        raw = self.surprises_by_hand(batch)
+        expected = self.whitened_by_hand(raw, [mask.tolist() for mask in masks], ddof)
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+        pool = np.concatenate([one[mask] for one, mask in zip(found, masks, strict=True)])
+        assert pool.mean() == pytest.approx(0, abs=1e-12)
+        assert pool.std(ddof=ddof) == pytest.approx(1, abs=1e-3)
+        for returns, advantage, value in zip(gae_returns(batch, config), raw, batch.values, strict=True):
+            np.testing.assert_allclose(returns, advantage + value, rtol=1e-12)  # these are not whitened
+
+    def test_gae_whitened_does_not_see_the_scale_of_rewards_and_values(self) -> None:
+        batch, config = reward_batch(), AlgorithmConfig(advantage="gae", std_epsilon=1e-12)
+        scaled = reward_batch(rewards=1000 * batch.rewards, values=[1000 * one for one in batch.values])
+        for mine, theirs in zip(token_advantages(batch, config), token_advantages(scaled, config), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-9)
+
+    def test_reinforce_pp_without_whitening_is_the_return(self) -> None:
+        config = AlgorithmConfig(advantage="reinforce_pp", whiten="none")
+        found = token_advantages(reward_batch(), config)
+        assert [one.tolist() for one in found] == [[1.0] * 3, [0.0], [0.5] * 4, [], [0.5] * 2]
 
     def test_gae_with_lambda_1_is_the_return_minus_the_value(self) -> None:
         values = [np.array([0.5, -1.0, 0.3]), np.zeros(0), np.array([7.0])]
         penalties = [np.array([-0.1, 0.0, 0.0]), np.zeros(0), np.zeros(1)]
         masks = [np.ones(len(one), bool) for one in values]
         batch = RewardBatch(np.array([2.0, 5.0, 1.0]), np.arange(3), penalties, masks, values=values)
-        found = token_advantages(batch, AlgorithmConfig(advantage="gae", gae_gamma=1.0, gae_lambda=1.0))
+        found = token_advantages(batch, AlgorithmConfig(advantage="gae", gae_lambda=1.0, whiten="none"))
         np.testing.assert_allclose(found[0], [2.1 - 0.5, 2.0 + 1.0, 2.0 - 0.3], rtol=1e-12)
         assert [one.tolist() for one in found[1:]] == [[], [-6.0]], "nothing leaks from one trajectory into another"
 
