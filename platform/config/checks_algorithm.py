@@ -189,7 +189,7 @@ def _drops_equal_groups(pass_rate: tuple[float, float] | None) -> bool:
 
 
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
-    """What runs and is biased, or has no effect."""
+    """What runs and is biased, or is less than its name says."""
     algorithm, eta = config.algorithm, config.dataflow.max_staleness
     loss = find("loss", algorithm.loss)
     if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
@@ -200,28 +200,12 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "algorithm.proximal",
             "dataflow.max_staleness",
         )
-    if algorithm.updates_per_batch == 1 and algorithm.proximal in ("recompute", "interpolate"):
-        price = "and costs a forward more" if algorithm.proximal == "recompute" else "by definition"
-        yield warning(
-            f"algorithm.proximal={algorithm.proximal} with one update per batch (algorithm.mini_batches=1, epochs=1) "
-            f"is proximal=target, {price}. Use proximal=target, or several updates.",
-            "algorithm.proximal",
-            "algorithm.mini_batches",
-            "algorithm.epochs",
-        )
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
         yield warning(
             f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: it leaves the deviation "
             "out to be unbiased, and this aggregation brings a bias by length back. Use aggregation=constant_length.",
             "algorithm.advantage",
             "algorithm.aggregation",
-        )
-    if algorithm.kl_coefficient and algorithm.kl_in == "off":
-        yield warning(
-            f"algorithm.kl_coefficient={algorithm.kl_coefficient:g} has no effect with algorithm.kl_in=off, and no "
-            "reference is started. Use kl_in=loss or kl_coefficient=0.",
-            "algorithm.kl_coefficient",
-            "algorithm.kl_in",
         )
     filters = config.dataflow.filters
     if _is_dapo(algorithm) and not filters.zero_variance and not _drops_equal_groups(filters.pass_rate):

@@ -20,7 +20,7 @@ class Violation(NamedTuple):
 
 
 SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
-_LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
+LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
 _READ_ADVANTAGES = ("opsm", "f_tis")
 _UNUSED_ADVANTAGE, _UNUSED_AGGREGATION = "grpo", "token_mean"
 """The defaults, which stand in a configuration also where nothing reads them."""
@@ -67,7 +67,7 @@ def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
 
 def _several_updates(config: AlgorithmConfig) -> Iterator[Violation]:
     """A trust region that moves with the policy is none."""
-    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss in _LOSSES_OF_RATIO:
+    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss in LOSSES_OF_RATIO:
         yield Violation(
             f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
             f"algorithm.loss={config.loss}: from the second update on the centre of its ratio would be the policy "

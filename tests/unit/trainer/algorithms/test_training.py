@@ -14,7 +14,6 @@ import torch
 
 from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.dataflow.versions import Span
 from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
 from penstock.trainer.batches.members import batch_members, reward_batch
@@ -53,28 +52,6 @@ def settings_of(name: str) -> dict:
         return VARIANTS[name]
     chosen = [f"algorithm={name}", *(["teacher.path=somewhere"] if name == "distill" else [])]
     return compose_config(["experiment=arithmetic", *chosen]).algorithm.model_dump()
-
-
-@pytest.fixture
-def aged(batch: list[GroupPayload]) -> list[GroupPayload]:
-    """The batch at versions 3 and 5, close enough to the policy that clips leave something, with named parts."""
-
-    def age(one):
-        old = one.num_sampled_tokens // 2
-        spans = tuple(span for span in (Span(3, old), Span(5, one.num_sampled_tokens - old)) if span.num_tokens)
-        parts = {"right": one.reward, "short": float(len(one.token_ids) % 3)}
-        return replace(one, spans=spans, reward_parts=parts)
-
-    return [GroupPayload(group.group_id, tuple(map(age, group.trajectories))) for group in batch]
-
-
-@pytest.fixture
-def references(aged: list[GroupPayload]) -> list[np.ndarray]:
-    rng = np.random.default_rng(9)
-    return [
-        rng.normal(-3, 0.3, sum(one.num_sampled_tokens for one in group.trajectories)).astype(np.float32)
-        for group in aged
-    ]
 
 
 def gradient(trainer: PolicyTrainer, parts: list[tuple[list, list]]) -> torch.Tensor:
