@@ -46,7 +46,7 @@ def preference_sequences(
         reference_logprobs: `[n]` per answer, chosen and rejected in turns: the reference's logprob of each of its n
             tokens, which is compared with the policy's token by token. None: 0.
     """
-    sequences = []
+    sequences: list[TrainingSequence] = []
     for index, pair in enumerate(pairs):
         for answer in (pair.chosen, pair.rejected):
             token_ids = [*pair.prompt, *answer, _NOTHING]

@@ -78,7 +78,7 @@ def sound_combinations(seed: int) -> Iterator[AlgorithmConfig]:
         seen.add(tuple(chosen.values()))
         kl_in, kl_estimator, kl_coefficient = chosen.pop("kl")
         config = AlgorithmConfig(
-            **chosen, kl_in=kl_in, kl_estimator=kl_estimator, kl_coefficient=kl_coefficient, overlong_cache_tokens=2
+            **chosen, kl_in=kl_in, kl_estimator=kl_estimator, kl_coefficient=kl_coefficient, overlong_cache_share=0.3
         )
         if not algorithm_violations(config):
             yield config
