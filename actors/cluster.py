@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from penstock.actors.devices import Seat
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
-from penstock.actors.ray_errors import ray_boundary
+from penstock.actors.ray_errors import answer_of, ray_boundary
 from penstock.actors.reward import RewardActor
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer import TrainerRank
@@ -101,14 +101,8 @@ class ObjectStore:
         return ray.put(payload)
 
     async def get(self, handle: ray.ObjectRef) -> GroupPayload:
-        try:
-            with ray_boundary(TrainingError, "a stored group"):
-                async with asyncio.timeout(FETCH_TIMEOUT_S):
-                    payload: GroupPayload = await handle
-        except TimeoutError:
-            raise TrainingError(
-                f"a stored group did not come within {FETCH_TIMEOUT_S:.0f} s. The node that holds it does not answer."
-            ) from None
+        hint = "The node that holds it does not answer."
+        payload: GroupPayload = await answer_of(handle, FETCH_TIMEOUT_S, TrainingError, "a stored group", hint)
         return payload
 
 
@@ -154,11 +148,13 @@ def start_rewards(
     config: RewardConfig, sandbox: SandboxConfig, resources: Sequence[Resources], device: Device = "cpu"
 ) -> RewardClient:
     """Start the reward workers; a function that cannot be imported was refused before Ray started."""
-    workers = [
-        ray.remote(RewardActor).options(max_concurrency=8, **need.options({})).remote(config, sandbox, device)
-        for need in resources
-    ]
-    return RewardClient(workers)
+    worker_type = ray.remote(RewardActor)
+
+    def starting(need: Resources) -> Callable[[], ActorHandle]:
+        options = worker_type.options(max_concurrency=8, **need.options({}))
+        return lambda: options.remote(config, sandbox, device)
+
+    return RewardClient([starting(need) for need in resources])
 
 
 async def _started(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:

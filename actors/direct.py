@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.actors.silence import silence_limit
+
 LENGTH = struct.Struct("!Q")
 SIGN_OF_LIFE_S = 20.0
 """How often the listening end gives one, seconds."""
@@ -56,7 +58,8 @@ class Connection:
         """The next message.
 
         Args:
-            silence_s: Longest wait for anything, signs of life included, seconds; None is for ever.
+            silence_s: Longest wait for anything, signs of life included, seconds of a loop that does not stand still
+                (actors/silence.py); None is for ever.
 
         Raises:
             TimeoutError: If there was nothing for that long.
@@ -64,7 +67,7 @@ class Connection:
             OSError: If the connection broke.
         """
         while True:
-            async with asyncio.timeout(silence_s):
+            async with silence_limit(silence_s):
                 (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 body = await self._reader.readexactly(length)
             if body:

@@ -1,15 +1,18 @@
-"""Ray's exceptions become ours here, with the cause in the sentence."""
+"""Calls of other processes: each has a time limit, and Ray's exceptions become ours, with the cause in the sentence."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from penstock.actors.silence import silence_limit
 from penstock.dataflow.errors import PenstockError, WeightSyncError
+
+_Answer = TypeVar("_Answer")
 
 
 @contextmanager
@@ -23,7 +26,32 @@ def ray_boundary(error: type[PenstockError], what: str) -> Iterator[None]:
     except ray.exceptions.RayTaskError as failed:
         raise error(f"{what} failed: {type(failed.cause).__name__}: {failed.cause}") from failed
     except ray.exceptions.RayError as lost:
-        raise error(f"{what}: a process died: {str(lost).strip().splitlines()[0]}") from lost
+        raise error(f"{what}: a process died: {first_line(lost)}") from lost
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message; its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+async def answer_of(
+    call: Awaitable[_Answer], limit_s: float, error: type[PenstockError], what: str, hint: str = ""
+) -> _Answer:
+    """The answer of another process.
+
+    Args:
+        call: The call.
+        limit_s: Longest wait, seconds.
+        error: What is raised if it fails, if the process dies, or if there is no answer in time.
+        what: Peer and purpose, for the message.
+        hint: What to do about an answer that does not come.
+    """
+    try:
+        with ray_boundary(error, what):
+            async with silence_limit(limit_s):
+                return await call
+    except TimeoutError:
+        raise error(f"{what}: no answer within {limit_s:g} s. {hint}".rstrip()) from None
 
 
 async def together(
@@ -48,7 +76,7 @@ async def together(
     done, late = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     first = next((call.exception() for call in pending if call in done and call.exception() is not None), None)
     if first is not None:
-        interrupt((str(first).strip().splitlines() or [type(first).__name__])[0])
+        interrupt(first_line(first))
         _, late = await asyncio.wait(pending, timeout=timeout_s)
     for call in late:
         call.cancel()

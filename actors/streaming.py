@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
+from penstock.actors.ray_errors import first_line
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck
@@ -63,7 +64,7 @@ class Streaming:
         try:
             return await update
         except BaseException as error:
-            self._interrupt(_first_line(error))
+            self._interrupt(first_line(error))
             raise
 
     async def over(self) -> None:
@@ -73,8 +74,4 @@ class Streaming:
 
     def _sent(self, sending: asyncio.Task[None]) -> None:
         if not sending.cancelled() and (error := sending.exception()) is not None:
-            self._interrupt(_first_line(error))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._interrupt(first_line(error))

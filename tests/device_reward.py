@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any, Self
 
 from penstock.dataflow.trajectory import Trajectory
@@ -24,10 +23,3 @@ class Where:
         del trajectory, fields
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         return {"reward": float(self._device == "cuda"), "gpu": float(seen or -1)}
-
-
-def sleeps(trajectory: Trajectory, **fields: Any) -> float:
-    """Never answers."""
-    del trajectory, fields
-    time.sleep(1000)
-    return 0.0

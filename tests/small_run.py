@@ -13,13 +13,12 @@ from tests.tiny_policy import tiny_shape
 MAX_CONTEXT_TOKENS = 1024
 
 
-def small_run(folder: Path, name: str, tokenizer: Any, *overrides: str) -> Path:
-    """Train a policy that knows nothing, in `folder`, with one group of two attempts a step; the folder of the run."""
+def small_run_overrides(folder: Path, name: str, tokenizer: Any, *overrides: str) -> list[str]:
+    """Of a run with one group of two attempts a step; its policy, which knows nothing, is written in `folder`."""
     shape = tiny_shape(vocab_size=len(tokenizer), hidden_size=32, head_dim=16)
     model = ModelConfig(max_context_tokens=MAX_CONTEXT_TOKENS, shape=shape)
     create_policy(model, tokenizer, str(folder / "policy"), seed=0)
-    done = run_cli(
-        "train",
+    return [
         "experiment=arithmetic",
         "rollout/engine=torch",
         "rollout.sampling.max_new_tokens=12",
@@ -33,8 +32,12 @@ def small_run(folder: Path, name: str, tokenizer: Any, *overrides: str) -> Path:
         f"model.max_context_tokens={MAX_CONTEXT_TOKENS}",
         *(f"model.shape.{key}={str(value).lower()}" for key, value in shape.model_dump().items()),
         *overrides,
-        cwd=folder,
-    )
+    ]
+
+
+def small_run(folder: Path, name: str, tokenizer: Any, *overrides: str) -> Path:
+    """Train in `folder` until the end; the folder of the run."""
+    done = run_cli("train", *small_run_overrides(folder, name, tokenizer, *overrides), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = folder / "runs" / name
     assert read_summary(run_dir)["ledger"]["failed"] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from penstock.actors.direct import connect
@@ -22,7 +24,7 @@ async def test_a_job_whose_runner_fails_is_answered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig(), "cpu")
     driver = await connect(await actor.listen(), timeout_s=10.0)
-    driver.send([(7, *pair("!"))])
+    driver.send([(7, "0/0", pickle.dumps(pair("!")))])
     ((number, result),) = await driver.receive(10.0)
     assert number == 7
     if isinstance(error, ConfigError):
