@@ -16,6 +16,8 @@ from ray.actor import ActorHandle
 
 from penstock.actors.engine import Answer
 from penstock.actors.locations import at_node
+from penstock.actors.ray_errors import answer_of, first_line
+from penstock.actors.silence import silence_limit
 from penstock.actors.streaming import Streaming
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
@@ -25,6 +27,7 @@ from penstock.weights.transport.device_memory import SlotHandle
 
 POLL_S = 20.0
 SILENCE_S = 60.0  # a poll that takes longer than this beyond its own wait means that the actor hangs
+SWITCH_S = 300.0  # longest wait for an engine to free its device memory, or to take it back: a whole model may be moved
 
 
 class RemoteEngine:
@@ -73,11 +76,10 @@ class RemoteEngine:
         self._spawn(self._call("abort", [request_id]))
 
     async def load(self) -> EngineLoad:
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                return await self._actor.load.remote()
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            raise EngineLostError(f"{self.engine_id}: load() failed: {type(error).__name__}") from error
+        load: EngineLoad = await answer_of(
+            self._actor.load.remote(), SILENCE_S, EngineLostError, f"{self.engine_id}: load"
+        )
+        return load
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
         """Swap weights in flight; the engine serves `manifest.version` once this returns.
@@ -93,10 +95,10 @@ class RemoteEngine:
     async def _update_weights(self, manifest: WeightManifest, payload: Any) -> WeightAck:
         try:
             ack: WeightAck = await self._actor.update_weights.remote(*at_node(manifest, payload, self.node_id))
-        except ray.exceptions.RayActorError as error:
-            raise self._lose(f"died during publish v{manifest.version}") from error
         except ray.exceptions.RayTaskError as error:
             raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {error.cause}") from error
+        except ray.exceptions.RayError as error:  # killed for memory, it is no RayActorError
+            raise self._lose(f"died during publish v{manifest.version}: {first_line(error)}") from error
         if ack.checksum != manifest.checksum or ack.version != manifest.version:
             raise WeightSyncError(
                 f"publish v{manifest.version}: {self.engine_id} acknowledged v{ack.version} with checksum "
@@ -116,10 +118,10 @@ class RemoteEngine:
         """
         try:
             handles: list[list[SlotHandle]] = await self._actor.make_slots.remote(buffers, dtype, num_writers)
-        except ray.exceptions.RayActorError as error:
-            raise self._lose("died when it was asked for device memory") from error
         except ray.exceptions.RayTaskError as error:
             raise WeightSyncError(f"weights.memory=device: {self.engine_id}: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            raise self._lose(f"died when it was asked for device memory: {first_line(error)}") from error
         return handles
 
     def join_crossing(self, crossing: Any, replica: int) -> Awaitable[None]:
@@ -133,10 +135,27 @@ class RemoteEngine:
         return call
 
     async def sleep(self) -> None:
-        await self._actor.sleep.remote()
+        """Free its device memory.
+
+        Raises:
+            EngineLostError: If it did not. Its process is ended then, so that the memory is free all the same.
+        """
+        await self._switch(self._actor.sleep.remote(), "sleep")
 
     async def wake(self) -> None:
-        await self._actor.wake.remote()
+        """Take its device memory back.
+
+        Raises:
+            EngineLostError: If it did not; its process is ended then.
+        """
+        await self._switch(self._actor.wake.remote(), "wake up")
+
+    async def _switch(self, call: Awaitable[None], what: str) -> None:
+        try:
+            await answer_of(call, SWITCH_S, EngineLostError, f"{self.engine_id}: {what}")
+        except EngineLostError as error:
+            self.kill()
+            raise EngineLostError.final(str(error)) from error
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Stop polling and ask the engine to end; its process is ended by the cluster either way."""
@@ -149,7 +168,7 @@ class RemoteEngine:
     def kill(self) -> None:
         """End its process now; what it had of requests is lost."""
         self._poll.cancel()
-        self._lose("was ended, to be started anew")
+        self._lose("was ended")
         ray.kill(self._actor)
 
     def _flush(self) -> None:
@@ -170,13 +189,13 @@ class RemoteEngine:
     async def _collect(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(POLL_S + SILENCE_S):
+                async with silence_limit(POLL_S + SILENCE_S):
                     parcels = await self._actor.collect.remote(POLL_S)
             except TimeoutError:
                 self._lose(f"did not answer for {POLL_S + SILENCE_S:.0f} s")
                 return
             except ray.exceptions.RayError as error:
-                self._lose(f"died: {str(error).strip().splitlines()[0]}")
+                self._lose(f"died: {first_line(error)}")
                 return
             for request_id, parcel in parcels:
                 if (inbox := self._inboxes.get(request_id)) is not None:

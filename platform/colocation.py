@@ -7,8 +7,11 @@ max_staleness 0 no rollout is under way while a batch trains, so nothing is inte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol, cast
 
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, TrainerGroup
 from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.streams import stream_of
@@ -16,25 +19,40 @@ from penstock.rollout.local_engine import Sleeper
 from penstock.rollout.pool import EnginePool
 
 
+class SleepingEngine(Sleeper, Protocol):
+    """An engine of the pool that can give its device memory back."""
+
+    engine_id: EngineId
+
+
 class TakesTurns:
     """A `TrainerGroup` that has the devices to itself for each step.
 
-    Consumes a closed batch. Waits for: the engines to be idle (evaluations included), then asleep.
+    Consumes a closed batch. Waits for: the engines to be idle (evaluations included), then asleep. Unblocked by: those
+    in service now; one that does not go to sleep or wake up is fenced off, and the step goes on.
     """
 
-    def __init__(self, trainer: TrainerGroup, engines: Sequence[Sleeper], pool: EnginePool) -> None:
+    def __init__(self, trainer: TrainerGroup, pool: EnginePool) -> None:
         self._trainer = trainer
-        self._engines = engines
         self._pool = pool
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         groups = [group async for group in batch]
         await self._pool.idle()
-        await asyncio.gather(*(engine.sleep() for engine in self._engines))
+        await self._all(lambda engine: engine.sleep())
         try:
             return await self._trainer.step(stream_of(groups))
         finally:
-            await asyncio.gather(*(engine.wake() for engine in self._engines))
+            await self._all(lambda engine: engine.wake())
 
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
+
+    async def _all(self, switch: Callable[[SleepingEngine], Awaitable[None]]) -> None:
+        async def one(engine: SleepingEngine) -> None:
+            try:
+                await switch(engine)
+            except EngineLostError as error:
+                await self._pool.fence(engine.engine_id, str(error))
+
+        await asyncio.gather(*(one(engine) for engine in cast("list[SleepingEngine]", self._pool.engines())))

@@ -68,8 +68,10 @@ class Evaluator:
             PenstockError: If a task could not be answered or scored; an evaluation never counts a failure as 0.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
+            # Colocated engines must not be put to sleep between two turns, or while an answer is scored.
+            with self._runner.pool.in_use():
+                async with asyncio.TaskGroup() as group:
+                    runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
         except ExceptionGroup as failures:
             raise first_error(failures) from failures
         results = [run.result() for run in runs]

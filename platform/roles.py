@@ -67,7 +67,7 @@ class RunActors:
         return ActorWeightPublisher(pool, config.weights, self._export(pool, config), self.trainer)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
-        return TakesTurns(self.trainer, self.engines, pool)
+        return TakesTurns(self.trainer, pool)
 
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
         """End what is left of an engine, and start it anew: a process with the model of `model.path`, in no pool yet.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
@@ -117,6 +117,11 @@ class EnginePool:
     async def someone(self) -> None:
         """Wait until an engine is in service, or none is coming back."""
         while self._returning and not self._dispatcher.num_serving:
+            await self.one_returned()
+
+    async def one_returned(self) -> None:
+        """Wait until one of the engines that are coming back has come, or has been given up."""
+        if self._returning:
             self._joined.clear()
             await self._joined.wait()
 
@@ -207,8 +212,20 @@ class EnginePool:
         self._settle(self._dispatcher.refresh())
 
     async def idle(self) -> None:
-        """Wait until no request holds a slot."""
+        """Wait until no request holds a slot, and no context of `in_use` is open."""
         await self._idle.wait()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Not idle until the context ends: for work of several requests, which holds no slot between them."""
+        self._num_leases += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_leases -= 1
+            if not self._num_leases:
+                self._idle.set()
 
     async def quiet(self, engine_id: EngineId) -> None:
         """Wait until one engine has no request, or is out of service."""

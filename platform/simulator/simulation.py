@@ -186,7 +186,7 @@ class Simulation:
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         side = Side(
             runner,
-            trainer=TakesTurns(trainer, engines, pool) if config.colocated else trainer,
+            trainer=TakesTurns(trainer, pool) if config.colocated else trainer,
             publisher=publisher,
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,

@@ -6,9 +6,13 @@ import asyncio
 
 import pytest
 
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ports import GenerateRequest
 from penstock.platform.evaluation import Evaluation
 from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.simulation import Simulation
+from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.simulation import Seams, Simulation, simulate
+from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
 STEPS, BATCH = 8, 2
@@ -45,3 +49,37 @@ def test_evaluations_never_enter_the_ledger_and_train_nothing() -> None:
     assert counts.admitted == counts.trained == STEPS * BATCH
     assert simulation.trainer is not None
     assert simulation.trainer.trained.tasks == set(range(STEPS * BATCH))
+
+
+class RefusesInItsSleep(SimulatedEngine):
+    """As the shipping engines do: whoever asks a sleeping engine is told that it is asleep."""
+
+    is_asleep = False
+    num_refused = 0
+
+    async def sleep(self) -> None:
+        self.is_asleep = True
+        await super().sleep()
+
+    async def wake(self) -> None:
+        self.is_asleep = False
+        await super().wake()
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        if not self.is_asleep:
+            return super().generate(request)
+        type(self).num_refused += 1
+        stream = TokenStream(asyncio.get_running_loop())
+        stream.put(EngineLostError(f"{self.engine_id}: asked to generate while asleep"))
+        return stream
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_colocated_engines_are_awake_until_the_last_turn_of_an_evaluation(seed: int) -> None:
+    settings = ["colocated=true", "eta=0", "turns=3", "eval_every=1", "steps=8", "profile=short", "engines=2"]
+    RefusesInItsSleep.num_refused = 0
+    outcome = simulate(
+        parse_simulation([*settings, "tool_mean_s=5", "update_mode=keep_kv"]), seed, Seams(engine=RefusesInItsSleep)
+    )
+    assert outcome.violation is None
+    assert RefusesInItsSleep.num_refused == 0

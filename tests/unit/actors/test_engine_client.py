@@ -1,0 +1,105 @@
+"""The driver's side of an engine: however its process dies or hangs, that is a lost engine, not the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from penstock.actors import engine_client
+from penstock.actors.engine_client import RemoteEngine
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ids import EngineId, RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, WeightManifest
+
+MANIFEST = WeightManifest(1, "somewhere", (), 100, 7)
+
+
+async def never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def killed_for_memory(*_: object) -> None:
+    raise ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+
+async def refuses(*_: object) -> None:
+    raise ray.exceptions.RayTaskError("update", "a remote traceback", ValueError("odd shape"))
+
+
+def engine_with(**methods: Any) -> RemoteEngine:
+    """An engine whose process answers so; polls wait for ever."""
+    handles = {name: SimpleNamespace(remote=method) for name, method in {"collect": never, **methods}.items()}
+    return RemoteEngine(EngineId("e"), SimpleNamespace(**handles), "node-a")  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Actors that were ended."""
+    actors: list[Any] = []
+    monkeypatch.setattr(ray, "kill", actors.append)
+    return actors
+
+
+@pytest.mark.parametrize("method", ["update_weights", "make_slots", "load", "sleep", "wake"])
+async def test_an_engine_that_is_killed_for_memory_is_lost(method: str) -> None:
+    engine = engine_with(**{method: killed_for_memory})
+    arguments = {"update_weights": (MANIFEST,), "make_slots": ([], "float32", 1)}
+    with pytest.raises(EngineLostError, match=r"^e:? .*low on memory"):
+        await getattr(engine, method)(*arguments.get(method, ()))
+
+
+async def test_an_engine_that_refuses_a_version_is_not_lost() -> None:
+    engine = engine_with(update_weights=refuses)
+    with pytest.raises(WeightSyncError, match="publish v1: e: odd shape"):
+        await engine.update_weights(MANIFEST)
+    assert engine._lost is None
+
+
+@pytest.mark.parametrize(("method", "purpose"), [("sleep", "sleep"), ("wake", "wake up")])
+async def test_an_engine_that_does_not_give_its_memory_back_in_time_is_named_and_ended(
+    method: str, purpose: str, monkeypatch: pytest.MonkeyPatch, killed: list[Any]
+) -> None:
+    monkeypatch.setattr(engine_client, "SWITCH_S", 0.05)
+    engine = engine_with(**{method: never})
+    with pytest.raises(EngineLostError, match=rf"e: {purpose}: no answer within 0\.05 s") as lost:
+        await asyncio.wait_for(getattr(engine, method)(), 5.0)
+    assert lost.value.is_final
+    assert killed == [engine._actor], "its device memory is free for the trainer"
+    with pytest.raises(EngineLostError):
+        await anext(engine.generate(GenerateRequest(RequestId("r"), (1,), SamplingParams(1))))
+
+
+async def test_a_driver_that_stood_still_takes_no_living_engine_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "POLL_S", 0.3)
+    monkeypatch.setattr(engine_client, "SILENCE_S", 0.7)
+    elsewhere = asyncio.new_event_loop()
+    threading.Thread(target=elsewhere.run_forever, daemon=True).start()
+
+    async def answer(wait_s: float) -> list[Any]:
+        await asyncio.sleep(wait_s)
+        return []
+
+    def collect(wait_s: float) -> asyncio.Future[list[Any]]:
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer(wait_s), elsewhere))
+
+    engine = engine_with(collect=collect)
+    await asyncio.sleep(0.1)
+    time.sleep(2.5)  # noqa: ASYNC251  the loop stands still; the engine's goes on
+    await asyncio.sleep(0.3)
+    assert engine._lost is None
+    engine._poll.cancel()
+    elsewhere.call_soon_threadsafe(elsewhere.stop)
+
+
+async def test_an_engine_that_is_silent_in_a_loop_that_runs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "POLL_S", 0.05)
+    monkeypatch.setattr(engine_client, "SILENCE_S", 0.05)
+    engine = engine_with()
+    with pytest.raises(EngineLostError, match="did not answer"):
+        await asyncio.wait_for(anext(engine.generate(GenerateRequest(RequestId("r"), (1,), SamplingParams(1)))), 10.0)

@@ -1,0 +1,87 @@
+"""Trainer and engines take turns: an engine that cannot is fenced off, and the step goes on with the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from penstock.dataflow.errors import EngineLostError
+from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import StepReport
+from penstock.dataflow.trajectory import GroupRef
+from penstock.platform.colocation import TakesTurns
+from penstock.platform.streams import stream_of
+from penstock.rollout.pool import EnginePool
+
+
+@dataclass
+class Sleepy:
+    """An engine that sleeps and wakes, or is lost when it is asked to."""
+
+    name: str
+    calls: list[str]
+    lost_at: str = ""
+    version: int = 0
+    engine_id: EngineId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_id = EngineId(self.name)
+
+    async def sleep(self) -> None:
+        await self._switch("sleep")
+
+    async def wake(self) -> None:
+        await self._switch("wake")
+
+    async def _switch(self, what: str) -> None:
+        if self.lost_at == what:
+            raise EngineLostError.final(f"{self.name}: {what}: no answer within 300 s.")
+        self.calls.append(f"{self.name} {what}")
+
+
+@dataclass
+class Trainer:
+    calls: list[str]
+
+    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
+        assert [group async for group in batch] == []
+        self.calls.append("step")
+        return StepReport(1, False, {}, 1.0)
+
+    async def save(self, path: str) -> None: ...
+
+
+async def turn_of(pool: EnginePool, calls: list[str]) -> list[str]:
+    """What happened in one step."""
+    calls.clear()
+    await asyncio.wait_for(TakesTurns(Trainer(calls), pool).step(stream_of([])), 5.0)
+    return calls
+
+
+async def test_a_fenced_engine_is_left_alone_and_one_that_joined_takes_its_turn() -> None:
+    calls: list[str] = []
+    pool = EnginePool([Sleepy("a", calls), Sleepy("b", calls, lost_at="sleep")], 4)  # type: ignore[list-item]
+    await pool.fence(EngineId("b"), "it died")
+    pool.add(Sleepy("c", calls))  # type: ignore[arg-type]
+    assert await turn_of(pool, calls) == ["a sleep", "c sleep", "step", "a wake", "c wake"]
+
+
+async def test_an_engine_that_does_not_go_to_sleep_or_wake_up_is_fenced_off_and_the_step_is_taken() -> None:
+    calls: list[str] = []
+    engines = [Sleepy("a", calls), Sleepy("b", calls, lost_at="sleep"), Sleepy("c", calls, lost_at="wake")]
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    assert await turn_of(pool, calls) == ["a sleep", "c sleep", "step", "a wake"]
+    assert {name: "no answer" in why for name, why in pool.fenced.items()} == {"b": True, "c": True}
+
+
+async def test_the_step_waits_for_work_that_is_in_use_of_the_engines_though_no_request_runs() -> None:
+    calls: list[str] = []
+    pool = EnginePool([Sleepy("a", calls)], 4)  # type: ignore[list-item]
+    with pool.in_use():
+        async with pool.lease():
+            pass
+        step = asyncio.create_task(turn_of(pool, calls))
+        await asyncio.sleep(0.01)
+        assert calls == [], "the lease has ended, the work has not"
+    assert await step == ["a sleep", "step", "a wake"]
