@@ -23,7 +23,7 @@ from typing import Any
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import Departure, Export, Parcel
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
 from penstock.dataflow.ports import PublishReport, WeightManifest
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.update_modes import attempt, make_updater
@@ -101,23 +101,27 @@ class ActorWeightPublisher:
             raise
 
     async def publish(self, version: int) -> PublishReport:
-        """Make `version` what new requests are sampled from.
+        """Make `version` what new requests are sampled from. What no engine took waits for those that are coming back.
 
         Returns:
             Its report; overlapped, that of the version before.
 
         Raises:
-            WeightSyncError: If no engine took it; overlapped, if none took the version before.
+            ExportError: If the training ranks cannot write it.
+            WeightSyncError: If no engine took it and none is coming back; overlapped, of the version before.
         """
         while True:
             await self._pool.someone()
             try:
                 async with self._publishing:
                     return await self._publish(version)
+            except ExportError:
+                raise
             except WeightSyncError as error:
                 if not self._pool.num_returning:
                     raise
                 logger.warning("%s Engines are being started anew, and get v%d then.", error, version)
+            await self._pool.one_returned()
 
     async def _publish(self, version: int) -> PublishReport:
         if self._delivery is not None:

@@ -14,8 +14,8 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from penstock.actors.ray_errors import ray_boundary
-from penstock.dataflow.errors import TrainingError, WeightSyncError
+from penstock.actors.ray_errors import answer_of, ray_boundary
+from penstock.dataflow.errors import ExportError, TrainingError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.preferences import Preference
@@ -55,7 +55,7 @@ class TrainerClient:
         self.step_lock = asyncio.Lock()
 
     async def start(self, timeout_s: float) -> None:
-        host, port = await self._ranks[0].rendezvous.remote()
+        ((host, port),) = await self._answers("rendezvous", [self._ranks[0].rendezvous.remote()], timeout_s)
         self.nodes = await self._all("start", host, port, timeout_s=timeout_s)
 
     @property
@@ -124,7 +124,7 @@ class TrainerClient:
         return manifest
 
     async def export_adapters(self, version: int) -> WeightManifest:
-        manifest = (await self.ask("export_adapters", version))[0]
+        manifest = (await self._all("export_adapters", version))[0]
         assert manifest is not None, "rank 0 exports"
         return manifest
 
@@ -147,15 +147,19 @@ class TrainerClient:
         """Call a method of every rank that has to do with the weights' way to the engines.
 
         Raises:
-            WeightSyncError: If a rank fails, dies or takes longer than the time limit.
+            ExportError: If a rank dies.
+            WeightSyncError: If one fails or takes longer than the time limit; an engine that it waits for may be why.
         """
         try:
             return await self._all(method, *arguments, timeout_s=timeout_s)
         except TrainingError as error:
-            raise WeightSyncError(str(error)) from error
+            has_died = isinstance(error.__cause__, ray.exceptions.RayError) and not isinstance(
+                error.__cause__, ray.exceptions.RayTaskError
+            )
+            raise (ExportError if has_died else WeightSyncError)(str(error)) from error
 
     async def leg(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
-        """`ask`, for one leg of a publish.
+        """Call a method of every rank, for one leg of a publish in which no rank waits for an engine.
 
         Args:
             what: The publish, for messages.
@@ -164,20 +168,20 @@ class TrainerClient:
             arguments: Of it.
 
         Raises:
-            WeightSyncError: If a rank fails or dies, or is too late: then it says which ranks are, and how far.
+            ExportError: If a rank fails or dies, or is too late: then it says which ranks are, and how far.
         """
         calls = [asyncio.ensure_future(call) for call in self._call(method, *arguments)]
         done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         for call in late:
             call.cancel()
-        with ray_boundary(WeightSyncError, f"{what}: {method} on the training ranks"):
+        with ray_boundary(ExportError, f"{what}: {method} on the training ranks"):
             answers = [call.result() for call in calls if call in done]
         if not late:
             return answers
         ranks = [rank for rank, call in enumerate(calls) if call in late]
         progress = await asyncio.gather(*(self._progress(rank) for rank in ranks))
         told = ", ".join(f"training rank {rank} ({words})" for rank, words in zip(ranks, progress, strict=True))
-        raise WeightSyncError(
+        raise ExportError(
             f"{what}: {method} is not over after {timeout_s:g} s (weights.timeout_s). Missing: "
             f"{told}. A rank hangs, or the memory it writes to is too slow; raise weights.timeout_s if it only is slow."
         )
@@ -210,16 +214,10 @@ class TrainerClient:
         return [getattr(rank, method).remote(*arguments) for rank in self._ranks]
 
     async def _answers(self, method: str, calls: list[ray.ObjectRef], timeout_s: float | None = None) -> list[Any]:
-        limit = timeout_s or self._step_timeout_s
-        try:
-            with ray_boundary(TrainingError, f"trainer: {method}"):
-                async with asyncio.timeout(limit):
-                    return list(await asyncio.gather(*calls))
-        except TimeoutError:
-            hint = " or the step is too large; raise trainer.step_timeout_s if it only is slow" if not timeout_s else ""
-            raise TrainingError(
-                f"trainer: {method} of {len(self._ranks)} ranks took longer than {limit:.0f} s. A rank hangs{hint}."
-            ) from None
+        limit_s = timeout_s or self._step_timeout_s
+        hint = " or the step is too large; raise trainer.step_timeout_s if it only is slow" if not timeout_s else ""
+        hangs = f"One of {len(calls)} ranks hangs{hint}."
+        return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))
 
     def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any], list[Any]]:
         """Of `step` and `accumulate`."""

@@ -60,6 +60,10 @@ class WeightSyncError(PenstockError):
     """New weights did not arrive, or not as they were sent."""
 
 
+class ExportError(WeightSyncError):
+    """The training ranks could not write or send new weights: whatever the engines do, they will not arrive."""
+
+
 class TrainingError(PenstockError):
     """Training cannot go on: bad numbers, a lost rank, no signal."""
 

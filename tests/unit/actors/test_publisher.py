@@ -9,7 +9,7 @@ import pytest
 
 from penstock.actors.exports import Departure, GatherExport, Parcel
 from penstock.actors.publisher import ActorWeightPublisher
-from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, ExportError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.rollout.pool import EnginePool
@@ -271,3 +271,64 @@ async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_
     await publish.publish(2)
     assert (await publish.delivered()).export_s < 0.15
     await publish.close()
+
+
+class FailingExport(GatherExport):
+    """A training rank is dead."""
+
+    num_tries = 0
+
+    async def begin(self, version: int) -> Departure:
+        self.num_tries += 1
+        raise ExportError(f"publish v{version}: write_shards on the training ranks: a process died")
+
+
+async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is_coming_back() -> None:
+    pool = EnginePool([Receiver(EngineId("a")), Receiver(EngineId("b"))], 4)  # type: ignore[list-item]
+    pool.when_fenced(lambda _engine_id: True)
+    await pool.fence(EngineId("b"), "it is started again")
+    config = WeightsConfig(timeout_s=5.0)
+    export = FailingExport(FakeTrainer(), pool, config)  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match="a process died"):
+        await asyncio.wait_for(ActorWeightPublisher(pool, config, export).publish(1), 5.0)
+    assert export.num_tries == 1
+
+
+async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_is_not_tried_before() -> None:
+    pool = EnginePool([Receiver(EngineId("a"), refuse=9)], 4)  # type: ignore[list-item]
+    pool.when_fenced(lambda _engine_id: True)
+    config = WeightsConfig(timeout_s=5.0)
+    export = CountedExport(FakeTrainer(), pool, config)
+    publish = ActorWeightPublisher(pool, config, export)
+    publishing = asyncio.create_task(publish.publish(1))
+    await asyncio.sleep(0.05)
+    assert export.written == [1, 1], "once, and once more because it was refused"
+    pool.add(Receiver(EngineId("a")))  # type: ignore[arg-type]
+    assert [ack.engine_id for ack in (await asyncio.wait_for(publishing, 5.0)).acks] == ["a"]
+    assert export.written == [1, 1, 1]
+
+
+class FailsOnce(GatherExport):
+    """Its first meeting of ranks and engines fails."""
+
+    num_tries = 0
+
+    async def begin(self, version: int) -> Departure:
+        self.num_tries += 1
+        if self.num_tries > 1:
+            return await super().begin(version)
+        raise WeightSyncError("weights: meeting: an engine died")
+
+
+async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_back() -> None:
+    engines = [Receiver(EngineId("a")), Receiver(EngineId("b"))]
+    pool = EnginePool(engines, 4)  # type: ignore[arg-type]
+    pool.when_fenced(lambda _engine_id: True)
+    await pool.fence(EngineId("b"), "it is started again")
+    config = WeightsConfig(timeout_s=5.0)
+    export = FailsOnce(FakeTrainer(), pool, config)  # type: ignore[arg-type]
+    publishing = asyncio.create_task(ActorWeightPublisher(pool, config, export).publish(1))
+    await asyncio.sleep(0.05)
+    assert export.num_tries == 1, "it does not spin, although an engine is in service"
+    pool.add(Receiver(EngineId("b")))  # type: ignore[arg-type]
+    assert len((await asyncio.wait_for(publishing, 5.0)).acks) == 2

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import ray
 
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import PenstockError, TrainingError, WeightSyncError
+from penstock.dataflow.errors import ExportError, PenstockError, TrainingError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupRef
@@ -131,3 +132,32 @@ async def test_ranks_that_are_late_with_a_leg_of_a_publish_are_named_with_how_fa
     late = r"training rank 1 \(v7, bucket 3 of 17\), training rank 2 \(v7, bucket 3 of 17\)"
     with pytest.raises(WeightSyncError, match=rf"publish v7: write_shards is not over after 0.05 s .*Missing: {late}"):
         await client.leg("publish v7", 0.05, "write_shards", 7)
+
+
+class Stopped(FakeRank):
+    """Never answers."""
+
+    def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        return asyncio.get_running_loop().create_future()
+
+
+class Dead(FakeRank):
+    def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answer.set_exception(ray.exceptions.OutOfMemoryError("the node is running low on memory"))
+        return answer
+
+
+async def test_a_first_rank_that_never_gets_its_place_ends_the_start_in_time() -> None:
+    with pytest.raises(TrainingError, match=r"trainer: rendezvous: no answer within 0\.05 s\. One of 1 ranks hangs\."):
+        await asyncio.wait_for(TrainerClient([Stopped(), Stopped()], 10.0).start(0.05), 5.0)
+
+
+async def test_a_dead_rank_is_an_error_of_the_export_and_a_slow_one_may_wait_for_an_engine() -> None:
+    with pytest.raises(ExportError, match=r"trainer: send_weights: a process died: .*low on memory"):
+        await TrainerClient([Dead()], 10.0).ask("send_weights", 1, timeout_s=5.0)
+    with pytest.raises(ExportError, match="publish v1: write_shards on the training ranks: a process died"):
+        await TrainerClient([Dead()], 10.0).leg("publish v1", 5.0, "write_shards", 1)
+    with pytest.raises(WeightSyncError, match="trainer: send_weights: no answer within") as late:
+        await TrainerClient([Stopped()], 10.0).ask("send_weights", 1, timeout_s=0.05)
+    assert not isinstance(late.value, ExportError)
