@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from penstock.actors.cluster import Resources
-from penstock.actors.ray_errors import ray_boundary
+from penstock.actors.ray_errors import answer_of
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.frozen_policy import FrozenPolicy
@@ -41,7 +41,7 @@ class ReferenceActor:
 
 
 class ReferenceClient:
-    """`LogprobWorker`: groups go to the workers in turn. Arrays stay in the object store; the driver holds handles.
+    """`LogprobWorker`: groups go to the first free worker. Arrays stay in the object store; the driver holds handles.
 
     `role` is the section that configures it: `reference` or `teacher`.
     """
@@ -50,7 +50,9 @@ class ReferenceClient:
         self._role = role
         self._workers = workers
         self._timeout_s = timeout_s
-        self._num_calls = 0
+        self._free: asyncio.Queue[ActorHandle] = asyncio.Queue()
+        for worker in workers:
+            self._free.put_nowait(worker)
 
     async def start(self, timeout_s: float) -> None:
         await self._answer(asyncio.gather(*(worker.ready.remote() for worker in self._workers)), "start", timeout_s)
@@ -58,25 +60,25 @@ class ReferenceClient:
     async def logprobs(self, handle: ray.ObjectRef) -> ray.ObjectRef:
         """Handle of `[n] float32`, of the sampled tokens of the group behind `handle`.
 
+        A worker has one group at a time, and the others wait here, so that the time limit is that of one group.
+
         Raises:
             PenstockError: If the worker fails, dies or takes longer than the time limit.
         """
-        worker = self._workers[self._num_calls % len(self._workers)]
-        self._num_calls += 1
+        worker = await self._free.get()
         found, length = worker.logprobs.remote(handle)
-        await self._answer(length, "logprobs", self._timeout_s)
+        computing = asyncio.ensure_future(length)
+        # Not when this wait ends: whoever waits may be cancelled, and the worker is busy until it answers.
+        computing.add_done_callback(lambda _computing: self._free.put_nowait(worker))
+        await self._answer(asyncio.shield(computing), "logprobs", self._timeout_s)
         return found
 
-    async def _answer(self, call: Awaitable[Any], what: str, timeout_s: float) -> None:
-        try:
-            with ray_boundary(PenstockError, f"{self._role}: {what}"):
-                async with asyncio.timeout(timeout_s):
-                    await call
-        except TimeoutError:
-            raise PenstockError(
-                f"{self._role}: {what} took longer than {timeout_s:.0f} s: the worker hangs or has too much to do. Use "
-                f"more {self._role}.num_workers, or raise {self._role}.timeout_s (its start: trainer.start_timeout_s)."
-            ) from None
+    async def _answer(self, call: Awaitable[Any], what: str, limit_s: float) -> None:
+        hint = (
+            f"The worker hangs or the group is too large. Raise {self._role}.timeout_s if it only is slow (its start: "
+            "trainer.start_timeout_s)."
+        )
+        await answer_of(call, limit_s, PenstockError, f"{self._role}: {what}", hint)
 
 
 async def start_references(
