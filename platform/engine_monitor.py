@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
@@ -22,8 +22,11 @@ WINDOW_POLLS = 6
 class EngineMonitor:
     """Rates from absolute counters over the newest polls, so a missed poll loses nothing.
 
+    Counters are those of an engine's process, and begin at 0 again when it is started anew: what an engine has done is
+    what its counters rose by between two polls of one process.
+
     Attributes:
-        idle_share: 1 − busy seconds ÷ (wall seconds · engines), 0..1.
+        idle_share: 1 − busy seconds ÷ wall seconds, both summed over the engines, 0..1.
         num_preemptions: Of all engines since the run began; absolute.
     """
 
@@ -31,7 +34,9 @@ class EngineMonitor:
         self._pool = pool
         self._period_s = period_s
         self._adapts_concurrency = adapts_concurrency
-        self._polls: deque[tuple[float, float]] = deque(maxlen=WINDOW_POLLS)
+        self._seen: dict[EngineId, tuple[float, EngineLoad]] = {}
+        self._observed_s = self._busy_s = 0.0
+        self._polls: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=WINDOW_POLLS)
         self._limits: dict[EngineId, ConcurrencyLimit] = {}
         self.idle_share = 0.0
         self.num_preemptions = 0
@@ -56,7 +61,7 @@ class EngineMonitor:
         """Ask every engine once; one that does not answer is left out, the pool will notice."""
         answers = await asyncio.gather(*(_ask(engine) for engine in self._pool.engines()))
         loads = {engine_id: load for engine_id, load in answers if load is not None}
-        self._update(asyncio.get_running_loop().time(), list(loads.values()))
+        self._update(asyncio.get_running_loop().time(), loads)
         if self._adapts_concurrency:
             for engine_id, load in loads.items():
                 self._adapt(engine_id, load)
@@ -73,13 +78,25 @@ class EngineMonitor:
             limit = self._limits[engine_id] = ConcurrencyLimit.starting(self._pool.max_per_engine)
         self._pool.set_limit(engine_id, limit.observe(load))
 
-    def _update(self, now: float, loads: Sequence[EngineLoad]) -> None:
-        busy_s = sum(load.busy_s for load in loads)
-        self.num_preemptions = sum(load.num_preemptions for load in loads)
-        self._polls.append((now, busy_s))
-        then, busy_then = self._polls[0]
-        if loads and now > then:
-            self.idle_share = min(max(1 - (busy_s - busy_then) / ((now - then) * len(loads)), 0.0), 1.0)
+    def _update(self, now: float, loads: Mapping[EngineId, EngineLoad]) -> None:
+        for engine_id, load in loads.items():
+            then, before = self._seen.get(engine_id, (now, None))
+            self._seen[engine_id] = now, load
+            if before is None or _is_of_another_process(before, load):
+                self.num_preemptions += load.num_preemptions
+                continue
+            self.num_preemptions += load.num_preemptions - before.num_preemptions
+            self._busy_s += load.busy_s - before.busy_s
+            self._observed_s += now - then
+        self._polls.append((self._observed_s, self._busy_s))
+        observed_s, busy_s = self._observed_s - self._polls[0][0], self._busy_s - self._polls[0][1]
+        if observed_s > 0:
+            self.idle_share = min(max(1 - busy_s / observed_s, 0.0), 1.0)
+
+
+def _is_of_another_process(before: EngineLoad, now: EngineLoad) -> bool:
+    counters = ((load.busy_s, load.tokens_generated, load.num_preemptions) for load in (before, now))
+    return any(later < earlier for earlier, later in zip(*counters, strict=True))
 
 
 def _say_why(polling: asyncio.Task[None]) -> None:
