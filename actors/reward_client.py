@@ -163,8 +163,8 @@ class _Worker:
         self._losses.append(now)
         if len(self._losses) > LOSSES_PER_HOUR:
             self.given_up = (
-                f"{self.name} died: {cause}. That was its loss number {len(self._losses)} within an hour, of at most "
-                f"{LOSSES_PER_HOUR}: it is not started again."
+                f"{self.name} was lost {len(self._losses)} times within an hour, more than {LOSSES_PER_HOUR}, and is "
+                f"not started again; the last time: {cause}."
             )
         logger.warning(
             "%s with %d jobs is lost: %s. %s",
@@ -183,7 +183,7 @@ class _Worker:
             if job.losses < LOSSES_PER_JOB:
                 self._give_back(job)
                 continue
-            what = f"{job.label}: reward workers died while they scored it, {job.losses} times; the last one: {cause}"
+            what = f"{job.label}: reward workers were lost while they scored it, {job.losses} times; the last: {cause}"
             _fail(job, TrajectoryError("reward", what))
 
     async def _recover(self, *, is_dead: bool) -> None:

@@ -32,6 +32,7 @@ async def silence_limit(limit_s: float | None) -> AsyncIterator[None]:
         yield
         return
     loop, between_s, left = asyncio.get_running_loop(), limit_s / _LOOKS, _LOOKS
+    timer: asyncio.TimerHandle
     async with asyncio.timeout(None) as limit:
 
         def look(due: float) -> None:

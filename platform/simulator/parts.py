@@ -96,7 +96,7 @@ class RewardFaults:
 
 NO_FAULTS = RewardFaults()
 SCORE_SILENCE_S = 80.0
-"""After which the client takes a worker for dead that has not answered (actors/reward_client.py)."""
+"""After which a silent worker counts as lost, and its jobs are scored by another (actors/reward_client.py)."""
 
 
 class SimulatedRewards:
@@ -131,7 +131,8 @@ class SimulatedRewards:
         if draw < fails + faults.lost:
             self._world.faults["score lost"] += 1
             await asyncio.sleep(SCORE_SILENCE_S)
-            raise TrajectoryError("reward", f"reward worker died: it did not answer for {SCORE_SILENCE_S:.0f} s")
+            if self._rng.random() < faults.lost:  # by the worker that scores it next, too
+                raise TrajectoryError("reward", f"{task.task_id}: two reward workers were lost while they scored it")
         return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
 
 

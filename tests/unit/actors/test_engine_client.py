@@ -94,7 +94,7 @@ async def test_a_driver_that_stood_still_takes_no_living_engine_for_lost(monkeyp
     await asyncio.sleep(0.3)
     assert engine._lost is None
     engine._poll.cancel()
-    elsewhere.call_soon_threadsafe(elsewhere.stop)
+    elsewhere.call_soon_threadsafe(elsewhere.call_later, 0.05, elsewhere.stop)
 
 
 async def test_an_engine_that_is_silent_in_a_loop_that_runs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
