@@ -90,7 +90,14 @@ class Engine(Protocol):
         """The policy version this engine has acknowledged; -1 before the first publish."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]: ...
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
+        """Stream what is sampled.
+
+        Raises:
+            EngineLostError: It can answer nobody; if `is_final`, it never will.
+            TrajectoryError: kind `engine`, if it cannot answer this request, and serves the others.
+        """
+        ...
 
     async def abort(self, request_id: RequestId) -> None: ...
 

@@ -321,7 +321,8 @@ class EnginePool:
         if not stalled:
             return
         now = self.loop.time()
-        # One sum says who is late and when to look again: two that round differently would look for ever at one time.
+        # One sum says who is late and when to look again: with two that round differently, a look may find nobody late
+        # and ask for another at once, without end.
         deadlines = {lease: lease.heard_at + self.version_timeout_s for lease in stalled}
         late = [lease for lease, deadline in deadlines.items() if deadline <= now]
         have = ", ".join(f"{view.engine_id} at v{view.version}" for view in self.views())

@@ -117,8 +117,8 @@ class TrajectoryRunner:
             raise TrajectoryError(self._refused.kind, self._refused.detail, is_final=True) from self._refused
         prompt_ids, context = self._prompt.token_ids, self._max_context_tokens
         if context is not None and len(prompt_ids) + sampling.max_new_tokens > context:
-            sampling = replace(sampling, max_new_tokens=context - len(prompt_ids))  # where an engine ends it: a full
-            # context of which only the engine's last word is lost is complete, and not asked for again
+            # Engines end it there too. Known here, a full context is complete though its engine's last word was lost.
+            sampling = replace(sampling, max_new_tokens=context - len(prompt_ids))
         return self._sample(asked, member, PartialTrajectory(prompt_ids, sampling), self._finish)
 
     def _prompt_ids(self, task: Task) -> tuple[int, ...]:

@@ -10,9 +10,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from penstock.dataflow.errors import WeightSyncError
-from penstock.dataflow.ports import WeightManifest
+from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
+from penstock.dataflow.ids import RequestId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, WeightManifest
 from penstock.rollout.config import VllmEngineConfig
+from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version
 
 from .crossing import CrossingContract
@@ -22,6 +24,7 @@ from .engine_harness import (
     MAX_NUM_SEQS,
     Harness,
     OpenHarness,
+    make_spec,
     prompt_of,
     within,
 )
@@ -58,6 +61,49 @@ async def harness(
 
 class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract, CrossingContract):
     """The contract on vLLM's CPU build, in both update modes, over one worker and two, with slots of both kinds."""
+
+
+@pytest.mark.usefixtures("cpu_profile")
+async def test_only_a_dead_core_is_the_loss_of_the_engine(tiny_model_config: ModelConfig) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    from penstock.rollout.vllm_engine import VllmEngine
+
+    class Llm:
+        """Raises, in the place of AsyncLLM."""
+
+        def __init__(self, error: Exception, errored: bool) -> None:
+            self._error, self.errored = error, errored
+
+        async def generate(self, *_: object) -> AsyncIterator[None]:
+            raise self._error
+            yield
+
+    async def told(error: Exception, errored: bool = False) -> EngineLostError | TrajectoryError:
+        engine = VllmEngine(make_spec(tiny_model_config, CONFIG, "keep_kv"))
+        engine._llm, engine._version = Llm(error, errored), 0  # type: ignore[assignment]
+        request = GenerateRequest(RequestId("r"), (2, 3), SamplingParams(4))
+        with pytest.raises((EngineLostError, TrajectoryError)) as raised:
+            async for _ in engine.generate(request):
+                pass
+        return raised.value
+
+    unexpected = EngineGenerateError()
+    unexpected.__cause__ = KeyError("planted")
+    for error, errored in ((EngineDeadError(), False), (VLLMValidationError("too long"), True), (unexpected, True)):
+        lost = await told(error, errored)
+        assert isinstance(lost, EngineLostError)
+        assert lost.is_final
+    for error, cause, is_final in (
+        (VLLMValidationError("too long"), "VLLMValidationError: too long", True),
+        (ValueError("no such id"), "ValueError: no such id", True),
+        (unexpected, "KeyError: 'planted'", False),
+    ):
+        failed = await told(error)
+        assert isinstance(failed, TrajectoryError)
+        assert (failed.kind, failed.is_final) == ("engine", is_final)
+        assert cause in failed.detail
 
 
 async def test_whole_tensors_go_through_vllms_own_loader(
