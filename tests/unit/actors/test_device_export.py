@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from penstock.actors.device_export import DeviceExport
+from penstock.actors.publisher import ActorWeightPublisher
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
+from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.rollout.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
@@ -29,6 +32,8 @@ class FakeTrainer:
     cannot_open: str | None = None
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     nodes: tuple[str, ...] = ("node-a", "node-a")
+    version: int = 0
+    step_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def training_side(self) -> tuple[TrainingSide, str]:
         return TrainingSide((NORM,), num_replicas=2), "unused"
@@ -99,6 +104,37 @@ async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failur
     await pool.fence(EngineId("e2"), "lost too")
     with pytest.raises(WeightSyncError, match=r"publish v1: no engine is left .*no peer access"):
         await export.begin(1)
+
+
+@dataclass(eq=False)
+class WrittenInto(FakeEngine):
+    """Takes what was written into its own slots, which a version that was written before them is not."""
+
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+    has_slots: bool = False
+
+    async def make_slots(self, buffers: Any, dtype: str, num_writers: int) -> list[list[SlotHandle]]:
+        self.has_slots = True
+        return await super().make_slots(buffers, dtype, num_writers)
+
+    async def update_weights(self, manifest: WeightManifest, payload: object = None) -> WeightAck:
+        if not self.has_slots or self.trainer.calls[-1] != ("write", manifest.version, [self.engine_id]):
+            raise WeightSyncError(f"{self.engine_id}: its slot has no version")
+        self.version = manifest.version
+        return WeightAck(self.engine_id, manifest.version, manifest.checksum, 0.0, 0.0)
+
+
+async def test_the_only_engine_that_comes_back_has_its_slots_written_at_the_version_in_service():
+    trainer = FakeTrainer()
+    export, pool = export_to(trainer, WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer))
+    publisher = ActorWeightPublisher(pool, WeightsConfig(), export, trainer)  # type: ignore[arg-type]
+    await publisher.publish(0)
+    await pool.fence(EngineId("e0"), "lost")
+    back = WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer)
+    await publisher.catch_up(back)  # type: ignore[arg-type]
+    assert [(view.engine_id, view.version) for view in pool.views()] == [("e0", 0)]
+    assert [call[0] for call in trainer.calls] == ["open", "write", "open", "write"]
+    await publisher.close()
 
 
 async def test_several_nodes_are_refused():
