@@ -34,9 +34,8 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
     assert done.returncode == 0, done.stderr
     run_dir = workspace / "runs" / "demo"
     summary = read_summary(run_dir)
-    # How far it rises depends on where the warm start ended (0.4 to 0.6, by the machine); the share of wrong answers
-    # falls to 0.25 to 0.5 of what it was (n = 7). The sampled reward lags behind it, by too little to tell here.
-    assert 1 - summary["eval_after"] < 0.75 * (1 - summary["eval_before"])
+    assert summary["eval_after"] > summary["eval_before"] + 0.2, "greedy accuracy"
+    assert summary["reward_last"] > summary["reward_first"], "mean of the sampled rewards, last ten steps and first ten"
     assert 0 < summary["max_staleness_seen"] <= summary["max_staleness_configured"] == 2
     assert summary["share_tokens_stale"] > 0
     assert summary["multi_version_trajectories"] > 0
