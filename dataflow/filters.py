@@ -7,8 +7,9 @@ misses what it judges by raises a `TrajectoryError`: the group has failed, and t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from penstock.dataflow.difficulty import passes
 from penstock.dataflow.equal_rewards import are_equal
@@ -31,7 +32,8 @@ def zero_variance(reward_part: str | None = None) -> GroupFilter:
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         if reward_part is not None:
-            has_signal = not are_equal([_part(member, reward_part) for member in members])
+            key = "dataflow.filters.zero_variance_part"
+            has_signal = not are_equal([part_of(member, reward_part, key) for member in members])
         else:
             has_signal = not all(are_equal(rewards) for rewards in compared_rewards(members).values())
         return None if has_signal else Reason.ZERO_VARIANCE
@@ -39,14 +41,30 @@ def zero_variance(reward_part: str | None = None) -> GroupFilter:
     return judge
 
 
-def _part(member: Trajectory, name: str) -> float:
+def has_parts(names: Iterable[str]) -> GroupFilter:
+    """Fail groups of which a reward lacks a part that `algorithm.reward_weights` weighs; the trainer needs them all."""
+
+    def judge(members: Sequence[Trajectory]) -> Reason | None:
+        for member, name in product(members, names):
+            part_of(member, name, "algorithm.reward_weights")
+        return None
+
+    return judge
+
+
+def part_of(member: Trajectory, name: str, key: str) -> float:
+    """A named part of a reward.
+
+    Raises:
+        TrajectoryError: kind `reward`, if it is not there; `key` is the setting that asks for it.
+    """
     if name not in member.reward_parts:
         parts = ", ".join(sorted(member.reward_parts)) or "none"
         raise TrajectoryError(
             "reward",
-            f"dataflow.filters.zero_variance_part={name}: the reward of trajectory {member.trajectory_id} has no such "
-            f"part, so its group cannot be judged and is lost. It has: {parts}. Let the reward return this part for "
-            "every answer, or set zero_variance_part=null.",
+            f"{key} asks for {name}: the reward of trajectory {member.trajectory_id} has no such part, so its group "
+            f"cannot be judged and is lost. It has: {parts}. Let the reward return this part for every answer, or "
+            f"take it out of {key}.",
         )
     return member.reward_parts[name]
 

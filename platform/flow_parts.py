@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import cast
 
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.difficulty import BY_SUCCESS, LengthBySuccess, SizeBySuccess
-from penstock.dataflow.filters import FilterChain, GroupFilter, overlong, pass_rate, user, zero_variance
+from penstock.dataflow.filters import FilterChain, GroupFilter, has_parts, overlong, pass_rate, user, zero_variance
 from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
@@ -74,9 +74,9 @@ def _hook(named: str | None, key: str, by_success: object) -> object | None:
     return by_success if named == BY_SUCCESS else load_object(named, key)
 
 
-def make_filters(config: FilterConfig, pass_reward: float) -> FilterChain:
-    """The filters that are switched on, cheapest first."""
-    filters: list[GroupFilter] = []
+def make_filters(config: FilterConfig, pass_reward: float, reward_parts: Collection[str] = ()) -> FilterChain:
+    """The filters that are switched on, cheapest first; `reward_parts` are those that the algorithm weighs."""
+    filters: list[GroupFilter] = [has_parts(reward_parts)] if reward_parts else []
     if config.zero_variance:
         filters.append(zero_variance(config.zero_variance_part))
     if config.max_overlong_share is not None:

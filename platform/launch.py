@@ -137,7 +137,8 @@ async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterato
             ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, side.forward)
             flow = config.dataflow
             options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
-            core, filters = make_core(config), make_filters(flow.filters, flow.pass_reward)
+            core = make_core(config)
+            filters = make_filters(flow.filters, flow.pass_reward, config.algorithm.reward_weights.keys())
             core.ledger.sink = instruments.events
             return Flow(core, make_task_line(config, instruments.note), filters, ports, stats, options)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.dataflow.filters import FilterChain, overlong, user, zero_variance
+from penstock.dataflow.filters import FilterChain, has_parts, overlong, user, zero_variance
 from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import FinishReason, Trajectory
@@ -54,11 +54,12 @@ def test_zero_variance_of_a_part_looks_at_nothing_else() -> None:
 
 
 def test_a_reward_without_the_part_is_a_failure_of_the_reward_that_names_what_is_there() -> None:
-    with pytest.raises(
-        TrajectoryError, match=r"zero_variance_part=right: .* 0/0 has no such part.* It has: correct\."
-    ) as raised:
-        zero_variance("right")([member(0.0), member(1.0)])
-    assert raised.value.kind == "reward"
+    for judge, key in ((zero_variance("right"), "zero_variance_part"), (has_parts(["right"]), "reward_weights")):
+        with pytest.raises(
+            TrajectoryError, match=rf"{key} asks for right: .* 0/0 has no such part.* It has: correct\."
+        ) as raised:
+            judge([member(0.0), member(1.0)])
+        assert raised.value.kind == "reward"
 
 
 @pytest.mark.parametrize(("num_cut", "reason"), [(0, None), (1, None), (2, None), (3, Reason.OVERLONG)])

@@ -145,20 +145,30 @@ class PartsOf(FakeRewards):
         return Score(reward, {"form": 1.0} if self.lacks(self.calls) else {"correct": reward})
 
 
-async def test_an_answer_whose_reward_lacks_the_compared_part_costs_its_group_and_not_the_run() -> None:
+NEEDS_A_PART = {
+    "dataflow.filters.zero_variance_part": (FilterConfig(zero_variance=True, zero_variance_part="correct"), []),
+    "algorithm.reward_weights": (FilterConfig(), ["correct"]),
+}
+
+
+@pytest.mark.parametrize("key", NEEDS_A_PART)
+async def test_an_answer_whose_reward_lacks_a_part_that_is_needed_costs_its_group_and_not_the_run(key: str) -> None:
     rewards = PartsOf(lacks=lambda call: call == 9)
-    filters = make_filters(FilterConfig(zero_variance=True, zero_variance_part="correct"), pass_reward=1.0).filters
+    config, weighed = NEEDS_A_PART[key]
+    filters = make_filters(config, 1.0, weighed).filters
     flow = make_flow(engines := [FakeEngine()], rewards, filters=filters)
     trained = await train_all(flow, engines)
     assert len(trained) == 8, "every batch was complete"
     assert flow.core.ledger.reasons[GroupState.FAILED, Reason.REWARD] == flow.counts().failed == 1
 
 
-async def test_a_part_that_no_reward_has_stops_the_run_with_its_name() -> None:
-    filters = make_filters(FilterConfig(zero_variance=True, zero_variance_part="correct"), pass_reward=1.0).filters
+@pytest.mark.parametrize("key", NEEDS_A_PART)
+async def test_a_part_that_no_reward_has_stops_the_run_with_its_name(key: str) -> None:
+    config, weighed = NEEDS_A_PART[key]
+    filters = make_filters(config, 1.0, weighed).filters
     flow = make_flow([FakeEngine()], PartsOf(lacks=lambda _call: True), filters=filters)
     async with flow:
-        with pytest.raises(PenstockError, match=r"8 groups in a row failed.*zero_variance_part=correct.*It has: form"):
+        with pytest.raises(PenstockError, match=rf"8 groups in a row failed.*{key} asks for correct.*It has: form"):
             await next_groups(flow)
 
 
