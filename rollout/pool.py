@@ -318,8 +318,6 @@ class EnginePool:
         """Fail those whose time is up; they wait for a version that no engine has."""
         self._stall = None
         stalled = [ticket for ticket in self._dispatcher.stalled() if isinstance(ticket, Lease)]
-        if not stalled:
-            return
         now = self.loop.time()
         # One sum says who is late and when to look again: with two that round differently, a look may find nobody late
         # and ask for another at once, without end.
