@@ -35,10 +35,8 @@ def test_a_signal_ends_every_process(
 ) -> None:
     name = f"ended_{signum.name}_{engine}_{marker.strip().replace(' ', '_').replace('/', '')}"
     process = start_train(workspace, *train_overrides, f"rollout/engine={engine}", f"name={name}", "total_steps=1000")
-    wait_for_line(process, marker, 120)
-    if marker == "starting Ray":
-        time.sleep(6)  # Ray is up, the engine is loading
-    end_by(process, signum)
+    later_s = 6.0 if marker == "starting Ray" else 0.0  # Ray is up then, the engine is loading
+    end_at(process, marker, later_s, signum)
     assert not (workspace / "runs" / name / "policy").exists(), "nothing was trained"
 
 
@@ -49,9 +47,7 @@ def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_eva
     step, later_s = random.randint(1, 12), random.uniform(0.0, 1.0)
     name = f"saved_{signum.name}"
     process = start_train(workspace, *train_overrides, "rollout/engine=torch", f"name={name}", "total_steps=1000")
-    wait_for_line(process, f" {step}/1000", 120)
-    time.sleep(later_s)
-    end_by(process, signum)
+    end_at(process, f"{step}/1000 ", later_s, signum)
     summary = read_summary(workspace / "runs" / name)
     assert summary["status"] == "interrupted"
     assert summary["policy_version"] >= step, f"{signum.name} {later_s:.2f} s after step {step}"
@@ -61,9 +57,11 @@ def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_eva
     assert json.loads(evaluated.stdout.splitlines()[-1])["accuracy"] > 0.0
 
 
-def end_by(process: subprocess.Popen[str], signum: signal.Signals) -> None:
+def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: signal.Signals) -> None:
     """Send a signal as a terminal (Ctrl-C reaches the whole process group) or a scheduler would; everything ends."""
     try:
+        wait_for_line(process, marker, 120)
+        time.sleep(later_s)
         started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(started) > 3, "Ray and workers are below the driver"
         asked = time.monotonic()
