@@ -59,7 +59,7 @@ class Connection:
 
         Args:
             silence_s: Longest wait for anything, signs of life included, seconds of a loop that does not stand still
-                (actors/silence.py); None is for ever.
+                (actors/silence.py); None is no limit.
 
         Raises:
             TimeoutError: If there was nothing for that long.

@@ -83,9 +83,9 @@ class ActorWeightPublisher:
                     raise answer
             self._pool.add(engine)  # before it is written again: slots are made for engines of the pool
             if parcel is not None and isinstance(answer, WeightSyncError):
-                await self._write_if_nobody_serves(parcel.manifest.version, engine)
+                await self._write_if_none_serves(parcel.manifest.version, engine)
 
-    async def _write_if_nobody_serves(self, version: int, engine: RemoteEngine) -> None:
+    async def _write_if_none_serves(self, version: int, engine: RemoteEngine) -> None:
         """Have the trainer write a version that no engine has any more, unless a step is on its way to the next one."""
         trainer, is_served = self._trainer, any(view.version >= version for view in self._pool.views())
         if is_served or trainer is None or trainer.step_lock.locked() or trainer.version != version:

@@ -68,7 +68,7 @@ class ReferenceClient:
         worker = await self._free.get()
         found, length = worker.logprobs.remote(handle)
         computing = asyncio.ensure_future(length)
-        # Not when this wait ends: whoever waits may be cancelled, and the worker is busy until it answers.
+        # Not when this wait ends: the waiting task may be cancelled, and the worker is busy until it answers.
         computing.add_done_callback(lambda _computing: self._free.put_nowait(worker))
         await self._answer(asyncio.shield(computing), "logprobs", self._timeout_s)
         return found

@@ -65,7 +65,7 @@ class RewardActor:
                 result = await self._runner.score(task, trajectory)
             except (TrajectoryError, PenstockError) as error:
                 result = error
-            except Exception as error:  # noqa: BLE001  a job that is not answered would be waited for for ever
+            except Exception as error:  # noqa: BLE001  an unanswered job would be waited for forever
                 result = TrajectoryError("reward", f"{label}: {type(error).__name__}: {error}")
         self._results.append((number, result))
         if len(self._results) == 1:

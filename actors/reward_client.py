@@ -117,7 +117,7 @@ class _Worker:
                 self._count_loss((died or broken).rstrip("."))
                 if self.given_up is None:
                     await self._recover(is_dead=died is not None)
-        except Exception as error:  # noqa: BLE001  Ray itself is gone; its jobs must not wait for ever
+        except Exception as error:  # noqa: BLE001  Ray itself is gone; its jobs must not wait forever
             self.given_up = f"{self.name} cannot be started again: {type(error).__name__}: {first_line(error)}"
             self._give_jobs_back(self.given_up)
 

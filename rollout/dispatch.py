@@ -248,7 +248,7 @@ class Dispatcher:
         return None
 
     def _may_avoid(self, ticket: Ticket) -> bool:
-        """Whether another engine than the one to avoid takes it now, or as soon as it has room."""
+        """Whether another engine than the one to avoid takes it now, or once it has a free slot."""
         return any(
             self._serves(view) and view.version >= ticket.min_version
             for view in self.views.values()

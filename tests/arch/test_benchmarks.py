@@ -39,7 +39,7 @@ def names_of_packages() -> frozenset[str]:
 
 
 def named_like_a_package(scripts: list[Path]) -> list[str]:
-    """A script's folder comes first on its path: whoever imports the package gets the script."""
+    """A script's folder comes first on its path: code that imports the package gets the script."""
     return [path.name for path in scripts if path.stem in names_of_packages()]
 
 
