@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep test test-long lint format bench clean
+.PHONY: help setup demo sweep test test-full lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,14 +54,16 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 		--seeds $(SEED):$$(($(SEED) + 1))
 
 QUICK_TESTS := tests/arch tests/unit tests/property tests/simulation
-# They start no Ray, vLLM or DeepSpeed, so two run at a time; the others measure what they start, and run alone.
-test: setup  ## Run the whole test suite
+OTHER_TESTS := $(addprefix --ignore=,$(QUICK_TESTS))
+# Quick ones start no Ray, vLLM or DeepSpeed, so two run at a time; the others measure what they start, and run alone.
+test: setup  ## Run the tests of every day, fifteen minutes or so
 	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK_TESTS)
-	@$(BIN)/pytest $(addprefix --ignore=,$(QUICK_TESTS))
+	@$(BIN)/pytest $(OTHER_TESTS)
 
-test-long: setup  ## Run what the suite leaves out: more cases, 10,000 fault seeds, 2,000 publishes (an hour or more)
-	@SOAK_PUBLISHES=2000 $(BIN)/pytest --timeout=3600 tests/contract/test_soak.py
-	@$(BIN)/pytest --timeout=3600 -m long
+test-full: export PENSTOCK_TESTS := full
+test-full: setup  ## Run all tests: every case and seed, 10,000 fault seeds, 2,000 publishes (hours)
+	@$(BIN)/pytest -m "" --timeout=3600 -n 2 --dist loadfile $(QUICK_TESTS)
+	@SOAK_PUBLISHES=2000 $(BIN)/pytest -m "" --timeout=3600 $(OTHER_TESTS)
 	@for mode in keep_kv recompute_kv drain multi_version; do \
 		$(BIN)/penstock simulate profile=short sigma=1 engines=3 slots=6 batch=3 group_size=3 steps=6 faults=heavy \
 			eval_every=2 update_mode=$$mode --seeds 0:2500; done

@@ -25,6 +25,7 @@ def alive(processes: list[psutil.Process]) -> list[str]:
     return [str(process) for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "engine", "marker"),
     [(signal.SIGTERM, "vllm", "eval at v0"), (signal.SIGINT, "vllm", "starting Ray")],
@@ -40,7 +41,7 @@ def test_a_signal_ends_every_process(
     assert not (workspace / "runs" / name / "policy").exists(), "nothing was trained"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_at_a_random_moment_of_training_leaves_a_policy_that_can_be_evaluated(
     signum: signal.Signals, workspace: Path, train_overrides: list[str]
 ) -> None:
@@ -84,6 +85,7 @@ def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: 
     assert len(stderr.splitlines()) <= 4, stderr
 
 
+@pytest.mark.full
 def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_overrides: list[str]) -> None:
     (workspace / "broken_tasks.py").write_text(
         "from itertools import islice\n"
@@ -121,6 +123,7 @@ def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_o
     assert not left
 
 
+@pytest.mark.full
 def test_a_reward_that_always_fails_is_reported_with_its_cause(workspace: Path, train_overrides: list[str]) -> None:
     (workspace / "failing_reward.py").write_text("def fn(trajectory, **_):\n    raise KeyError('no such column')\n")
     done = run_cli(

@@ -13,7 +13,7 @@ from tests.contract.test_trainer_backends import relative_error
 from tests.contract.trainer_backend_cases import Case, create_policies
 from tests.rank_processes import run_ranks
 
-pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from penstock.weights.transport.shared_memory import default_directory, private_
 
 from .engine_harness import make_spec, prompt_of, within
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 NUM_PUBLISHES = int(os.environ.get("SOAK_PUBLISHES", "200"))
 PROMPT = prompt_of(9)
 

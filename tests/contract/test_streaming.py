@@ -31,7 +31,7 @@ from .crossing import CPU, NUM_RANKS, make_crossing
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, StreamingRequests, prompt_of, within
 from .slot_stories import part
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 BUCKET_BYTES = 8192
 """A tenth of the tiny policy's shard, or less."""
 TORCH = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)

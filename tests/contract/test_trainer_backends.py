@@ -26,6 +26,7 @@ from tests.contract.trainer_backend_cases import (
     weights_of,
 )
 from tests.rank_processes import run_ranks
+from tests.tiers import IS_FULL
 from tests.unit.weights.models import PADDING, vllm_rank
 
 pytestmark = pytest.mark.timeout(1800)  # of a test that starts the worlds, each with four processes, for all others
@@ -40,7 +41,7 @@ def is_float32(case: Case) -> bool:
 def those(is_one: Callable[[Case], bool]) -> list[Any]:
     """Cases as parameters; the long ones are marked so."""
     return [
-        pytest.param(case, id=str(case), marks=[pytest.mark.long] if case in LONG_CASES else [])
+        pytest.param(case, id=str(case), marks=[pytest.mark.full] if case in LONG_CASES else [])
         for case in CASES + LONG_CASES
         if is_one(case)
     ]
@@ -54,9 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def form(request: pytest.FixtureRequest) -> str:
-    """`long` if such cases were asked for."""
-    return "long" if request.config.option.markexpr in ("", "long") else "short"
+def form() -> str:
+    """`long` where all cases are run."""
+    return "long" if IS_FULL else "short"
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ CONFIG = VllmEngineConfig(
     enforce_eager=True,
     journal_interval_tokens=JOURNAL_INTERVAL,
 )
-ENGINES = [("keep_kv", 1, "host"), ("recompute_kv", 2, "device")]
+ENGINES = [("keep_kv", 1, "host"), pytest.param(("recompute_kv", 2, "device"), marks=pytest.mark.full)]
 """Update mode, tensor-parallel workers, and where versions are written; an engine takes 15 s to start."""
 
 

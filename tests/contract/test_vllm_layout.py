@@ -31,6 +31,7 @@ from tests.unit.weights.test_reshard_plans import carried_out
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.full,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"),
 ]
 CONF = Path(__file__).parents[2] / "conf" / "model"

@@ -100,6 +100,9 @@ CASES = [
     Case(
         world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic", is_prefetched=True
     ),
+]
+"""On one and two ranks."""
+LONG_CASES = [
     Case(tensor_parallel=2, world_size=4, zero_stage=0, is_tied=False, adam_epsilon=1.0),
     Case(tensor_parallel=2, world_size=4, zero_stage=2, streamed=True, is_tied=False, offload_optimizer=True),
     Case(tensor_parallel=2, world_size=4, zero_stage=1, dtype="bfloat16", is_tied=False),
@@ -108,8 +111,6 @@ CASES = [
     Case(sequence_parallel=2, world_size=4, zero_stage=1, has_adapters=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, dtype="bfloat16"),
     Case(sequence_parallel=2, world_size=4, zero_stage=3, adam_epsilon=1.0, gradient_checkpointing=True),
-]
-LONG_CASES = [
     Case(world_size=2, zero_stage=0),
     Case(world_size=2, zero_stage=1, dtype="bfloat16"),
     Case(world_size=2, zero_stage=0, has_adapters=True, updates="held to a reference"),
@@ -133,7 +134,7 @@ LONG_CASES = [
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several", is_prefetched=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
 ]
-"""Left to `make test-long`."""
+"""Left to `make test-full`."""
 
 
 def cases_of(form: str) -> list[Case]:

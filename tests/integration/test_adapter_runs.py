@@ -10,7 +10,7 @@ from penstock.rollout.tokenizers import byte_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import small_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 STEPS = 10
 TEN_STEPS = f"total_steps={STEPS}"

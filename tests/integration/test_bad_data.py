@@ -27,7 +27,7 @@ class BadTasks(ArithmeticTasks):
 """
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_prompt_beyond_the_context_fails_its_group_alone(
     engines: int, workspace: Path, train_overrides: list[str]
 ) -> None:

@@ -22,7 +22,12 @@ from penstock.platform.roles import engine_specs, resources, share_devices, torc
 
 from .logical_gpus import ray_with_gpus
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.full,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(180),
+]
 NUM_GPUS = 4
 
 

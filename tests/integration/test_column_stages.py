@@ -20,7 +20,7 @@ from penstock.actors.column_stage import ColumnWriters, SourceWorker, StageWorke
 from penstock.dataflow.columns import ColumnBlock, ColumnHandle, GroupColumns, Packing, Piece, plan_read, read
 from penstock.dataflow.errors import PenstockError
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BIG = 50_000
 """Tokens: more than Ray returns inline, so the block lies in the object store."""

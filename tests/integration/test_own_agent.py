@@ -13,7 +13,7 @@ from tests.chat_tokenizers import chat_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import small_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 AGENT = Path(__file__).parents[2] / "examples" / "own_agent.py"
 

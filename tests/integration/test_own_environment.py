@@ -14,7 +14,7 @@ from penstock.weights.model_config import ModelConfig
 from tests.command_line import fresh_mismatches, read_metric, read_summary, run_cli
 from tests.tiny_policy import tiny_shape
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)

@@ -14,7 +14,7 @@ from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.value_model import load_value_model
 from tests.command_line import read_metric, run_cli
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 SHORT = ["preference.num_steps=3", "preference.batch_size=8", "preference.eval_pairs=16", "trainer.backend=torch"]
 

@@ -11,7 +11,7 @@ from penstock.rollout.tokenizers import character_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import small_run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 SLOW_REWARD = """
 import asyncio
@@ -48,7 +48,7 @@ def test_ranks_that_wait_for_a_batch_forward_its_groups(run) -> None:
     assert all(value < 1e-4 for value in fresh_mismatches(folder)), "proximal logprobs are those of the step's weights"
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_and_do_not_where_it_is_switched_off(run) -> None:
     folder = run("off", "dataflow.prefetch=false")
     assert read_metric(folder, "trainer/prefetched_token_share") == [0.0] * STEPS

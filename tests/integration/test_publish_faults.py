@@ -37,7 +37,12 @@ from penstock.weights.transport.shards import ShardFiles
 from penstock.weights.transport.shared_memory import remove_directories_of
 from tests.command_line import ENVIRONMENT
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.full,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(240),
+]
 WAIT_S = 120.0
 EXAMPLES = [((1, 2, 3), (4, 5, 6, 7)), ((3, 2), (1, 0, 9))]
 

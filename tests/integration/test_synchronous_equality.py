@@ -186,6 +186,7 @@ def test_max_staleness_zero_gets_the_weights_of_the_synchronous_loop_bit_for_bit
     assert digest(on_policy_run / "policy") == loop.digests[STEPS]
 
 
+@pytest.mark.full
 def test_stale_data_gives_other_weights(place: Path, overrides: list[str], loop: Outcome) -> None:
     """The comparison above can fail: the same run, except that it may be off-policy, ends elsewhere."""
     stale = ["dataflow.max_staleness=2", "name=stale", f"total_steps={STALE_STEPS}"]

@@ -62,9 +62,9 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
                 "trainer.tensor_parallel_size=2",
                 "weights.memory=device",  # on CPU a file per engine rank
             ],
-            marks=pytest.mark.long,
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             "autotp_streaming_into_the_parameters_of_one_worker",
             [
                 "trainer.tensor_parallel_size=2",
@@ -72,6 +72,7 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
                 "weights.transport=group",
                 "weights.memory=device",
             ],
+            marks=pytest.mark.full,
         ),
     ],
 )
@@ -114,8 +115,8 @@ OVERLAPPED = [
             "zero3_two_ranks_overlapped_into_the_slots_of_two_engines_all_trackers_held_to_a_reference",
             [*OVERLAPPED, "rollout/engine=torch"],
         ),
-        pytest.param("the_same_with_two_vllm_engines", OVERLAPPED, marks=pytest.mark.long),
-        (
+        pytest.param("the_same_with_two_vllm_engines", OVERLAPPED, marks=pytest.mark.full),
+        pytest.param(
             "two_torch_engines_through_the_object_store_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
             [
                 "reward.pool=cpu",
@@ -128,8 +129,9 @@ OVERLAPPED = [
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
             ],
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             "ulysses_taking_turns",
             [
                 "rollout/engine=torch",
@@ -138,6 +140,7 @@ OVERLAPPED = [
                 "trainer.num_ranks=2",
                 "trainer.sequence_parallel_size=2",
             ],
+            marks=pytest.mark.full,
         ),
         (
             "preference_pairs_of_a_streamed_batch_over_two_ranks",
@@ -176,6 +179,7 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
         assert list((run_dir / "tensorboard").rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.full
 def test_two_policies_learn_from_each_others_attempts(
     workspace: Path, train_overrides: list[str], tmp_path: Path
 ) -> None:
@@ -198,12 +202,14 @@ def test_two_policies_learn_from_each_others_attempts(
         assert json.loads((run_dir / policy / "config.json").read_text())["num_hidden_layers"] == layers
 
 
+@pytest.mark.full
 def test_eval_measures_a_trained_policy(workspace: Path, train_overrides: list[str]) -> None:
     done = run_cli("eval", *train_overrides, "rollout/engine=torch", "evaluation.num_tasks=128", cwd=workspace)
     assert done.returncode == 0, done.stderr
     assert '"accuracy": 0.' in done.stdout
 
 
+@pytest.mark.full
 def test_a_policy_learns_from_pairs_of_its_own_answers(workspace: Path, train_overrides: list[str]) -> None:
     asked = ["name=answers", "sample.num_tasks=64", "sample.pairs_per_task=2", "rollout/engine=torch"]
     done = run_cli("sample", *train_overrides, *asked, cwd=workspace)
@@ -227,6 +233,7 @@ def test_a_policy_learns_from_pairs_of_its_own_answers(workspace: Path, train_ov
     assert architecture == "Qwen3ForCausalLM"
 
 
+@pytest.mark.full
 def test_a_users_own_reward_and_tasks_train_with_versions_in_a_folder(
     workspace: Path, train_overrides: list[str], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from penstock.platform.observability.trajectory_table import read_trajectories
 from tests.command_line import read_metric, read_summary, run_cli
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 SFT = ["experiment=arithmetic_sft", "trainer.backend=torch", "sft.max_steps=4", "sft.eval_tasks=8", "sft.batch_size=8"]
 STAGES = [

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.staleness import ExpiryPolicy
 from tests.property.virtual_run import StreamedRun, VirtualRun
+from tests.tiers import examples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     batch=st.integers(1, 6),
     eta=st.integers(0, 4),
@@ -39,7 +40,7 @@ def test_every_run_ends_bounded_and_balanced(
     assert counts.admitted - counts.returned == batch * steps  # credits all free when nothing is live
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     batch=st.integers(1, 6),
     eta=st.integers(0, 4),
@@ -62,7 +63,7 @@ def test_trim_and_drop_keep_the_bound_and_the_books(
     assert counts.dropped == sum(reasons[GroupState.DROPPED, why] for why in (Reason.STALE, Reason.BAD_STEP))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     batch=st.integers(1, 6),
     eta=st.integers(0, 3),
@@ -82,7 +83,7 @@ def test_redundant_groups_are_given_up_and_never_more_than_the_surplus_per_batch
     assert run.core.finish().trained == batch * steps
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     batch=st.integers(1, 6),
     eta=st.integers(0, 4),

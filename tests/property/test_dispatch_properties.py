@@ -15,6 +15,7 @@ from penstock.rollout.dispatch import Dispatcher
 from penstock.rollout.lease import Gang
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import EngineView, LeastLoaded, PrefixAware, Ticket
+from tests.tiers import examples
 
 SLOTS = 4
 CHANGES = st.sampled_from(["fence", "pause", "resume", "update", "limit"])
@@ -155,10 +156,10 @@ class Dispatching(RuleBasedStateMachine):
 
 
 TestDispatching = Dispatching.TestCase
-TestDispatching.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDispatching.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["acquire", "gang", "cancel", "release", "fence", "tick"]), st.integers(0, 30)),

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.staleness import Candidate, FlowLimits, choose_batch
+from tests.tiers import examples
 
 B, ETA = 2, 2
 
@@ -85,4 +86,4 @@ class GateAgainstDefinition(RuleBasedStateMachine):
 
 
 TestGateAgainstDefinition = GateAgainstDefinition.TestCase
-TestGateAgainstDefinition.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestGateAgainstDefinition.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from penstock.dataflow.journal import decode, encode, replay, resume
 from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerCounts, LedgerEvent, Reason, VersionMark
 from penstock.dataflow.staleness import ExpiryPolicy
 from tests.property.virtual_run import VirtualRun
+from tests.tiers import examples
 
 
 class JournalledRun(VirtualRun):
@@ -30,7 +31,7 @@ class JournalledRun(VirtualRun):
             self.books[entry.version] = self.core.ledger.counts()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32), version=st.integers(1, 8))
 def test_a_replay_gives_the_books_of_that_version(seed: int, version: int) -> None:
     run = JournalledRun(seed)
@@ -39,7 +40,7 @@ def test_a_replay_gives_the_books_of_that_version(seed: int, version: int) -> No
     assert replay(run.journal, version).counts() == run.books[version]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32), version=st.integers(0, 8))
 def test_a_resumed_run_balances_and_trains_nothing_twice(seed: int, version: int) -> None:
     run = JournalledRun(seed)
@@ -59,7 +60,7 @@ def test_a_resumed_run_balances_and_trains_nothing_twice(seed: int, version: int
 
 
 @given(seed=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_damaged_line_ends_the_journal(seed: int, data: st.DataObject) -> None:
     run = JournalledRun(seed)
     run.run(skip_rate=0.0)

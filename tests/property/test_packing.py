@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.batches.packing import balance_ranks, plan_batch, sequence_cost
 from penstock.trainer.batches.units import plan_units
+from tests.tiers import examples
 
 BUDGET = 64
 LENGTHS = st.lists(st.integers(0, BUDGET), max_size=60)
@@ -17,7 +18,7 @@ LAYOUTS = st.sampled_from(["rows", "single_row", "single_sequence"])
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS, st.floats(0.0, 0.1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_every_sequence_is_placed_exactly_once_within_the_budget(lengths, num_ranks, layout, attention_share) -> None:
     plan = plan_batch(lengths, num_ranks, BUDGET, attention_share=attention_share, layout=layout)
     placed = [index for micro_batches in plan.ranks for one in micro_batches for row in one.rows for index in row]
@@ -33,7 +34,7 @@ def test_every_sequence_is_placed_exactly_once_within_the_budget(lengths, num_ra
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_rank_gets_equally_many_micro_batches_and_at_least_one(lengths, num_ranks, layout) -> None:
     plan = plan_batch(lengths, num_ranks, BUDGET, layout=layout)
     assert len(plan.ranks) == num_ranks
@@ -47,7 +48,7 @@ UNITS = st.lists(st.tuples(st.integers(0, 20), st.one_of(st.none(), st.integers(
 
 
 @given(UNITS, st.integers(1, 5), LAYOUTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_units_stay_in_one_micro_batch_of_one_rank_or_are_refused(sequences, num_ranks, layout) -> None:
     lengths, units = [length for length, _ in sequences], [unit for _, unit in sequences]
     totals = {unit: sum(n for n, theirs in sequences if theirs == unit) for unit in set(units) - {None}}
@@ -70,14 +71,14 @@ def test_units_stay_in_one_micro_batch_of_one_rank_or_are_refused(sequences, num
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_without_units_the_plan_is_that_of_single_sequences(lengths, num_ranks, layout) -> None:
     alone = plan_units(lengths, [None] * len(lengths), num_ranks, BUDGET, layout=layout)
     assert alone == plan_batch(lengths, num_ranks, BUDGET, layout=layout)
 
 
 @given(LENGTHS, st.integers(1, 5), LAYOUTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_the_plan_is_a_function_of_the_lengths(lengths, num_ranks, layout) -> None:
     assert plan_batch(lengths, num_ranks, BUDGET, layout=layout) == plan_batch(
         list(lengths), num_ranks, BUDGET, layout=layout
@@ -85,7 +86,7 @@ def test_the_plan_is_a_function_of_the_lengths(lengths, num_ranks, layout) -> No
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=80), st.integers(1, 6), st.floats(0.0, 0.01))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_no_rank_has_more_than_the_mean_cost_plus_one_sequence(lengths, num_ranks, attention_share) -> None:
     shares = balance_ranks(lengths, num_ranks, attention_share)
     costs = [sum(sequence_cost(lengths[index], attention_share) for index in share) for share in shares]

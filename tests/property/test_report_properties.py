@@ -14,6 +14,7 @@ from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.trajectory import GroupRef
 from penstock.dataflow.versions import Span
+from tests.tiers import examples
 
 MEMBERS = 2
 BEFORE_READY = (GroupState.GENERATING, GroupState.SCORING)
@@ -156,4 +157,4 @@ class Reports(RuleBasedStateMachine):
 
 
 TestReports = Reports.TestCase
-TestReports.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestReports.settings = settings(max_examples=examples(80), stateful_step_count=60, deadline=None)

@@ -12,10 +12,11 @@ from penstock.platform.config.dataflow import DataflowConfig
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds
+from tests.tiers import by_tier
 
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
 
-SEEDS_PER_MODE = 250
+SEEDS_PER_MODE = by_tier(50, full=250)
 DEFAULT_ETA = DataflowConfig.model_fields["max_staleness"].default
 FAULTS = {
     "engine crash",
@@ -51,23 +52,23 @@ def test_no_invariant_breaks_under_heavy_faults(mode: str) -> None:
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 def test_no_invariant_breaks_under_light_faults_whatever_happens_to_the_late(policy: str) -> None:
-    clean([*SMALL, "faults=light", f"on_expiry={policy}", "eta=1"], range(25))
+    clean([*SMALL, "faults=light", f"on_expiry={policy}", "eta=1"], range(by_tier(8, full=25)))
 
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_no_invariant_breaks_with_redundant_groups(eta: int) -> None:
-    clean([*SMALL, "faults=heavy", "surplus=2", f"eta={eta}"], range(20))
+    clean([*SMALL, "faults=heavy", "surplus=2", f"eta={eta}"], range(by_tier(6, full=20)))
 
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
 def test_no_invariant_breaks_when_micro_batches_are_streamed(policy: str) -> None:
-    clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(20))
+    clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(by_tier(6, full=20)))
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_no_invariant_breaks_when_publishes_overlap_training(eta: int, mode: str) -> None:
-    clean([*SMALL, "faults=heavy", "overlap=true", f"eta={eta}", f"update_mode={mode}"], range(15))
+    clean([*SMALL, "faults=heavy", "overlap=true", f"eta={eta}", f"update_mode={mode}"], range(by_tier(5, full=15)))
 
 
 @pytest.mark.parametrize("policy", ["wait", "trim", "drop"])

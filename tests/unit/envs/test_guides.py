@@ -70,7 +70,15 @@ def test_the_commands_of_the_guides_are_found_and_few_are_run_elsewhere() -> Non
 HERE = {line: words for line, words in commands().items() if tuple(words[:2]) not in RUN_ELSEWHERE}
 
 
-@pytest.mark.parametrize("line", HERE)
+STARTS_PROGRAMS = ("env check agent", "env check my_mcp", "env check verifiers")
+"""Ten to thirty seconds each."""
+
+
+def tiered(line: str) -> Any:
+    return pytest.param(line, marks=pytest.mark.full if any(few in line for few in STARTS_PROGRAMS) else ())
+
+
+@pytest.mark.parametrize("line", map(tiered, HERE))
 def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) -> None:
     from penstock.platform.cli import app
 

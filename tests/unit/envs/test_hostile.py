@@ -53,7 +53,10 @@ def outside() -> Iterator[dict[str, Any]]:
         yield laid
 
 
-@pytest_asyncio.fixture(params=["isolated", "unisolated"], loop_scope="module", scope="module")
+ISOLATIONS = ["isolated", pytest.param("unisolated", marks=pytest.mark.full)]
+
+
+@pytest_asyncio.fixture(params=ISOLATIONS, loop_scope="module", scope="module")
 async def sandbox(request: pytest.FixtureRequest, trap: Trap) -> AsyncIterator[LocalSandbox]:
     assert trap.file.exists()  # laid before the fork server starts
     made = LocalSandbox(CONFIG, isolate=request.param == "isolated")
@@ -144,6 +147,7 @@ async def played(folder: Path, trap: Trap, outside: dict[str, Any]) -> dict[tupl
     return records
 
 
+@pytest.mark.full  # the same acts as of rewards, in the other process that runs code of users
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("door", ["step", "tool"])
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)

@@ -13,6 +13,7 @@ from penstock.kernels.changed_elements import find_changes, flagged_changes, wri
 from penstock.weights.codec.codec import ReceiverState, SenderState
 from penstock.weights.codec.delta import DeltaCodec
 from penstock.weights.codec.positions import pack_positions
+from tests.tiers import examples
 
 
 def changed_pair(num_elements: int, density: float, dtype: torch.dtype, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -24,7 +25,7 @@ def changed_pair(num_elements: int, density: float, dtype: torch.dtype, seed: in
     return np.where(flips, previous ^ 1, previous).astype(kind), previous
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     num_elements=st.integers(0, 1500),
     density=st.sampled_from([0.0, 0.01, 0.2, 1.0]),

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.segment_scan import generalised_advantages, reverse_scan
+from tests.tiers import examples
 
 
 def bounds_of(lengths: list[int]) -> Tensor:
@@ -85,7 +86,7 @@ def test_observations_between_sampled_tokens_change_nothing() -> None:
     assert result.returns.tolist() == [0.0, 1.5, 0.0, 0.0, 4.0, 0.0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8), seed=st.integers(0, 999))
 def test_any_packing_gives_the_advantages_of_the_loop(lengths, seed) -> None:
     rewards, values, coin = random_columns(3, lengths, seed)

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 INTERPRETED = (
     "interpreted_logprob.py",
@@ -35,5 +37,6 @@ def test_interpreted_kernels_give_what_the_references_give() -> None:
     run_tests(INTERPRETED, TRITON_INTERPRET="1")
 
 
+@pytest.mark.full
 def test_every_kernel_and_configuration_compiles_for_ampere_and_hopper(tmp_path: Path) -> None:
     run_tests(("compiled_kernels.py",), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

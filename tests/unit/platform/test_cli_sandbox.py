@@ -24,7 +24,7 @@ from penstock.platform.cli_sandbox import run_sandbox_check
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "sandbox.md"
 
 
-@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.parametrize("isolate", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_check_says_which_isolation_it_found_and_what_it_contains(isolate: bool, tmp_path: Path) -> None:
     server = ForkServer(SandboxConfig(), isolate=isolate)
     server.close()

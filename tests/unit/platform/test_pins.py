@@ -60,7 +60,7 @@ def test_the_record_is_of_the_torch_that_is_pinned_and_of_the_cuda_that_the_driv
     assert f"driver {MIN_NVIDIA_DRIVER}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_package_index_resolves_what_make_setup_installs_for_cuda(tmp_path: Path) -> None:
     """With the newest pip, which reads requirements out of wheels without fetching them whole."""

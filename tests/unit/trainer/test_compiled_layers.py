@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -12,6 +13,7 @@ from penstock.trainer.torch_backend import build_torch_backend
 from .torch_trainer import MODEL
 
 
+@pytest.mark.full
 def test_compiled_layers_are_equal_and_compile_once_for_all_lengths(policy) -> None:
     plain, compiled = (load_policy(policy, MODEL, gradient_checkpointing=False) for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")

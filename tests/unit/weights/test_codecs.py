@@ -18,6 +18,7 @@ from penstock.weights.codec.codec import ReceiverState, SenderState, catch_up, w
 from penstock.weights.codec.delta import DeltaCodec
 from penstock.weights.codec.positions import pack_positions, unpack_positions
 from penstock.weights.codec.wire import from_wire, to_wire
+from tests.tiers import examples
 from tests.unit.weights.codec_pair import DTYPES, Pair, from_bits, same_bits, walk
 
 EXACT = ["full", "delta"]
@@ -47,7 +48,7 @@ def two_versions(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("codec", EXACT)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(versions=two_versions())
 def test_any_bits_arrive_as_they_were_sent(codec: str, versions: tuple[torch.Tensor, torch.Tensor]) -> None:
     before, after = versions
@@ -158,7 +159,7 @@ def test_delta_takes_the_smallest_form(dtype: torch.dtype, num_elements: int, nu
     assert encoded.num_changed == num_changed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     positions=st.sets(st.integers(0, 200_000), max_size=40),
     num_more=st.integers(1, 70_000),

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.codec.codec import Encoded, words
 from penstock.weights.codec.int8_delta import Int8DeltaCodec
+from tests.tiers import examples
 from tests.unit.weights.codec_pair import DTYPES, Pair, from_bits, walk
 
 
@@ -94,7 +95,7 @@ def test_without_feedback_the_error_grows_beyond_every_step() -> None:
     assert (error > bound).float().mean() > 0.5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(values=hnp.arrays(np.uint32, st.integers(8, 200)))
 def test_the_bound_holds_for_any_finite_change_denormals_included(values: np.ndarray) -> None:
     current = from_bits(values, torch.float32)
