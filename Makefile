@@ -56,7 +56,7 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 QUICK_TESTS := tests/arch tests/unit tests/property tests/simulation
 OTHER_TESTS := $(addprefix --ignore=,$(QUICK_TESTS))
 # Quick ones start no Ray, vLLM or DeepSpeed, so two run at a time; the others measure what they start, and run alone.
-test: setup  ## Run the tests of every day, fifteen minutes or so
+test: setup  ## Run the tests of every day (18 minutes on two cores)
 	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK_TESTS)
 	@$(BIN)/pytest $(OTHER_TESTS)
 
