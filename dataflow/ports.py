@@ -94,7 +94,7 @@ class Engine(Protocol):
         """Stream what is sampled.
 
         Raises:
-            EngineLostError: It can answer nobody; if `is_final`, it never will.
+            EngineLostError: It can answer no request; if `is_final`, it never will.
             TrajectoryError: kind `engine`, if it cannot answer this request, and serves the others.
         """
         ...
