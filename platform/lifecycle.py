@@ -16,6 +16,9 @@ from penstock.dataflow.errors import PenstockError
 from penstock.platform.garbage import collect_rarely
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+SAME_SIGNAL_S = 1.0
+"""Signals that come so soon after the first are that one: `timeout`, `uv run` and the like pass on what the terminal
+has sent to the whole process group."""
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the run to end
@@ -33,13 +36,15 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the r
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Run `main` with SIGINT and SIGTERM turned into an orderly end; returns its exit code.
 
-    The first signal cancels `main`, whose context managers end every process; a second one kills at once.
+    The first signal cancels `main`, whose context managers end every process; a second one, later than
+    `SAME_SIGNAL_S`, kills at once.
 
     Raises:
         Interrupted: After the orderly end.
         PenstockError: What stopped the run, unwrapped from exception groups.
     """
     signals: list[int] = []
+    first_at = 0.0
     collect_rarely()
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
@@ -48,8 +53,12 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
             task = asyncio.create_task(main(), name="run")
 
             def stop(signum: int) -> None:
+                nonlocal first_at
+                if signals and loop.time() - first_at < SAME_SIGNAL_S:
+                    return
                 if signals:
                     os._exit(128 + signum)
+                first_at = loop.time()
                 signals.append(signum)
                 task.cancel()
 

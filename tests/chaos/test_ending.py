@@ -68,8 +68,7 @@ def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: 
         asked = time.monotonic()
         if signum is signal.SIGINT:
             os.killpg(process.pid, signum)
-        else:
-            process.send_signal(signum)
+        process.send_signal(signum)  # after Ctrl-C once more, as a program does that passes it on
         _, stderr = process.communicate(timeout=60)
         psutil.wait_procs(started, timeout=max(0.0, LIMIT_S - (time.monotonic() - asked)))
         left = alive(started)
