@@ -1,4 +1,4 @@
-"""How files are named, where they lie and how long they are."""
+"""How files are named and where they lie."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
-MAX_LINES = 350
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -21,13 +20,6 @@ def names_like_the_standard_library(paths: list[Path]) -> list[Path]:
         for path in paths
         if any(Path(part).stem in sys.stdlib_module_names - {"__init__"} for part in path.parts[1:])
     ]
-
-
-def test_no_file_is_longer_than_350_lines() -> None:
-    files = python_files(*HOUSE, "tests", "benchmarks", "examples")
-    assert len(files) >= 80
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert {path: lines for path, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_the_folder_platform_has_no_init_file_and_of_all_folders_only_conf_has_one() -> None:
