@@ -1,13 +1,20 @@
-"""The smallest training run from the command line: a policy that knows nothing, on the CPU, some seconds a run."""
+"""The smallest training run: a policy that knows nothing, on the CPU, some seconds a run.
+
+`make test` trains it in the process of the test, `make test-full` by `penstock train` too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import read_summary, run_cli
+from tests.in_process import train_in_process
 from tests.tiny_policy import tiny_shape
 
 MAX_CONTEXT_TOKENS = 1024
@@ -35,10 +42,26 @@ def small_run_overrides(folder: Path, name: str, tokenizer: Any, *overrides: str
     ]
 
 
-def small_run(folder: Path, name: str, tokenizer: Any, *overrides: str) -> Path:
-    """Train in `folder` until the end; the folder of the run."""
-    done = run_cli("train", *small_run_overrides(folder, name, tokenizer, *overrides), cwd=folder)
+def train_by_command(folder: Path, overrides: Sequence[str]) -> None:
+    """`penstock train` with these overrides in `folder`."""
+    done = run_cli("train", *overrides, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+Train = Callable[[Path, Sequence[str]], None]
+"""Trains with these overrides in this folder until the end."""
+TWO_WAYS = pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train_in_process, id="in_process"),
+        pytest.param(train_by_command, id="by_command", marks=[pytest.mark.integration, pytest.mark.full]),
+    ],
+)
+
+
+def small_run(train: Train, folder: Path, name: str, tokenizer: Any, *overrides: str) -> Path:
+    """Train in `folder` until the end; the folder of the run."""
+    train(folder, small_run_overrides(folder, name, tokenizer, *overrides))
     run_dir = folder / "runs" / name
     assert read_summary(run_dir)["ledger"]["failed"] == 0
     return run_dir

@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
-import pytest
 
 from tests.chat_tokenizers import chat_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import small_run
-
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+from tests.small_run import TWO_WAYS, Train, small_run
 
 AGENT = Path(__file__).parents[2] / "examples" / "own_agent.py"
 
@@ -23,7 +20,8 @@ def test_the_example_is_short() -> None:
     assert len(lines) <= 30
 
 
-def test_a_users_agent_program_trains(tmp_path: Path) -> None:
+@TWO_WAYS
+def test_a_users_agent_program_trains(train: Train, tmp_path: Path) -> None:
     shutil.copy(AGENT, tmp_path)
     agent = f"env.args.agent=[{sys.executable},own_agent.py]"
     overrides = [
@@ -34,7 +32,7 @@ def test_a_users_agent_program_trains(tmp_path: Path) -> None:
         "dataflow.max_staleness=0",
         "total_steps=3",
     ]
-    run_dir = small_run(tmp_path, "agent", chat_tokenizer("chatml"), *overrides)
+    run_dir = small_run(train, tmp_path, "agent", chat_tokenizer("chatml"), *overrides)
     assert read_summary(run_dir)["ledger"]["trained"] == 3
     assert read_metric(run_dir, "env/turns") == [2.0] * 3
     assert read_metric(run_dir, "env/done_share") == [1.0] * 3

@@ -1,4 +1,4 @@
-"""A user's multi-turn environment and reward, outside the package, train from the command line with config only."""
+"""A user's multi-turn environment and reward, outside the package, train with config only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from penstock.rollout.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
-from tests.command_line import fresh_mismatches, read_metric, read_summary, run_cli
+from tests.command_line import fresh_mismatches, read_metric, read_summary
+from tests.small_run import TWO_WAYS, Train
 from tests.tiny_policy import tiny_shape
-
-pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)
@@ -38,11 +37,11 @@ def test_the_examples_are_short() -> None:
     assert code_lines(EXAMPLES / "own_reward.py") <= 5
 
 
-def test_a_users_environment_and_reward_train(tmp_path: Path, random_policy: list[str]) -> None:
+@TWO_WAYS
+def test_a_users_environment_and_reward_train(train: Train, tmp_path: Path, random_policy: list[str]) -> None:
     for name in ("own_environment.py", "own_reward.py"):
         shutil.copy(EXAMPLES / name, tmp_path)
-    done = run_cli(
-        "train",
+    overrides = [
         "experiment=arithmetic",
         "env=guessing",
         "env.factory=own_environment:HotOrCold",
@@ -57,9 +56,8 @@ def test_a_users_environment_and_reward_train(tmp_path: Path, random_policy: lis
         "evaluation.num_tasks=16",
         "name=own",
         *random_policy,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    ]
+    train(tmp_path, overrides)
     run_dir = tmp_path / "runs" / "own"
     assert read_summary(run_dir)["ledger"]["trained"] == 32
     assert read_summary(run_dir)["ledger"]["failed"] == 0

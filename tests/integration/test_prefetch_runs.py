@@ -1,17 +1,15 @@
-"""Real ranks, engines and rewards: groups are forwarded while their batch is awaited, on partitioned weights."""
+"""Groups are forwarded while their batch is awaited; with real ranks on partitioned weights too."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.rollout.tokenizers import character_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import small_run
-
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+from tests.in_process import train_in_process
+from tests.small_run import TWO_WAYS, Train, small_run, train_by_command
 
 SLOW_REWARD = """
 import asyncio
@@ -24,21 +22,28 @@ async def later(trajectory, **_):
 STEPS = 3
 
 
-@pytest.fixture
-def run(tmp_path: Path):
-    (tmp_path / "late.py").write_text(SLOW_REWARD)
-
-    def train(name: str, *overrides: str) -> Path:
-        settings: tuple[Any, ...] = (
-            "algorithm=ppo", "reward.fn=late:later", "dataflow.batch_groups=4", f"total_steps={STEPS}", *overrides
-        )  # fmt: skip
-        return small_run(tmp_path, name, character_tokenizer(), *settings)
-
-    return train
+def run(train: Train, folder: Path, *overrides: str) -> Path:
+    (folder / "late.py").write_text(SLOW_REWARD)
+    settings = ("algorithm=ppo", "reward.fn=late:later", "dataflow.batch_groups=4", f"total_steps={STEPS}", *overrides)
+    return small_run(train, folder, "ahead", character_tokenizer(), *settings)
 
 
-def test_ranks_that_wait_for_a_batch_forward_its_groups(run) -> None:
-    folder = run("ahead", "trainer.backend=deepspeed", "trainer.num_ranks=2", "trainer.zero_stage=3")
+@pytest.mark.parametrize(
+    ("train", "overrides"),
+    [
+        pytest.param(train_in_process, [], id="in_process"),
+        pytest.param(
+            train_by_command,
+            ["trainer.backend=deepspeed", "trainer.num_ranks=2", "trainer.zero_stage=3"],
+            id="two_ranks_of_zero3",
+            marks=[pytest.mark.integration, pytest.mark.full],
+        ),
+    ],
+)
+def test_a_trainer_that_waits_for_a_batch_forwards_its_groups(
+    train: Train, overrides: list[str], tmp_path: Path
+) -> None:
+    folder = run(train, tmp_path, *overrides)
     assert read_summary(folder)["trained_groups"] == 4 * STEPS
     shares = read_metric(folder, "trainer/prefetched_token_share")
     assert len(shares) == STEPS
@@ -48,7 +53,7 @@ def test_ranks_that_wait_for_a_batch_forward_its_groups(run) -> None:
     assert all(value < 1e-4 for value in fresh_mismatches(folder)), "proximal logprobs are those of the step's weights"
 
 
-@pytest.mark.full
-def test_and_do_not_where_it_is_switched_off(run) -> None:
-    folder = run("off", "dataflow.prefetch=false")
+@TWO_WAYS
+def test_and_does_not_where_it_is_switched_off(train: Train, tmp_path: Path) -> None:
+    folder = run(train, tmp_path, "dataflow.prefetch=false")
     assert read_metric(folder, "trainer/prefetched_token_share") == [0.0] * STEPS

@@ -1,4 +1,4 @@
-"""A game of two sides and drafts that fork and join train in one run, from the command line with config only."""
+"""A game of two sides and drafts that fork and join train in one run, with config only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-import pytest
 
 from penstock.rollout.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
-from tests.command_line import fresh_mismatches, read_metric, read_summary, run_cli
+from tests.command_line import fresh_mismatches, read_metric, read_summary
+from tests.small_run import TWO_WAYS, Train
 from tests.tiny_policy import tiny_shape
-
-pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)
@@ -29,14 +27,14 @@ def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from pq.read_table(table).to_pylist()
 
 
-def test_a_game_and_drafts_train(tmp_path: Path) -> None:
+@TWO_WAYS
+def test_a_game_and_drafts_train(train: Train, tmp_path: Path) -> None:
     source = (EXAMPLES / "drafts.py").read_text()
     assert sum(bool(line.strip()) and not line.startswith('"""') for line in source.splitlines()) <= 30
     shutil.copy(EXAMPLES / "drafts.py", tmp_path)
     policy = tmp_path / "policy"
     create_policy(ModelConfig(max_context_tokens=128, shape=SHAPE), character_tokenizer(), str(policy), seed=0)
-    done = run_cli(
-        "train",
+    overrides = [
         "experiment=arithmetic",
         "env=nim",
         "+env.streams.game={weight: 1}",
@@ -53,9 +51,8 @@ def test_a_game_and_drafts_train(tmp_path: Path) -> None:
         f"model.path={policy}",
         "model.max_context_tokens=128",
         *(f"model.shape.{name}={str(value).lower()}" for name, value in SHAPE.model_dump().items()),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    ]
+    train(tmp_path, overrides)
     run_dir = tmp_path / "runs" / "threads"
     summary = read_summary(run_dir)
     assert (summary["ledger"]["trained"], summary["ledger"]["failed"]) == (STEPS * GROUPS, 0)

@@ -1,0 +1,225 @@
+"""`penstock train` in the process of the test: its own loop, flow, engines and trainer, without Ray.
+
+What Ray would start as actors is called here: torch engines as they are, one trainer rank and frozen policies in
+threads, a reward worker over its child process. Everything else is what `penstock train` runs, so a run leaves the same
+folder behind. The runs through the command line are in the same files, for `make test-full`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import shutil
+import sys
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
+from penstock.dataflow.ports import PublishReport, StepReport
+from penstock.dataflow.trajectory import GroupPayload, GroupRef
+from penstock.envs.scoring import RewardRunner
+from penstock.platform import launch
+from penstock.platform.config.compose import compose_config
+from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
+from penstock.platform.roles import engine_specs, model_path, trainer_spec
+from penstock.platform.run_dir import prepare_run_dir
+from penstock.rollout.pool import EnginePool
+from penstock.rollout.torch_engine import TorchEngine
+from penstock.trainer.build import build_trainer, save_policy
+from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.spec import TrainerSpec
+from penstock.weights.transport.shared_memory import private_directory, write_version
+
+
+class InProcessTrainer:
+    """One rank: `TrainerGroup` and `GroupForward`. Its thread keeps the order of the calls, as an actor does."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self.version = 0
+        self._spec = spec
+        self._thread = ThreadPoolExecutor(1)
+        self._directory = private_directory(spec.publish_in)
+        self._trainer: Any = None
+
+    async def start(self) -> None:
+        spec = self._spec
+        self._trainer = await self._call(
+            lambda: build_trainer(
+                spec.model_path,
+                spec.model,
+                spec.trainer,
+                spec.algorithm,
+                rank=0,
+                world_size=1,
+                master_port=0,
+                device=spec.device,
+                threads=spec.threads,
+                seed=spec.seed,
+                temperature=spec.temperature,
+                max_new_tokens=spec.max_new_tokens,
+                critic=spec.critic,
+                policy_id=spec.policy_id,
+            )
+        )
+
+    async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
+        groups = [group async for group in batch]
+        payloads = [group.handle for group in groups]
+        oldest = [group.min_version for group in groups]
+        references = [group.reference for group in groups if group.reference is not None]
+        teachers = [group.teacher for group in groups if group.teacher is not None]
+        report = await self._call(lambda: self._trainer.step(payloads, self.version, oldest, references, teachers))
+        self.version = report.version
+        return report
+
+    async def prefetch(self, group: GroupRef) -> None:
+        references = [] if group.reference is None else [group.reference]
+        await self._call(lambda: self._trainer.prefetch([group.handle], self.version, references))
+
+    async def save(self, path: str) -> None:
+        await self._call(lambda: save_policy(self._trainer, path, self._spec.model_path))
+
+    async def token_logprobs(self, examples: Any) -> np.ndarray:
+        return await self._call(lambda: self._trainer.token_logprobs(examples))
+
+    async def write(self, version: int) -> Any:
+        """Write all weights into a file; the version before is no longer needed."""
+        for old in self._directory.iterdir():
+            old.unlink()
+        tensors, dtype = self._trainer.export_weights, self._spec.model.dtype
+        return await self._call(lambda: write_version(tensors(), version, dtype, self._directory))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        if self._trainer is not None:
+            self._trainer.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _call(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+@dataclass
+class InProcessPublisher:
+    """`WeightPublisher` that writes one file and has every engine read it, one after the other."""
+
+    trainer: InProcessTrainer
+    pool: EnginePool
+    last: PublishReport | None = None
+
+    async def publish(self, version: int) -> PublishReport:
+        manifest = await self.trainer.write(version)
+        acks = [await cast("TorchEngine", engine).update_weights(manifest) for engine in self.pool.engines()]
+        assert {ack.checksum for ack in acks} == {manifest.checksum}
+        self.pool.refresh()
+        self.last = PublishReport(version, manifest.num_bytes, 0.0, 0.0, acks)
+        return self.last
+
+    async def delivered(self) -> PublishReport:
+        assert self.last is not None
+        return self.last
+
+    async def catch_up(self, engine: object) -> None:
+        raise AssertionError("no engine is lost here")
+
+    async def close(self) -> None:
+        pass
+
+
+class InProcessStore:
+    """`PayloadStore` whose handles are the payloads."""
+
+    async def put(self, payload: GroupPayload) -> GroupPayload:
+        return payload
+
+    async def get(self, handle: GroupPayload) -> GroupPayload:
+        return handle
+
+
+class InProcessLogprobs:
+    """`LogprobWorker` over a policy that is not trained."""
+
+    def __init__(self, config: RunConfig, role: FrozenRole) -> None:
+        path = config.frozen(role).path or model_path(config)
+        limits = (config.trainer.max_group_tokens, config.rollout.sampling.temperature)
+        self._policy = FrozenPolicy.load(path, config.model, "cpu", *limits)
+
+    async def logprobs(self, handle: GroupPayload) -> np.ndarray:
+        return await asyncio.to_thread(self._policy.logprobs, handle)
+
+
+@dataclass(frozen=True)
+class InProcessActors:
+    """What `roles.RunActors` is to `penstock train`."""
+
+    model_path: str
+    engines: list[TorchEngine]
+    trainer: InProcessTrainer
+    rewards: RewardRunner
+    store: InProcessStore
+    reference: InProcessLogprobs | None
+    teacher: InProcessLogprobs | None
+    partner: InProcessActors | None = None
+
+    def publisher(self, pool: EnginePool, config: RunConfig) -> InProcessPublisher:
+        return InProcessPublisher(self.trainer, pool)
+
+    async def restarted(self, config: RunConfig, engine_id: EngineId) -> TorchEngine:
+        raise AssertionError(f"{engine_id} is lost")
+
+
+@asynccontextmanager
+async def start_in_process(config: RunConfig) -> AsyncIterator[InProcessActors]:
+    """What `roles.start_actors` is to `penstock train`."""
+    rewards = RewardRunner(config.reward, config.sandbox, "cpu")
+    policies: list[InProcessActors] = []
+    try:
+        if config.partner is not None:
+            policies.append(await start_policy(config.partner_view, rewards, PARTNER))
+        policies.append(await start_policy(config, rewards, POLICY, *policies))
+        yield policies[-1]
+    finally:
+        await rewards.shutdown()
+        for policy in policies:
+            policy.trainer.close()
+            for engine in policy.engines:
+                await engine.shutdown()
+
+
+async def start_policy(
+    config: RunConfig, rewards: RewardRunner, policy_id: PolicyId, partner: InProcessActors | None = None
+) -> InProcessActors:
+    """Trainer and engines of one policy, and what scores its groups."""
+    trainer = InProcessTrainer(trainer_spec(config, policy_id=policy_id))
+    engines = [TorchEngine(spec) for spec in engine_specs(config)]
+    await trainer.start()
+    for engine in engines:
+        await engine.start()
+    frozen = [InProcessLogprobs(config, role) if config.num_frozen(role) else None for role in FROZEN_ROLES]
+    return InProcessActors(model_path(config), engines, trainer, rewards, InProcessStore(), *frozen, partner)
+
+
+def train_in_process(folder: Path, overrides: Sequence[str]) -> None:
+    """`penstock train` with these overrides in `folder`; user modules there are imported anew by every call."""
+    known, threads = set(sys.modules), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        importlib.invalidate_caches()
+        patch.setattr(launch, "start_actors", start_in_process)
+        config = compose_config(list(overrides))
+        try:
+            assert asyncio.run(launch._train(config, prepare_run_dir(config))) == 0
+        finally:
+            torch.set_num_threads(threads)
+            for name in set(sys.modules) - known:
+                if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+                    del sys.modules[name]
