@@ -18,8 +18,7 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest
-from penstock.trainer.batches.preferences import Preference
-from penstock.trainer.batches.sequences import Example
+from penstock.trainer.batches.sequences import Example, Preference
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.passes import TeacherForced
 from penstock.trainer.policy_trainer import PolicyTrainer

@@ -18,8 +18,7 @@ from penstock.actors.ray_errors import answer_of, ray_boundary
 from penstock.dataflow.errors import ExportError, TrainingError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
-from penstock.trainer.batches.preferences import Preference
-from penstock.trainer.batches.sequences import Example
+from penstock.trainer.batches.sequences import Example, Preference
 from penstock.trainer.passes import TeacherForced
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType

@@ -15,7 +15,7 @@ from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.roles import start_trainer_group
 from penstock.platform.run_dir import mark_finished
 from penstock.platform.trackers.build import build_trackers
-from penstock.trainer.batches.preferences import ModelKind
+from penstock.trainer.batches.sequences import ModelKind
 
 
 @asynccontextmanager

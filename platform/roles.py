@@ -37,7 +37,7 @@ from penstock.platform.placement import Role, plan_placement, shared_bundles
 from penstock.platform.slots import slots_on
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
-from penstock.trainer.batches.preferences import ModelKind
+from penstock.trainer.batches.sequences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment
 from penstock.weights.layout.engine import EngineSide

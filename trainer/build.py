@@ -13,7 +13,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.preferences import ModelKind
+from penstock.trainer.batches.sequences import ModelKind
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.lora import load_adapted_policy

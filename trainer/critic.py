@@ -18,9 +18,11 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.other_losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.collate import MicroBatch, TrainingSequence
+from penstock.trainer.batches.collate import MicroBatch
+from penstock.trainer.batches.packing import TrainingSequence
+from penstock.trainer.batches.sequences import sampled_tokens
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
-from penstock.trainer.passes import Passes, StepSettings, sampled_tokens
+from penstock.trainer.passes import Passes, StepSettings
 from penstock.trainer.updates import learning_rate
 from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 

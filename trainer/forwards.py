@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.batches.collate import TrainingSequence
-from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.batches.packing import TrainingSequence
+from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.critic import Critic
-from penstock.trainer.passes import Passes, sampled_tokens
+from penstock.trainer.passes import Passes
 from penstock.trainer.prefetch import Forwarded, PerToken, Prefetched
 from penstock.trainer.work import Work
 

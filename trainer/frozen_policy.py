@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.batches.collate import TrainingSequence, collate, place_by_sequence
-from penstock.trainer.batches.members import all_sequences
+from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import plan_batch
-from penstock.trainer.batches.sequences import loss_tokens
+from penstock.trainer.batches.sequences import sampled_tokens
 from penstock.trainer.policy_model import PolicyModel, load_policy
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import ModelConfig
@@ -52,10 +51,7 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, payload: GroupPayload) -> NDArray[np.float32]:
         """`[n] float32`, natural log, of every sampled token."""
-        sequences = [
-            TrainingSequence(one.token_ids, targets := loss_tokens(one), np.zeros(len(targets), np.float32))
-            for one in all_sequences([payload])
-        ]
+        sequences = sampled_tokens([payload])
         is_packed = self.attention == "sdpa"
         lengths = [sequence.num_inputs for sequence in sequences]
         plan = plan_batch(lengths, 1, self.max_tokens, layout="rows" if is_packed else "single_row")
@@ -64,6 +60,6 @@ class FrozenPolicy:
         for micro_batch in plan.ranks[0]:
             batch = collate(micro_batch, sequences, device=self.device, needs_mask=is_packed)
             logprobs, _ = batch.inputs.call(self.model, self.temperature)
-            values = logprobs[: batch.num_tokens].float().cpu().numpy()
-            place_by_sequence(values, batch, starts, found)
+            places = starts[batch.sequence_index] + batch.token_index
+            found[places] = logprobs[: batch.num_tokens].float().cpu().numpy()
         return found

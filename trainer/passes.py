@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.collate import MicroBatch, TrainingSequence, collate, place_by_sequence
-from penstock.trainer.batches.members import all_sequences
-from penstock.trainer.batches.packing import BatchPlan, RowLayout
-from penstock.trainer.batches.preferences import ModelKind
-from penstock.trainer.batches.sequence_share import sequence_share
-from penstock.trainer.batches.sequences import loss_tokens, prompt_length
-from penstock.trainer.batches.shared_prompts import plan_with_shared_prompts
-from penstock.trainer.batches.units import plan_units
+from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
+from penstock.trainer.batches.packing import (
+    BatchPlan,
+    RowLayout,
+    TrainingSequence,
+    plan_batch,
+    plan_with_shared_prompts,
+)
+from penstock.trainer.batches.sequences import ModelKind, all_sequences, sampled_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +60,6 @@ class TeacherForced(NamedTuple):
     sampled_accuracy: float
 
 
-def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
-    """Every thread of every trajectory, with all its sampled tokens as targets."""
-    return [
-        TrainingSequence(
-            token_ids=one.token_ids,
-            targets=(targets := loss_tokens(one)),
-            behavior_logprobs=np.zeros(len(targets), np.float32),
-            prompt_length=prompt_length(one),
-        )
-        for one in all_sequences(payloads)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Passes:
     """This rank's share of a batch, by a plan that is the same on all ranks."""
@@ -86,11 +74,11 @@ class Passes:
         if settings.share_prompts:
             return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=attention_share)
         masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
-        return plan_units(
+        return plan_batch(
             [sequence.num_inputs for sequence in sequences],
-            [sequence.unit for sequence in sequences],
             num_ranks,
             max_tokens,
+            units=[sequence.unit for sequence in sequences],
             attention_share=attention_share,
             layout=masked_layout if settings.attention == "sdpa" else "single_row",
         )
@@ -120,8 +108,8 @@ class Passes:
         with self.backend.evaluation():
             for micro_batch in self.micro_batches(sequences, self.plan(sequences)):
                 values, _ = self.backend.forward(micro_batch.inputs, self.settings.temperature)
-                mine = values[: micro_batch.num_tokens].double().cpu().numpy()
-                place_by_sequence(mine, micro_batch, starts, found)
+                places = starts[micro_batch.sequence_index] + micro_batch.token_index
+                found[places] = values[: micro_batch.num_tokens].double().cpu().numpy()
         return np.split(self.backend.all_reduce(found, "sum"), starts[1:-1]) if counts else []
 
     def teacher_forced(self, sequences: Sequence[TrainingSequence]) -> TeacherForced:

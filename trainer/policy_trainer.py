@@ -23,14 +23,15 @@ from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.backend import Backend, OptimizerResult
-from penstock.trainer.batches.collate import TrainingSequence
-from penstock.trainer.batches.preferences import Preference, margins_of, preference_sequences
+from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import (
     Example,
-    batch_metrics,
+    Preference,
     batch_normaliser,
     has_signal,
+    margins_of,
     mini_batches,
+    preference_sequences,
     supervised_sequences,
 )
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
@@ -39,7 +40,7 @@ from penstock.trainer.forwards import Forwards, References
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.passes import Passes, StepSettings, TeacherForced
 from penstock.trainer.rank_agreement import RankShare, agreement
-from penstock.trainer.updates import OpenUpdate, Update, learning_rate, summary
+from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
 from penstock.weights.adapters import adapter_tensors
 from penstock.weights.layout.engine import TrainingSide

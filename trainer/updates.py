@@ -1,4 +1,4 @@
-"""What the optimizer steps of one batch did, and what is said of them together."""
+"""What the optimizer steps of one batch did, and what is said of them and of the batch together."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.dataflow.trajectory import GroupPayload
+from penstock.dataflow.equal_rewards import are_equal
+from penstock.dataflow.trajectory import GroupPayload, compared_rewards
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backend import OptimizerResult
+from penstock.trainer.batches.sequences import group_rewards
 from penstock.trainer.config import OptimizerConfig
 from penstock.trainer.rank_agreement import RankShare
 
@@ -106,3 +108,35 @@ def summary(updates: Sequence[Update]) -> dict[str, float]:
         "trainer/silent_updates": float(sum(one.is_silent for one in updates)),
         "trainer/packing_efficiency": float(np.average(efficiencies, weights=counts)),
     }
+
+
+def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
+    """Reward, length and episode statistics over all trajectories of the batch; they are the same on every rank."""
+    rewards = np.concatenate([group_rewards(payload) for payload in payloads])
+    trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
+    # A silent group: nobody did better than whom it is compared with.
+    compared = [compared_rewards(payload.trajectories).values() for payload in payloads]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/zero_variance_share": float(np.mean([all(map(are_equal, of_group)) for of_group in compared])),
+        "length/mean_tokens": float(np.mean([one.num_sampled_tokens for one in trajectories])),
+        "length/max_tokens": float(max(one.num_sampled_tokens for one in trajectories)),
+        "length/truncated_share": float(np.mean([one.finish_reason == "length" for one in trajectories])),
+    }
+    for name in dict.fromkeys(name for one in trajectories for name in one.reward_parts):
+        values = [one.reward_parts[name] for one in trajectories if name in one.reward_parts]
+        metrics[f"reward/part/{name}"] = float(np.mean(values))
+    if thought := sum(len(one.reasoning) for one in trajectories):  # in characters
+        metrics["length/reasoning_share"] = thought / (thought + sum(len(one.response) for one in trajectories))
+    if episodes := [one.episode for one in trajectories if one.episode is not None]:
+        of_episodes: dict[str, list[float]] = {
+            "env/turns": [len(one.turns) for one in episodes],
+            "env/threads": [len({turn.thread for turn in one.turns}) for one in episodes],
+            "env/done_share": [one.end == "done" for one in episodes],
+            "env/observation_tokens": [sum(turn.num_observation_tokens for turn in one.turns) for one in episodes],
+        }
+        for name in sorted({name for one in episodes for name in one.counts}):
+            of_episodes[f"env/count/{name}"] = [one.counts.get(name, 0.0) for one in episodes]
+        metrics |= {name: float(np.mean(values)) for name, values in of_episodes.items()}
+    return metrics

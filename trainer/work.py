@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.trainer.batches.collate import TrainingSequence
+from penstock.trainer.batches.packing import TrainingSequence
 from penstock.weights.model_config import DType, ModelShape
 
 FORWARD_AND_BACKWARD = 3

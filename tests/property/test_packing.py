@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.batches.packing import balance_ranks, plan_batch, sequence_cost
-from penstock.trainer.batches.units import plan_units
 from tests.tiers import examples
 
 BUDGET = 64
@@ -54,9 +53,9 @@ def test_units_stay_in_one_micro_batch_of_one_rank_or_are_refused(sequences, num
     totals = {unit: sum(n for n, theirs in sequences if theirs == unit) for unit in set(units) - {None}}
     if any(total > BUDGET for total in totals.values()):
         with pytest.raises(ShapeError, match="needs all of them in one micro-batch"):
-            plan_units(lengths, units, num_ranks, BUDGET, layout=layout)
+            plan_batch(lengths, num_ranks, BUDGET, units=units, layout=layout)
         return
-    plan = plan_units(lengths, units, num_ranks, BUDGET, layout=layout)
+    plan = plan_batch(lengths, num_ranks, BUDGET, units=units, layout=layout)
     assert len({len(rank) for rank in plan.ranks}) == 1
     places = {}
     for rank, micro_batches in enumerate(plan.ranks):
@@ -73,7 +72,7 @@ def test_units_stay_in_one_micro_batch_of_one_rank_or_are_refused(sequences, num
 @given(LENGTHS, st.integers(1, 5), LAYOUTS)
 @settings(max_examples=examples(50), deadline=None)
 def test_without_units_the_plan_is_that_of_single_sequences(lengths, num_ranks, layout) -> None:
-    alone = plan_units(lengths, [None] * len(lengths), num_ranks, BUDGET, layout=layout)
+    alone = plan_batch(lengths, num_ranks, BUDGET, units=[None] * len(lengths), layout=layout)
     assert alone == plan_batch(lengths, num_ranks, BUDGET, layout=layout)
 
 

@@ -6,68 +6,17 @@ Shape legend: T tokens of one sequence, R rows, L row length, K loss tokens of o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
-from penstock.dataflow.errors import ShapeError
-from penstock.trainer.batches.packing import MicroBatchPlan
+from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 
 _PADDING_SEGMENT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSequence:
-    """One sequence as the optimizer step sees it.
-
-    Attributes:
-        token_ids: `[T] int`, prompt first.
-        targets: Positions of the loss tokens in `token_ids`, ascending, each ≥ 1.
-        behavior_logprobs: `[len(targets)] float32`.
-        token_weight: Aggregation weight of each loss token.
-        advantages: `[len(targets)]`; None: zeros.
-        lags: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
-        reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
-        teacher_logprobs: Likewise, of a teacher.
-        prompt_length: Tokens before the first sampled one, which may be computed once for several sequences; 0: none.
-        preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
-        unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
-        group: Position of its group in the batch; a mini-batch is of whole groups.
-        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
-        old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
-        returns: `[len(targets)]`, what V should be.
-    """
-
-    token_ids: NDArray[np.integer]
-    targets: NDArray[np.integer]
-    behavior_logprobs: NDArray[np.float32]
-    token_weight: float = 0.0
-    advantages: NDArray[np.floating] | None = None
-    lags: NDArray[np.integer] | None = None
-    reference_logprobs: NDArray[np.float32] | None = None
-    preferred_to: tuple[int, ...] = ()
-    unit: int | None = None
-    group: int = 0
-    proximal_logprobs: NDArray[np.float32] | None = None
-    old_values: NDArray[np.floating] | None = None
-    returns: NDArray[np.floating] | None = None
-    teacher_logprobs: NDArray[np.float32] | None = None
-    prompt_length: int = 0
-
-    def __post_init__(self) -> None:
-        if len(self.targets) and self.targets[0] < 1:
-            raise ShapeError(
-                "training sequence: its first token carries loss, but nothing precedes it to predict it from. "
-                "Use a prompt of at least 1 token."
-            )
-
-    @property
-    def num_inputs(self) -> int:
-        """Tokens the forward needs: everything before the last loss token; 0 if there is none."""
-        return int(self.targets[-1]) if len(self.targets) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +125,23 @@ def collate(
             target_index.append(row * plan.row_length + places)
             start = stop
     counts = [len(sequences[index].targets) for index in order]
-    mask = None
-    if needs_mask and any(len(row) > 1 for row in plan.rows):
-        ids = [torch.from_numpy(one).to(device) for one in (segment_ids, block_ids, shown_to)]
-        mask = block_diagonal_mask(ids[0]) if not plan.shared else shared_prompt_mask(*ids)
+    chosen = [sequences[index] for index in order]
+    # Both members of a pair are here: they are one unit of the plan.
+    place = {index: position for position, index in enumerate(order)}
+    pairs = [(place[better], place[worse]) for better in order for worse in sequences[better].preferred_to]
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    chosen = [sequences[index] for index in order]
+    mask = None
+    if needs_mask and any(len(row) > 1 for row in plan.rows):
+        # Causal, within each sequence and to the prompt that is shown to its block. Padding is a segment of its own, so
+        # every query attends to something and softmax stays finite.
+        segments, blocks, shown = (tensor(ids) for ids in (segment_ids, block_ids, shown_to))
+        mask = segments[:, :, None] == segments[:, None, :]
+        if plan.shared:
+            mask |= blocks[:, :, None] == shown[:, None, :]
+        mask = mask.tril()[:, None]
 
     def per_token(arrays: Sequence[NDArray[np.generic] | None], dtype: DTypeLike) -> Tensor:
         """One after another; zeros where there is none."""
@@ -208,7 +165,7 @@ def collate(
         reference_logprobs=per_token([one.reference_logprobs for one in chosen], np.float32),
         lags=per_token([one.lags for one in chosen], np.int64),
         segments=tensor(np.repeat(np.arange(len(order)), counts)),
-        pairs=tensor(_local_pairs(order, sequences)),
+        pairs=tensor(np.array(pairs, np.int64).reshape(-1, 2)),
         sequence_index=np.repeat(np.array(order, np.int64), counts),
         token_index=np.concatenate([np.arange(count, dtype=np.int64) for count in counts]),
         num_segments=len(order),
@@ -218,45 +175,6 @@ def collate(
         returns=if_any([one.returns for one in chosen]),
         teacher_logprobs=if_any([one.teacher_logprobs for one in chosen]),
     )
-
-
-def _local_pairs(order: Sequence[int], sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
-    """`[P, 2]` positions in `order` of (preferred, other). Both are there: they are one unit of the plan."""
-    place = {index: position for position, index in enumerate(order)}
-    pairs = [(place[better], place[worse]) for better in order for worse in sequences[better].preferred_to]
-    return np.array(pairs, np.int64).reshape(-1, 2)
-
-
-def place_by_sequence(
-    values: NDArray[np.floating], micro_batch: MicroBatch, starts: NDArray[np.int64], into: NDArray[np.floating]
-) -> None:
-    """Put what a micro-batch found, one value per target token, where each sequence's targets are in `into`."""
-    into[starts[micro_batch.sequence_index] + micro_batch.token_index] = values
-
-
-def block_diagonal_mask(segment_ids: Tensor) -> Tensor:
-    """Causal attention within each sequence only: `[R, L] int` segment ids -> `[R, 1, L, L] bool`, True = attend.
-
-    Padding is a segment of its own, so every query attends to something and softmax stays finite.
-    """
-    return ((segment_ids[:, :, None] == segment_ids[:, None, :]) & _causal(segment_ids))[:, None]
-
-
-def shared_prompt_mask(segment_ids: Tensor, block_ids: Tensor, shown_to: Tensor) -> Tensor:
-    """`block_diagonal_mask`, and a query also attends to what is shown to its block: the prompt in front of it.
-
-    Args:
-        segment_ids: `[R, L] int`, which sequence.
-        block_ids: `[R, L] int`, which block of sequences of one prompt.
-        shown_to: `[R, L] int`, the block of a shared prompt's tokens; of others the padding's.
-    """
-    is_prompt = block_ids[:, :, None] == shown_to[:, None, :]
-    return block_diagonal_mask(segment_ids) | (is_prompt & _causal(segment_ids))[:, None]
-
-
-def _causal(row_ids: Tensor) -> Tensor:
-    """`[L, L] bool` for `[R, L]`."""
-    return torch.ones(2 * row_ids.shape[1:], dtype=torch.bool, device=row_ids.device).tril()
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:
@@ -277,4 +195,50 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
         token_index=np.zeros(0, np.int64),
         num_segments=1,
         num_tokens=0,
+    )
+
+
+def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
+    """Sequence parallelism: the stretch of rank 0 ≤ `rank` < `size`, with the loss tokens that it predicts.
+
+    A row of L tokens is padded to a multiple of the group's size n and cut into n stretches of L/n. Attention sees the
+    whole row (DeepSpeed Ulysses exchanges stretches for heads); everything else, and the loss, sees the stretch. One
+    without loss tokens has a dummy token of weight 0, so that it has a graph for the collectives of others.
+
+    Args:
+        micro_batch: One row, without an attention mask: positions alone say where sequences begin.
+        rank: Which stretch.
+        size: Number of stretches.
+    """
+    inputs = micro_batch.inputs
+    assert inputs.attention_mask is None, "a mask would have to be cut for whole rows"
+    assert micro_batch.returns is None, "a critic is refused with sequence parallelism"
+    assert inputs.input_ids.shape[0] == 1, "Ulysses is registered for one row"
+    length = -(-inputs.input_ids.shape[1] // size)
+    stretch = slice(rank * length, (rank + 1) * length)
+    missing = length * size - inputs.input_ids.shape[1]
+    input_ids = F.pad(inputs.input_ids, (0, missing))[:, stretch].contiguous()
+    # Positions go on counting: padding is no new sequence.
+    further = inputs.position_ids[:, -1:] + torch.arange(1, missing + 1, device=inputs.position_ids.device)
+    position_ids = torch.cat([inputs.position_ids, further], dim=1)[:, stretch].contiguous()
+    is_mine = (inputs.target_index >= stretch.start) & (inputs.target_index < stretch.stop)
+    if not micro_batch.num_tokens or not is_mine.any():
+        empty = empty_micro_batch(input_ids.device)
+        return replace(empty, inputs=replace(empty.inputs, input_ids=input_ids, position_ids=position_ids))
+    return replace(
+        micro_batch,
+        inputs=ModelInputs(
+            input_ids, position_ids, None, inputs.target_index[is_mine] - stretch.start, inputs.target_ids[is_mine]
+        ),
+        behavior_logprobs=micro_batch.behavior_logprobs[is_mine],
+        advantages=micro_batch.advantages[is_mine],
+        token_weights=micro_batch.token_weights[is_mine],
+        reference_logprobs=micro_batch.reference_logprobs[is_mine],
+        lags=micro_batch.lags[is_mine],
+        segments=micro_batch.segments[is_mine],
+        sequence_index=micro_batch.sequence_index[is_mine.cpu().numpy()],
+        token_index=micro_batch.token_index[is_mine.cpu().numpy()],
+        num_tokens=int(is_mine.sum()),
+        proximal_logprobs=None if micro_batch.proximal_logprobs is None else micro_batch.proximal_logprobs[is_mine],
+        teacher_logprobs=None if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs[is_mine],
     )

@@ -1,4 +1,4 @@
-"""Where each sequence goes: ranks, micro-batches and rows. Pure, deterministic, no torch.
+"""The sequences of a step, and where each goes: ranks, micro-batches and rows. Pure, deterministic, no torch.
 
 A *row* holds one or more sequences end to end. A micro-batch is up to `max_tokens // L` rows, padded to L, the fullest
 of them. Symbols: N sequences, R rows, L row length in tokens.
@@ -7,6 +7,14 @@ of them. Symbols: N sequences, R rows, L row length in tokens.
 
 Every rank computes the whole plan from the same lengths, so nothing is communicated, and every rank gets the same
 number of micro-batches: with ZeRO-2/3 each forward and backward is collective, so an unequal count would hang.
+
+Sequences of one *unit* are compared with each other by their loss, so they lie end to end in one row, which is in one
+micro-batch of one rank, whatever the number of ranks. Sequences that begin with the same prompt may share one copy:
+
+    tokens      p p p p  a a a  b b  c c c c      an answer attends to the prompt and to itself
+    positions   0 1 2 3  4 5 6  4 5  4 5 6 7      every answer begins where the prompt ends
+
+The first token of every answer is predicted at the prompt's last position, which they share.
 """
 
 from __future__ import annotations
@@ -14,8 +22,11 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.dataflow.errors import ShapeError
 
@@ -27,6 +38,57 @@ _ROW_MULTIPLES = (1, 2, 3, 4)
 _WIDE_ROW_TOKENS = 256
 MAX_IMBALANCE = 1.05
 """Most loaded rank over the mean, up to which fewer micro-batches are worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One sequence as the optimizer step sees it.
+
+    Attributes:
+        token_ids: `[T] int`, prompt first.
+        targets: Positions of the loss tokens in `token_ids`, ascending, each ≥ 1.
+        behavior_logprobs: `[len(targets)] float32`.
+        token_weight: Aggregation weight of each loss token.
+        advantages: `[len(targets)]`; None: zeros.
+        lags: `[len(targets)] int`, staleness of each loss token in versions; None: zeros.
+        reference_logprobs: `[len(targets)] float32`; None where the loss does not need them.
+        teacher_logprobs: Likewise, of a teacher.
+        prompt_length: Tokens before the first sampled one, which may be computed once for several sequences; 0: none.
+        preferred_to: Indices of the sequences of the batch that a pair loss prefers it to.
+        unit: Sequences of one unit share a micro-batch; None: it goes anywhere.
+        group: Position of its group in the batch; a mini-batch is of whole groups.
+        proximal_logprobs: `[len(targets)] float32`, of a forward at the start of the batch; None: there was none.
+        old_values: `[len(targets)]`, V of the critic at the start of the batch; None: there is no critic.
+        returns: `[len(targets)]`, what V should be.
+    """
+
+    token_ids: NDArray[np.integer]
+    targets: NDArray[np.integer]
+    behavior_logprobs: NDArray[np.float32]
+    token_weight: float = 0.0
+    advantages: NDArray[np.floating] | None = None
+    lags: NDArray[np.integer] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    preferred_to: tuple[int, ...] = ()
+    unit: int | None = None
+    group: int = 0
+    proximal_logprobs: NDArray[np.float32] | None = None
+    old_values: NDArray[np.floating] | None = None
+    returns: NDArray[np.floating] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
+    prompt_length: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.targets) and self.targets[0] < 1:
+            raise ShapeError(
+                "training sequence: its first token carries loss, but nothing precedes it to predict it from. "
+                "Use a prompt of at least 1 token."
+            )
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens the forward needs: everything before the last loss token; 0 if there is none."""
+        return int(self.targets[-1]) if len(self.targets) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +133,24 @@ class BatchPlan:
         rows = [row for rank in self.ranks for micro_batch in rank for row in micro_batch.shared]
         return [length for row in rows for length in row if length]
 
+    def unpacked(self, bundles: Sequence[Sequence[int]], shared: Sequence[Sequence[int]] | None = None) -> BatchPlan:
+        """The plan of sequences, from one of bundles of them; `shared` as in `MicroBatchPlan`, per bundle."""
+
+        def in_rows(micro_batch: MicroBatchPlan, of_bundle: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(one for bundle in row for one in of_bundle[bundle]) for row in micro_batch.rows)
+
+        def micro_batch_of(plan: MicroBatchPlan) -> MicroBatchPlan:
+            return MicroBatchPlan(in_rows(plan, bundles), plan.row_length, in_rows(plan, shared) if shared else ())
+
+        return BatchPlan(tuple(tuple(map(micro_batch_of, rank)) for rank in self.ranks), self.efficiency)
+
 
 def plan_batch(
     lengths: Sequence[int],
     num_ranks: int,
     max_tokens: int,
     *,
+    units: Sequence[int | None] | None = None,
     attention_share: float = 0.0,
     layout: RowLayout = "rows",
 ) -> BatchPlan:
@@ -86,12 +160,26 @@ def plan_batch(
         lengths: Input tokens of each sequence. A sequence of length 0 has nothing to compute and is left out.
         num_ranks: Data-parallel ranks.
         max_tokens: Padded tokens of one micro-batch, at most.
+        units: Per sequence, which others it stays with; None: it goes anywhere.
         attention_share: a of the cost model, per token.
         layout: How rows are formed.
 
     Raises:
-        ShapeError: If a sequence is longer than `max_tokens`.
+        ShapeError: If a sequence or a unit is longer than `max_tokens`.
     """
+    bundles = [] if units is None else _bundles(lengths, units)
+    if any(len(bundle) > 1 for bundle in bundles):  # each is packed like one long sequence
+        totals = [sum(lengths[index] for index in bundle) for bundle in bundles]
+        for bundle, total in zip(bundles, totals, strict=True):
+            if total > max_tokens and len(bundle) > 1:
+                raise ShapeError(
+                    f"trainer.max_tokens_per_micro_batch={max_tokens} is below {total} tokens: answers of a group, in "
+                    f"parts of {', '.join(str(lengths[one]) for one in bundle)} tokens, are compared with each other: "
+                    "their loss needs all of them in one micro-batch. Use at least "
+                    f"{total} or algorithm.pairs=best_worst."
+                )
+        plan = plan_batch(totals, num_ranks, max_tokens, attention_share=attention_share, layout=layout)
+        return plan.unpacked(bundles)
     longest = max(lengths, default=0)
     if longest > max_tokens:
         raise ShapeError(
@@ -103,6 +191,7 @@ def plan_batch(
     plans = [_plan_rank(lengths, share, max_tokens, attention_share, layout) for share in shares]
     count = max(len(plan) for plan in plans)
     if layout == "single_row" and count > 1:
+        # Ranks that are balanced before rows are filled may each need a row more than they should.
         most = max(sum(sequence_cost(lengths[index], attention_share) for index in share) for share in shares)
         rows = fill_rows(lengths, range(len(lengths)), max_tokens)
         shared_out = _share_rows(lengths, rows, num_ranks, attention_share, most)
@@ -134,8 +223,6 @@ def _share_rows(
     lengths: Sequence[int], rows: Sequence[tuple[int, ...]], num_ranks: int, attention_share: float, most_cost: float
 ) -> list[list[tuple[int, ...]]] | None:
     """Give each rank equally many rows, costliest first, each to the rank with the least so far that has room.
-
-    Ranks that are balanced before rows are filled may each need a row more than they should.
 
     Returns:
         For each rank its rows; None if a rank would cost more than `most_cost` and than `MAX_IMBALANCE` of the mean.
@@ -183,7 +270,11 @@ def fill_rows(lengths: Sequence[int], indices: Sequence[int], capacity: int) -> 
 def _plan_rank(
     lengths: Sequence[int], share: Sequence[int], max_tokens: int, attention_share: float, layout: RowLayout
 ) -> list[MicroBatchPlan]:
-    """Try a few row lengths and keep the cheapest: short rows waste no attention, long rows waste no padding."""
+    """The micro-batches of one rank's sequences.
+
+    Of rows under a mask a few lengths are tried and the cheapest is kept. Short rows waste no attention (which computes
+    every pair of a row, also those that the mask removes), long rows waste no padding.
+    """
     if not share:
         return [EMPTY_MICRO_BATCH]
     if layout == "single_sequence":
@@ -193,32 +284,108 @@ def _plan_rank(
     longest = max(lengths[index] for index in share)
     capacities = {min(longest * multiple, max_tokens) for multiple in _ROW_MULTIPLES}
     capacities.add(min(max(longest, _WIDE_ROW_TOKENS), max_tokens))
-    candidates = [
-        _group_rows(lengths, fill_rows(lengths, share, capacity), max_tokens) for capacity in sorted(capacities)
-    ]
-    return min(candidates, key=lambda plan: sum(_dense_cost(micro_batch, attention_share) for micro_batch in plan))
-
-
-def _group_rows(lengths: Sequence[int], rows: Sequence[tuple[int, ...]], max_tokens: int) -> list[MicroBatchPlan]:
-    """Cut rows, fullest first, into micro-batches of at most `max_tokens` padded tokens."""
-    plans: list[MicroBatchPlan] = []
-    start = 0
-    while start < len(rows):
-        row_length = sum(lengths[index] for index in rows[start])
-        stop = start + max(1, max_tokens // row_length)
-        plans.append(_micro_batch(lengths, rows[start:stop]))
-        start = stop
-    return plans
+    candidates: list[list[MicroBatchPlan]] = []
+    for capacity in sorted(capacities):
+        rows = fill_rows(lengths, share, capacity)
+        plans: list[MicroBatchPlan] = []
+        start = 0
+        while start < len(rows):  # the fullest first: the others are padded to its length
+            stop = start + max(1, max_tokens // sum(lengths[index] for index in rows[start]))
+            plans.append(_micro_batch(lengths, rows[start:stop]))
+            start = stop
+        candidates.append(plans)
+    return min(
+        candidates,
+        key=lambda plans: sum(len(one.rows) * sequence_cost(one.row_length, attention_share) for one in plans),
+    )
 
 
 def _micro_batch(lengths: Sequence[int], rows: Sequence[tuple[int, ...]]) -> MicroBatchPlan:
     return MicroBatchPlan(tuple(rows), max(sum(lengths[index] for index in row) for row in rows))
 
 
-def _dense_cost(micro_batch: MicroBatchPlan, attention_share: float) -> float:
-    """Masked attention computes every pair of a row, also those the mask removes."""
-    return len(micro_batch.rows) * sequence_cost(micro_batch.row_length, attention_share)
-
-
 def _longest_first(lengths: Sequence[int], indices: Sequence[int]) -> list[int]:
     return sorted((index for index in indices if lengths[index] > 0), key=lambda index: (-lengths[index], index))
+
+
+def _bundles(lengths: Sequence[int], units: Sequence[int | None]) -> list[list[int]]:
+    """Indices that stay together, in order of their first; those of length 0 are alone."""
+    bundles: list[list[int]] = []
+    of_unit: dict[int, list[int]] = {}
+    for index, (length, unit) in enumerate(zip(lengths, units, strict=True)):
+        if unit is None or not length or unit not in of_unit:
+            bundles.append([index])
+            if unit is not None and length:
+                of_unit[unit] = bundles[-1]
+        else:
+            of_unit[unit].append(index)
+    return bundles
+
+
+@dataclass(slots=True)
+class _Block:
+    """Sequences that lie behind one copy of their prompt.
+
+    Attributes:
+        unit: Of all of them.
+        prompt_length: Tokens.
+        num_tokens: Of the prompt and of what follows it in each.
+    """
+
+    unit: int | None
+    prompt_length: int
+    num_tokens: int
+    members: list[int] = field(default_factory=list)
+
+    def gains(self, one: TrainingSequence, max_tokens: int, attention_share: float) -> bool:
+        """Whether one more member fits, and saves more than its attention to the others costs, which the mask removes.
+
+        With t tokens in the block, n in the sequence and r of them behind the prompt: by `sequence_cost`, t + r in one
+        row cost no more than t and n in two.
+        """
+        rest = one.num_inputs - self.prompt_length
+        if self.num_tokens + rest > max_tokens:
+            return False
+        more_attention = 2 * self.num_tokens * rest + rest**2 - one.num_inputs**2
+        return one.unit is not None or attention_share * more_attention <= self.prompt_length
+
+
+def plan_with_shared_prompts(
+    sequences: Sequence[TrainingSequence], num_ranks: int, max_tokens: int, *, attention_share: float = 0.0
+) -> BatchPlan:
+    """`plan_batch` in masked rows, with sequences of equal prompt (and equal unit) behind one copy of it.
+
+    A block that would not fit the budget, or whose attention would cost more than the prompt, is several blocks, each
+    with its own copy.
+
+    Args:
+        sequences: Of the batch. One without loss has nothing to compute and is left out.
+        num_ranks: Data-parallel ranks.
+        max_tokens: Padded tokens of one micro-batch, at most.
+        attention_share: As in `plan_batch`.
+
+    Raises:
+        ShapeError: If a sequence or a unit is longer than `max_tokens`.
+    """
+    blocks: list[_Block] = []
+    newest: dict[tuple[int | None, tuple[int, ...]], _Block] = {}
+    for index, one in enumerate(sequences):
+        if not one.num_inputs:
+            continue
+        prompt = (one.unit, tuple(one.token_ids[: one.prompt_length].tolist()))
+        block = newest.get(prompt)
+        if block is None or not one.prompt_length or not block.gains(one, max_tokens, attention_share):
+            block = newest[prompt] = _Block(one.unit, one.prompt_length, one.prompt_length)
+            blocks.append(block)
+        block.members.append(index)
+        block.num_tokens += one.num_inputs - one.prompt_length
+    plan = plan_batch(
+        [block.num_tokens for block in blocks],
+        num_ranks,
+        max_tokens,
+        units=[block.unit for block in blocks],
+        attention_share=attention_share,
+    )
+    # The first member of a block brings the prompt for the others.
+    shared = [[0, *[block.prompt_length] * (len(block.members) - 1)] for block in blocks]
+    return plan.unpacked([block.members for block in blocks], shared)

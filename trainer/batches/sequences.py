@@ -1,31 +1,273 @@
-"""From groups (RL) or examples (supervised) to the sequences of one optimizer step, with all that is global in them.
+"""From groups (RL), examples (supervised) or pairs (preferences) to the sequences of one optimizer step.
 
-Advantages and normalisers are computed here, over the whole batch, before any split into ranks or micro-batches (I9).
+A sequence is a thread of a trajectory, of most the only one: which of its tokens carry loss, what they earned, in which
+pairs. Advantages and normalisers are computed here, over the whole batch, before any split into ranks or micro-batches
+(I9).
+
+Shape legend: N sequences, n_i sampled tokens of one, P pairs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count
+from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from penstock.dataflow.equal_rewards import are_equal
-from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.ids import POLICY, PolicyId
-from penstock.dataflow.trajectory import Episode, GroupPayload, Trajectory, compared_rewards
+from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, GroupPayload, Trajectory, has_thread_rewards
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
-from penstock.trainer.algorithms.batch_advantages import gae_returns, token_advantages
+from penstock.trainer.algorithms.batch_advantages import RewardBatch, gae_returns, token_advantages
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
-from penstock.trainer.batches.collate import TrainingSequence
-from penstock.trainer.batches.members import batch_members, batch_pairs, group_rewards, is_new_enough, reward_batch
+from penstock.trainer.algorithms.pair_losses import preference_pairs
+from penstock.trainer.algorithms.shaping import overlong_penalty
+from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.config import AlgorithmConfig
 
 Example = tuple[Sequence[int], Sequence[int]]
 """(prompt token ids, response token ids)."""
+ModelKind = Literal["policy", "reward"]
+_NOTHING = 0
+"""Stands where a token would follow the last one; it is never seen by the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One sequence of the batch.
+
+    Attributes:
+        trajectory: It alone (`Trajectory.separate`).
+        group: Position of its group in the batch.
+        baseline: Members of equal baseline are compared: of a group, or the threads of one name in it.
+        attempt: Members of equal attempt share one reward, which counts once: threads of a trajectory.
+        num_overlong: Sampled tokens that the overlong penalty counts: of the longest thread of its attempt.
+        reward: As scored.
+        carries_loss: `[n_i] bool`, of its sampled tokens.
+        reference: `[n_i] float32` logprobs of the reference policy; None if there is none.
+        values: `[n_i] float32`, V of the critic before each sampled token; None if there is none.
+        teacher: `[n_i] float32` logprobs of a teacher; None if there is none.
+        proximal: `[n_i] float32` logprobs of a forward before the batch was complete; None if there was none.
+    """
+
+    trajectory: Trajectory
+    group: int
+    baseline: int
+    attempt: int
+    num_overlong: int
+    reward: float
+    carries_loss: NDArray[np.bool_]
+    reference: NDArray[np.float32] | None
+    values: NDArray[np.float32] | None = None
+    teacher: NDArray[np.float32] | None = None
+    proximal: NDArray[np.float32] | None = None
+
+    @property
+    def behavior(self) -> NDArray[np.float32]:
+        """`[n_i]` behavior logprobs of the sampled tokens."""
+        return self.trajectory.behavior_logprobs[self.trajectory.loss_mask]
+
+
+def batch_members(
+    payloads: Sequence[GroupPayload],
+    algorithm: AlgorithmConfig,
+    min_versions: Sequence[int] | None,
+    references: Sequence[NDArray[np.float32]],
+    values: Sequence[NDArray[np.float32]] = (),
+    teachers: Sequence[NDArray[np.float32]] = (),
+    proximals: Sequence[NDArray[np.float32] | None] = (),
+) -> list[Member]:
+    """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
+
+    Raises:
+        TrainingError: If there is no group, a trajectory has no reward, or `reward_weights` meet rewards by thread.
+        ShapeError: If the reference or the teacher did not score every sampled token.
+    """
+    if not payloads:
+        raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
+    floors = [0] * len(payloads) if min_versions is None else min_versions
+    per_token = zip(
+        _of_sequences(payloads, references, "reference logprobs"),
+        _of_sequences(payloads, values, "values"),
+        _of_sequences(payloads, teachers, "teacher logprobs"),
+        _of_sequences(payloads, proximals, "proximal logprobs"),
+        strict=True,
+    )
+    members: list[Member] = []
+    attempts, baselines = count(), dict[tuple[int, str | None], int]()
+    for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
+        is_by_thread = has_thread_rewards(payload.trajectories)
+        if is_by_thread and algorithm.reward_weights:
+            raise TrainingError(
+                f"algorithm.reward_weights: group {payload.group_id} has rewards by thread ({THREAD_PART}NAME), which "
+                "replace the reward of the trajectory, so its named parts have no baseline. Use reward_weights={}, or "
+                "one reward for all threads."
+            )
+        for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
+            is_cut = trajectory.finish_reason == "length"
+            sequences = trajectory.separate()
+            if not math.isfinite(reward):  # not every loss reads a reward of its own, but none may train on NaN
+                sequences = tuple(
+                    replace(one, behavior_logprobs=np.full_like(one.behavior_logprobs, np.nan)) for one in sequences
+                )
+            longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
+            for one in sequences:
+                reference, value, teacher, proximal = next(per_token)
+                if is_cut and algorithm.overlong == "drop":
+                    continue
+                thread = one.threads[0].name if one.threads else MAIN_THREAD
+                carries_loss = is_new_enough(one, floor) & (not (is_cut and algorithm.overlong == "mask"))
+                members.append(
+                    Member(
+                        trajectory=one,
+                        group=group,
+                        baseline=baselines.setdefault((group, thread if is_by_thread else None), len(baselines)),
+                        attempt=next(attempts) if is_by_thread else shared,
+                        num_overlong=one.num_sampled_tokens if is_by_thread else longest,
+                        reward=float(one.reward if is_by_thread and one.reward is not None else reward),
+                        carries_loss=carries_loss,
+                        reference=reference,
+                        values=value,
+                        teacher=teacher,
+                        proximal=proximal,
+                    )
+                )
+    return members
+
+
+def _of_sequences(
+    payloads: Sequence[GroupPayload], per_group: Sequence[NDArray[np.float32] | None], what: str
+) -> Iterator[NDArray[np.float32] | None]:
+    """Each sequence's part of what there is per group, in order; None for each of a group of which there is nothing."""
+    counts = [[one.num_sampled_tokens for one in all_sequences([payload])] for payload in payloads]
+    if not per_group:
+        return iter([None] * sum(map(len, counts)))
+    wanted = [sum(of_group) for of_group in counts]
+    lengths = zip(wanted, per_group, strict=False)  # unequal numbers of groups are told below
+    found = [length if scores is None else len(scores) for length, scores in lengths]
+    if found != wanted or len(per_group) != len(payloads):
+        raise ShapeError(
+            f"trainer: {sum(found)} {what} for {sum(wanted)} sampled tokens of {len(payloads)} groups. "
+            "There is one for every sampled token of every group, in order."
+        )
+    return chain.from_iterable(
+        [None] * len(of_group) if scores is None else np.split(scores, np.cumsum(of_group)[:-1])
+        for of_group, scores in zip(counts, per_group, strict=True)
+    )
+
+
+def all_sequences(payloads: Sequence[GroupPayload]) -> list[Trajectory]:
+    """Every thread of every trajectory, in the order of all arrays of sampled tokens."""
+    return [one for payload in payloads for trajectory in payload.trajectories for one in trajectory.separate()]
+
+
+def prompt_length(trajectory: Trajectory) -> int:
+    """Tokens before the first sampled one; of a thread these are all that it began with."""
+    return int(trajectory.loss_mask.argmax())
+
+
+def is_new_enough(trajectory: Trajectory, min_version: int) -> NDArray[np.bool_]:
+    """`[n_i] bool`: the sampled tokens that are not older than `min_version`."""
+    if trajectory.oldest_version >= min_version:
+        return np.ones(trajectory.num_sampled_tokens, dtype=bool)
+    return versions_per_token(trajectory.spans) >= min_version
+
+
+def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:
+    """Positions of the sampled tokens that are not older than `min_version`, `[n] int64`."""
+    return np.flatnonzero(trajectory.loss_mask)[is_new_enough(trajectory, min_version)]
+
+
+def group_rewards(payload: GroupPayload) -> NDArray[np.float64]:
+    """`[G] float64` rewards of a group; of all that are not finite, NaN.
+
+    Raises:
+        TrainingError: If a member was not scored: it must never count as 0.
+    """
+    for one in payload.trajectories:
+        if one.reward is None:
+            raise TrainingError(
+                f"trainer: trajectory {one.trajectory_id} of group {payload.group_id} has no reward. "
+                "Only scored groups may be trained."
+            )
+    rewards = np.array([one.reward for one in payload.trajectories], dtype=np.float64)
+    return np.where(np.isfinite(rewards), rewards, np.nan)
+
+
+def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_tokens: int) -> RewardBatch:
+    """What the advantages are made of.
+
+    Raises:
+        TrainingError: If a part named by `reward_weights` is missing.
+    """
+    rewards = [one.reward for one in members]
+    if algorithm.overlong == "penalty":
+        penalty = partial(overlong_penalty, max_new_tokens=max_new_tokens, cache_share=algorithm.overlong_cache_share)
+        rewards = [one.reward + penalty(one.num_overlong) for one in members]
+    behaviors = [one.behavior.astype(np.float64) for one in members]
+    if not algorithm.kl_in_reward:
+        penalties = [np.zeros_like(behavior) for behavior in behaviors]
+    else:
+        # β k(b, r): the reward is about what was sampled, so the policy in it is the one that sampled.
+        estimate, penalties = find("kl", algorithm.kl_estimator).load(), []
+        for one, behavior in zip(members, behaviors, strict=True):
+            assert one.reference is not None, "the trainer refuses batches without reference logprobs"
+            divergence = estimate(torch.from_numpy(behavior), torch.from_numpy(one.reference.astype(np.float64)))
+            penalties.append(algorithm.kl_in_reward * np.asarray(divergence.numpy()))
+    for name in algorithm.reward_weights:
+        for trajectory in (one.trajectory for one in members):
+            if name not in trajectory.reward_parts:
+                raise TrainingError(
+                    f"algorithm.reward_weights.{name}: trajectory {trajectory.trajectory_id} has no such part of its "
+                    f"reward. It has: {', '.join(trajectory.reward_parts) or 'none'}. Let reward.fn return a dict with "
+                    "it."
+                )
+    return RewardBatch(
+        rewards=np.array(rewards, dtype=np.float64),
+        groups=np.array([one.baseline for one in members], dtype=np.int64),
+        attempts=np.array([one.attempt for one in members], dtype=np.int64),
+        penalties=penalties,
+        carries_loss=[one.carries_loss for one in members],
+        parts={
+            name: np.array([one.trajectory.reward_parts[name] for one in members], np.float64)
+            for name in algorithm.reward_weights
+        },
+        values=[one.values.astype(np.float64) for one in members if one.values is not None],
+    )
+
+
+def batch_pairs(
+    everyone: Sequence[Member], rewards: RewardBatch, algorithm: AlgorithmConfig
+) -> dict[int, tuple[int, ...]]:
+    """Index of a member -> indices of those that it is preferred to; empty unless the loss compares pairs.
+
+    Raises:
+        TrainingError: If the loss compares pairs, and a trajectory is no single sequence.
+    """
+    preferred: dict[int, tuple[int, ...]] = {}
+    if not algorithm.compares_pairs:
+        return preferred
+    for one in everyone:
+        if one.trajectory.threads:
+            raise TrainingError(
+                f"algorithm.loss={algorithm.loss} prefers one answer to another, but {one.trajectory.trajectory_id} of "
+                f"task {one.trajectory.task_id} has threads ({one.trajectory.threads[0].name!r}, ...), so it is no "
+                "single answer. Use a loss of advantages, or an environment of one thread."
+            )
+    for members in rewards.members:
+        eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
+        bad = [one for one in eligible if math.isnan(rewards.rewards[one])]  # poisoned, so any pair makes a bad step
+        for better, worse in [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, algorithm):
+            preferred[better] = (*preferred.get(better, ()), worse)
+    return preferred
 
 
 def policy_sequences(
@@ -71,13 +313,17 @@ def policy_sequences(
     for index, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
         is_trained = not algorithm.compares_pairs or index in compared
         keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
+        is_ours = member.trajectory.policy_id == policy_id
+        lags = (
+            version - versions_per_token(member.trajectory.spans) if is_ours else np.full(len(keep), OF_ANOTHER_POLICY)
+        )
         sequences.append(
             TrainingSequence(
                 token_ids=member.trajectory.token_ids,
                 targets=np.flatnonzero(member.trajectory.loss_mask)[keep],
                 behavior_logprobs=member.behavior[keep],
                 advantages=advantage[keep],
-                lags=_lags(member.trajectory, version, policy_id)[keep],
+                lags=np.asarray(lags, np.int64)[keep],
                 reference_logprobs=None if member.reference is None else member.reference[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,
@@ -90,13 +336,6 @@ def policy_sequences(
             )
         )
     return weigh(sequences, algorithm, max_new_tokens, normaliser)
-
-
-def _lags(trajectory: Trajectory, version: int, policy_id: PolicyId) -> NDArray[np.int64]:
-    """`[n] int64`: staleness of each sampled token, versions."""
-    if trajectory.policy_id != policy_id:
-        return np.full(trajectory.num_sampled_tokens, OF_ANOTHER_POLICY)
-    return np.asarray(version - versions_per_token(trajectory.spans), np.int64)
 
 
 def mini_batches(
@@ -122,17 +361,14 @@ def mini_batches(
     for epoch in range(algorithm.epochs):
         shuffled = np.random.default_rng([version, epoch]).permutation(groups)
         for chosen in np.array_split(shuffled, algorithm.mini_batches):
-            yield weigh(_of_groups(sequences, {int(group) for group in chosen}), algorithm, max_new_tokens, None)
-
-
-def _of_groups(sequences: Sequence[TrainingSequence], groups: set[int]) -> list[TrainingSequence]:
-    """The sequences of these groups; pairs, which are within a group, are counted anew."""
-    kept = [index for index, one in enumerate(sequences) if one.group in groups]
-    place = {index: position for position, index in enumerate(kept)}
-    return [
-        replace(one, preferred_to=tuple(place[worse] for worse in one.preferred_to))
-        for one in (sequences[index] for index in kept)
-    ]
+            of_share = set(chosen.tolist())
+            kept = [index for index, one in enumerate(sequences) if one.group in of_share]
+            place = {index: position for position, index in enumerate(kept)}  # pairs are within a group
+            share = [
+                replace(sequences[index], preferred_to=tuple(place[worse] for worse in sequences[index].preferred_to))
+                for index in kept
+            ]
+            yield weigh(share, algorithm, max_new_tokens, None)
 
 
 def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> bool:
@@ -145,19 +381,13 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
         return True
     if algorithm.compares_pairs:
         return any(one.preferred_to for one in sequences)
-    return any(
-        (one.advantages is not None and np.any(one.advantages)) or not _has_finite_logprobs(one) for one in sequences
-    )
-
-
-def _has_finite_logprobs(sequence: TrainingSequence) -> bool:
-    recorded = (
-        sequence.behavior_logprobs,
-        sequence.reference_logprobs,
-        sequence.proximal_logprobs,
-        sequence.teacher_logprobs,
-    )
-    return all(bool(np.isfinite(one).all()) for one in recorded if one is not None)
+    for one in sequences:
+        if one.advantages is not None and np.any(one.advantages):
+            return True
+        recorded = (one.behavior_logprobs, one.reference_logprobs, one.proximal_logprobs, one.teacher_logprobs)
+        if not all(np.isfinite(logprobs).all() for logprobs in recorded if logprobs is not None):
+            return True
+    return False
 
 
 def batch_normaliser(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig) -> float:
@@ -181,16 +411,6 @@ def _counts(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
     return np.array([len(sequence.targets) for sequence in sequences], dtype=np.int64)
 
 
-def prompt_length(trajectory: Trajectory) -> int:
-    """Tokens before the first sampled one; of a thread these are all that it began with."""
-    return int(trajectory.loss_mask.argmax())
-
-
-def loss_tokens(trajectory: Trajectory, min_version: int = 0) -> NDArray[np.int64]:
-    """Positions of the sampled tokens that are not older than `min_version`, `[n] int64`."""
-    return np.flatnonzero(trajectory.loss_mask)[is_new_enough(trajectory, min_version)]
-
-
 def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
     """One sequence per example; every response token weighs 1 / (response tokens of the batch)."""
     total = max(sum(len(response) for _, response in examples), 1)
@@ -205,59 +425,63 @@ def supervised_sequences(examples: Sequence[Example]) -> list[TrainingSequence]:
     ]
 
 
-def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
-    """Reward and length statistics over all trajectories of the batch; they are the same on every rank."""
-    rewards = [group_rewards(payload) for payload in payloads]
-    trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
-    everyone = np.concatenate(rewards)
-    return {
-        **_reward_parts(trajectories),
-        **_reasoning_share(trajectories),
-        **_episode_means([one.episode for one in trajectories if one.episode is not None]),
-        "reward/mean": float(everyone.mean()),
-        "reward/std": float(everyone.std()),
-        "reward/zero_variance_share": float(np.mean([_is_silent(payload) for payload in payloads])),
-        "length/mean_tokens": float(np.mean([trajectory.num_sampled_tokens for trajectory in trajectories])),
-        "length/max_tokens": float(max(trajectory.num_sampled_tokens for trajectory in trajectories)),
-        "length/truncated_share": float(np.mean([one.finish_reason == "length" for one in trajectories])),
-    }
+def sampled_tokens(payloads: Sequence[GroupPayload]) -> list[TrainingSequence]:
+    """Every thread of every trajectory, with all its sampled tokens as targets."""
+    return [
+        TrainingSequence(
+            token_ids=one.token_ids,
+            targets=(targets := loss_tokens(one)),
+            behavior_logprobs=np.zeros(len(targets), np.float32),
+            prompt_length=prompt_length(one),
+        )
+        for one in all_sequences(payloads)
+    ]
 
 
-def _is_silent(payload: GroupPayload) -> bool:
-    """Whether nobody of a group did better than whom it is compared with."""
-    return all(are_equal(rewards) for rewards in compared_rewards(payload.trajectories).values())
+class Preference(NamedTuple):
+    """Two answers to one prompt, as token ids; their end tokens are part of them."""
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
 
 
-def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of each named reward over the trajectories that have it."""
-    values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.reward_parts.items():
-            values.setdefault(f"reward/part/{name}", []).append(value)
-    return {name: float(np.mean(part)) for name, part in values.items()}
+def preference_sequences(
+    pairs: Sequence[Preference],
+    kind: ModelKind,
+    algorithm: AlgorithmConfig,
+    reference_logprobs: Sequence[NDArray[np.float32]] | None = None,
+) -> list[TrainingSequence]:
+    """Chosen and rejected of every pair, side by side in one micro-batch.
+
+    Args:
+        pairs: Of the batch.
+        kind: What the model is.
+        algorithm: With a loss of pairs.
+        reference_logprobs: `[n]` per answer, chosen and rejected in turns: the reference's logprob of each of its n
+            tokens, which is compared with the policy's token by token. None: 0.
+    """
+    sequences: list[TrainingSequence] = []
+    for index, pair in enumerate(pairs):
+        for answer in (pair.chosen, pair.rejected):
+            token_ids = [*pair.prompt, *answer, _NOTHING]
+            targets = np.arange(len(pair.prompt), len(token_ids) - 1) if kind == "policy" else [len(token_ids) - 1]
+            sequences.append(
+                TrainingSequence(
+                    token_ids=np.array(token_ids, np.int64),
+                    targets=np.asarray(targets, np.int64),
+                    behavior_logprobs=np.zeros(len(targets), np.float32),
+                    reference_logprobs=None if reference_logprobs is None else reference_logprobs[len(sequences)],
+                    preferred_to=(2 * index + 1,) if answer is pair.chosen else (),
+                    unit=index,
+                    prompt_length=len(pair.prompt),
+                    group=index,
+                )
+            )
+    return weigh(sequences, algorithm, max_new_tokens=1, normaliser=None)
 
 
-def _reasoning_share(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Share of the sampled characters that stand before the answer; nothing where nobody thought."""
-    thought = sum(len(one.reasoning) for one in trajectories)
-    answered = sum(len(one.response) for one in trajectories)
-    return {"length/reasoning_share": thought / (thought + answered)} if thought else {}
-
-
-def _episode_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Means over the multi-turn trajectories of the batch; nothing without any."""
-    if not episodes:
-        return {}
-    names = sorted({name for episode in episodes for name in episode.counts})
-    return {
-        "env/turns": float(np.mean([len(episode.turns) for episode in episodes])),
-        "env/threads": float(np.mean([len({turn.thread for turn in episode.turns}) for episode in episodes])),
-        "env/done_share": float(np.mean([episode.end == "done" for episode in episodes])),
-        "env/observation_tokens": float(
-            np.mean([sum(turn.num_observation_tokens for turn in episode.turns) for episode in episodes])
-        ),
-        **{
-            f"env/count/{name}": float(np.mean([episode.counts.get(name, 0.0) for episode in episodes]))
-            for name in names
-        },
-    }
+def margins_of(per_target: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """`[P]`: of what the model says of chosen and rejected in turns, how much more the chosen answer is worth to it."""
+    worth = np.array([values.sum() for values in per_target])
+    return worth[0::2] - worth[1::2]

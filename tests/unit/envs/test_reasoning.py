@@ -27,7 +27,7 @@ from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec
-from penstock.trainer.batches.sequences import batch_metrics
+from penstock.trainer.updates import batch_metrics
 from tests.agents import SayingEngine, chat, check_tokens, run_agent, user
 from tests.chat_tokenizers import chat_tokenizer
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock.dataflow.errors import ShapeError
-from penstock.trainer.batches.collate import TrainingSequence, collate
-from penstock.trainer.batches.packing import MicroBatchPlan
+from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 from penstock.trainer.policy_model import PolicyModel
 
 from .torch_trainer import VOCAB

@@ -9,7 +9,7 @@ import torch
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan
-from penstock.trainer.batches.preferences import Preference, preference_sequences
+from penstock.trainer.batches.sequences import Preference, preference_sequences
 from penstock.trainer.build import save_policy
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.batches.collate import TrainingSequence, collate
-from penstock.trainer.batches.packing import EMPTY_MICRO_BATCH, MicroBatchPlan
-from penstock.trainer.batches.sequence_share import sequence_share
+from penstock.trainer.batches.collate import collate, sequence_share
+from penstock.trainer.batches.packing import EMPTY_MICRO_BATCH, MicroBatchPlan, TrainingSequence
 
 CPU = torch.device("cpu")
 

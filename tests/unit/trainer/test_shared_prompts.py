@@ -9,9 +9,8 @@ import torch
 from penstock.dataflow.errors import ShapeError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.batches.collate import TrainingSequence, collate
-from penstock.trainer.batches.packing import MicroBatchPlan
-from penstock.trainer.batches.shared_prompts import plan_with_shared_prompts
+from penstock.trainer.batches.collate import collate
+from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence, plan_with_shared_prompts
 from penstock.trainer.policy_model import PolicyModel
 from penstock.trainer.policy_trainer import PolicyTrainer
 

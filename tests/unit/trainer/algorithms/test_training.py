@@ -16,8 +16,7 @@ from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
-from penstock.trainer.batches.members import batch_members, reward_batch
-from penstock.trainer.batches.sequences import policy_sequences
+from penstock.trainer.batches.sequences import batch_members, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.unit.trainer.torch_trainer import logprobs_of, trainer_of
