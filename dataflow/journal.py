@@ -58,14 +58,6 @@ def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0)
     return Resumed(ledger, waiting.in_order())
 
 
-def replay(entries: Iterable[JournalEntry], version: int) -> Ledger:
-    """The ledger as it was when `version` was published. Version 0 is an empty one."""
-    ledger = Ledger()
-    for event in _until(entries, version):
-        _apply(ledger, event)
-    return ledger
-
-
 def _until(entries: Iterable[JournalEntry], version: int) -> Iterator[LedgerEvent]:
     """Events before the mark of `version`."""
     newest = 0

@@ -214,11 +214,6 @@ class Ledger:
         ended = self._ended
         return ended[GroupState.DROPPED] + ended[GroupState.FILTERED] + ended[GroupState.FAILED]
 
-    @property
-    def num_live(self) -> int:
-        """Groups under way."""
-        return len(self._live)
-
     def live(self) -> Iterator[GroupRecord]:
         """Live groups in admission order."""
         return iter(self._live.values())

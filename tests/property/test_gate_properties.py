@@ -1,4 +1,4 @@
-"""The incremental gate decides exactly as the definition in dataflow/staleness.py, which looks at every live group."""
+"""The incremental gate decides exactly as its definition (tests/staleness_definition.py) does over every live group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.dataflow.gate import ConsumptionGate
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.staleness import Candidate, FlowLimits, choose_batch
+from penstock.dataflow.staleness import FlowLimits
+from tests.staleness_definition import Candidate, choose_batch
 from tests.tiers import examples
 
 B, ETA = 2, 2

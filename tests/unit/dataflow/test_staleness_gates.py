@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.dataflow.ids import GroupId
-from penstock.dataflow.staleness import Candidate, FlowLimits, choose_batch, free_credits, is_feasible
+from penstock.dataflow.staleness import FlowLimits, free_credits
+from tests.staleness_definition import Candidate, choose_batch, is_feasible
 
 B2_ETA1 = FlowLimits(batch_groups=2, max_staleness=1, total_steps=10)
 
