@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.changed_elements import find_changes
-from penstock.kernels.linear_logprob import linear_logprob
+from penstock.kernels.linear_logprob import linear_scores
 from penstock.kernels.portable.changed_elements import compare_words
-from penstock.kernels.portable.segment_scan import scan_by_doubling
-from penstock.kernels.segment_scan import reverse_scan
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
@@ -39,7 +37,7 @@ LOSS = AlgorithmConfig(clip_high=0.28, proximal="recompute", kl_coefficient=0.01
 
 @dataclass(frozen=True)
 class GpuWork:
-    """Sizes; bf16 for logprobs and weights, float32 for losses and scans."""
+    """Sizes; bf16 for logprobs and weights, float32 for losses."""
 
     num_tokens: int = 16_384
     vocab_size: int = 151_936
@@ -106,7 +104,7 @@ def logprob_contenders(work: GpuWork, device: torch.device) -> Iterator[Contende
         return torch.no_grad()(lambda: function(hidden, weight, targets))
 
     def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_logprob(hidden, weight, targets)[0]
+        return linear_scores(hidden, weight, targets).logprobs
 
     for name, function, products in (
         ("penstock", tiled, 4),
@@ -175,13 +173,6 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
 
 
 def other_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
-    num_tokens = work.packed_tokens
-    values, decay = torch.randn(2, num_tokens, device=device).unbind()
-    bounds = torch.linspace(0, num_tokens, work.num_sequences + 1, device=device).long()
-    for name, scan in (("penstock", reverse_scan), ("torch", scan_by_doubling)):
-        run = partial(scan, values, decay, bounds)
-        yield Contender("segmented scan", name, run, num_bytes=12.0 * num_tokens)
-
     previous = torch.randint(-30000, 30000, (work.num_weights,), device=device, dtype=torch.int16)
     flips = torch.rand(work.num_weights, device=device) < work.changed_share
     current = torch.where(flips, previous ^ 1, previous)

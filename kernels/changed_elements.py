@@ -1,4 +1,4 @@
-"""Which words of a buffer differ from those of another, and writing them into a third: what weight deltas are made of.
+"""Which words of a buffer differ from those of another: what weight deltas are made of.
 
 Words are integers of the width of a weight, so bits are compared: a NaN that stays is no change, 0.0 to -0.0 is one.
 The bitmap is that of the wire (weights/codec/positions.py): bit i % 8 of byte i // 8, least significant first.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import runs_on_triton
-from penstock.kernels.portable.changed_elements import FlaggedChanges, compare_words, write_words
+from penstock.kernels.portable.changed_elements import compare_words
 
 WORD_DTYPES = (torch.int16, torch.int32)
 
@@ -61,32 +61,3 @@ def find_changes(current: Tensor, previous: Tensor) -> Changes:
 
         return compare_and_count(current.contiguous(), previous.contiguous())
     return compare_words(current, previous)
-
-
-def flagged_changes(is_changed: Tensor) -> Changes:
-    """The changes that `[n] bool` flags name; their words are not known, `values` gives the flags."""
-    return FlaggedChanges(is_changed, is_changed, int(is_changed.count_nonzero()))
-
-
-def write_changes(target: Tensor, bitmap: Tensor, values: Tensor) -> None:
-    """Overwrite the words whose bit is set, in place.
-
-    Args:
-        target: `[n]` words, contiguous.
-        bitmap: `[⌈n / 8⌉] uint8`.
-        values: `[k]` words of the same dtype, k being the number of bits set among the first n.
-
-    Raises:
-        ShapeError: If sizes or dtypes do not fit each other. (k itself is not counted here.)
-    """
-    if bitmap.numel() != -(-target.numel() // 8) or values.dtype != target.dtype:
-        raise ShapeError(
-            f"write_changes: a bitmap of {bitmap.numel()} bytes and {values.dtype} values for {target.numel()} "
-            f"elements of {target.dtype}. It takes {-(-target.numel() // 8)} bytes and the same dtype."
-        )
-    if runs_on_triton(target):
-        from penstock.kernels.gpu.changed_elements import write_by_bitmap
-
-        write_by_bitmap(target, bitmap, values)
-    else:
-        write_words(target, bitmap, values)

@@ -13,7 +13,7 @@ around the module, with which ZeRO-3 gathers and releases its weight, run once f
 chunk. Any other module (with a bias, an adapter, a tensor-parallel product) is called for one chunk of tokens at a
 time, and again in backward.
 
-Shape legend: T tokens, V vocabulary, H hidden, K best tokens.
+Shape legend: T tokens, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.portable.logprob_autograd import Settings, scores
-from penstock.kernels.portable.logprob_top import TopTokens, top_of_logits, top_tokens
 
 MAX_LOGITS = 1 << 27
 """Logits held at once (elements; 512 MiB in float32) at most. A CPU's tiles are far smaller, for its caches' sake."""
@@ -57,19 +56,6 @@ class VocabularyPart(NamedTuple):
     start: int
     stop: int
     group: ProcessGroup
-
-
-def linear_logprob(
-    hidden: Tensor,
-    head: nn.Module | Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    max_logits: int = MAX_LOGITS,
-) -> tuple[Tensor, Tensor]:
-    """The first two of `linear_scores`: `[T] float32` logprobs and `[T] float32` entropies."""
-    scored = linear_scores(hidden, head, targets, temperature=temperature, max_logits=max_logits)
-    return scored.logprobs, scored.entropies
 
 
 def linear_scores(
@@ -138,38 +124,6 @@ def vocabulary_parallel_scores(
         return scores(rows, weight, targets - part.start, settings)
 
     return LinearScores(*_with_weight(head, hidden, compute))
-
-
-@torch.no_grad()
-def linear_top_tokens(
-    hidden: Tensor, head: nn.Module | Tensor, num_top: int, *, temperature: float = 1.0, max_logits: int = MAX_LOGITS
-) -> TopTokens:
-    """The most likely tokens of each position with their logprobs; not differentiable.
-
-    Args:
-        hidden: `[T, H]`.
-        head: As for `linear_scores`.
-        num_top: K; 1 … V. Of equal logits the smaller id comes first if K is 1, any of them if K is greater.
-        temperature: Divides the logits; > 0.
-        max_logits: Most elements of a tile of logits.
-
-    Returns:
-        `[T, K]` logprobs, descending, and ids.
-    """
-    if isinstance(head, nn.Module) and not _is_plain(head):
-        chunks = hidden.split(_chunk_tokens(head, min(max_logits, MAX_OPAQUE_LOGITS)))
-        found = [top_of_logits(_called(head, rows, temperature), num_top) for rows in chunks]
-        return TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-    def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return top_tokens(rows, weight, num_top, 1.0 / temperature, max_logits)
-
-    return TopTokens(*_with_weight(head, hidden, compute))
-
-
-def linear_argmax(hidden: Tensor, head: nn.Module | Tensor, *, max_logits: int = MAX_LOGITS) -> Tensor:
-    """Most likely token of each position, `[T] int64`; ties go to the smaller id. Not differentiable."""
-    return linear_top_tokens(hidden, head, 1, max_logits=max_logits).ids[:, 0]
 
 
 def _with_weight(

@@ -56,22 +56,6 @@ def gather_kernel(current, bitmap, offsets, positions, values, num_elements, BLO
     tl.store(values + place, tl.load(current + element, mask=is_changed, other=0), mask=is_changed)
 
 
-@triton.jit
-def scatter_kernel(target, bitmap, offsets, values, num_elements, num_values, BLOCK: tl.constexpr):
-    """One program: overwrite the elements of BLOCK bytes whose bit is set."""
-    element, is_set, rank = set_bits(bitmap, num_elements, BLOCK)
-    place = tl.load(offsets + tl.program_id(0)) + rank
-    is_changed = (is_set == 1) & (place < num_values)
-    tl.store(target + element, tl.load(values + place, mask=is_changed, other=0), mask=is_changed)
-
-
-@triton.jit
-def count_kernel(bitmap, counts, num_elements, BLOCK: tl.constexpr):
-    """One program: how many bits of BLOCK bytes are set."""
-    _, is_set, _ = set_bits(bitmap, num_elements, BLOCK)
-    tl.store(counts + tl.program_id(0), tl.sum(is_set, 0))
-
-
 @dataclass(frozen=True)
 class CountedChanges:
     """Implements `Changes`.
@@ -122,18 +106,6 @@ def compare_and_count(current: Tensor, previous: Tensor) -> CountedChanges:
         compare_kernel[(num_blocks,)](current, previous, bitmap, counts, num_elements, BLOCK=BLOCK)
     offsets, num_changed = _offsets(counts)
     return CountedChanges(current, bitmap, offsets, num_changed)
-
-
-def write_by_bitmap(target: Tensor, bitmap: Tensor, values: Tensor) -> None:
-    """See `kernels.changed_elements.write_changes`."""
-    num_elements = target.numel()
-    num_blocks = triton.cdiv(num_elements, 8 * BLOCK)
-    if not num_blocks:
-        return
-    counts = torch.empty(num_blocks, dtype=torch.int32, device=target.device)
-    count_kernel[(num_blocks,)](bitmap, counts, num_elements, BLOCK=BLOCK)
-    offsets, _ = _offsets(counts)
-    scatter_kernel[(num_blocks,)](target, bitmap, offsets, values, num_elements, values.numel(), BLOCK=BLOCK)
 
 
 def _offsets(counts: Tensor) -> tuple[Tensor, int]:

@@ -50,11 +50,6 @@ def compare_words(current: Tensor, previous: Tensor) -> FlaggedChanges:
     return FlaggedChanges(current, is_changed, int(is_changed.count_nonzero()))
 
 
-def write_words(target: Tensor, bitmap: Tensor, values: Tensor) -> None:
-    """See `kernels.changed_elements.write_changes`."""
-    target[bits_of(bitmap, target.numel())] = values
-
-
 def bits_of(bitmap: Tensor, num_elements: int) -> Tensor:
     """`[⌈n / 8⌉] uint8`, least significant bit first -> `[n] bool`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)

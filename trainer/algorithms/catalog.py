@@ -108,7 +108,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "pair_losses:online_dpo", "pair", takes_weight=False, has_ratio=False),
     Algorithm("loss", "ipo", "(Δ − 1/(2β))², Δ of means over tokens or of sums", "2310.12036",
               "pair_losses:ipo", "pair", takes_weight=False, has_ratio=False),
-    Algorithm("loss", "distill", "−sg(log π_teacher − c) c; or Σ_{top-k, tail} π (log π − log π_teacher)", "2306.13649",
+    Algorithm("loss", "distill", "−sg(log π_teacher − c) c", "2306.13649",
               "other_losses:distill", has_ratio=False, needs_advantages=False),
     Algorithm("loss", "sft", "−c", "–", "other_losses:sft", takes_weight=False, needs_advantages=False),
     Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",

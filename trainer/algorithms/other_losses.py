@@ -1,6 +1,6 @@
 """Losses beside the policy gradient, with the same signature: `(LossTokens, AlgorithmConfig) -> PolicyLoss`.
 
-Shape legend: T loss tokens, K entries of a truncated vocabulary.
+Shape legend: T loss tokens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import torch
 
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, unclipped
 from penstock.trainer.config import AlgorithmConfig
-
-_SMALLEST_TAIL = 1e-30
 
 
 def sft(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
@@ -22,18 +20,11 @@ def sft(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
 def distill(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
     """Reverse KL from the student to a teacher, on the student's own tokens. On-policy distillation, arXiv 2306.13649.
 
-    Sampled: `−sg(log π_teacher − c) · c`. With `top_k`, exact over the student's K likeliest tokens and one bucket for
-    the rest: `Σ_k π_k (log π_k − log τ_k) + π_rest (log π_rest − log τ_rest)`.
+    Of the sampled tokens: `−sg(log π_teacher − c) · c`.
     """
     del config
-    if tokens.top_k is None:
-        assert tokens.teacher is not None, "distill needs the teacher's logprobs"
-        return unclipped(-(tokens.teacher - tokens.target).detach() * tokens.target)
-    student, teacher = tokens.top_k
-    head = (student.exp() * (student - teacher)).sum(-1)
-    rest = (1.0 - student.exp().sum(-1)).clamp(min=_SMALLEST_TAIL)
-    teacher_rest = (1.0 - teacher.exp().sum(-1)).clamp(min=_SMALLEST_TAIL)
-    return unclipped(head + rest * (rest.log() - teacher_rest.log()))
+    assert tokens.teacher is not None, "distill needs the teacher's logprobs"
+    return unclipped(-(tokens.teacher - tokens.target).detach() * tokens.target)
 
 
 def value(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:

@@ -1,7 +1,7 @@
 """What every policy loss and every correction sees of one micro-batch, and what it answers.
 
-Shape legend: T loss tokens, flat over the S sequences of the micro-batch (a sequence is never split), P pairs, K
-entries of a truncated vocabulary. Natural logs; float32 in training, float64 in tests: nothing here fixes a precision.
+Shape legend: T loss tokens, flat over the S sequences of the micro-batch (a sequence is never split), P pairs.
+Natural logs; float32 in training, float64 in tests: nothing here fixes a precision.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class LossTokens:
         num_segments: S; a sequence may have no token here.
         pairs: `[P, 2] int64`, segments (preferred, other).
         teacher: `[T]` log-probability under a teacher.
-        top_k: `[T, K]` each: log-probabilities of the student's K likeliest tokens, under student and teacher.
         values: `[T]` V of a critic, with gradient.
         old_values: `[T]` V when the tokens were sampled.
         returns: `[T]` what V should be.
@@ -45,7 +44,6 @@ class LossTokens:
     num_segments: int
     pairs: Tensor
     teacher: Tensor | None = None
-    top_k: tuple[Tensor, Tensor] | None = None
     values: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from penstock.kernels.gpu import changed_elements, logprob_backward, logprob_forward, policy_loss, segment_scan
+from penstock.kernels.gpu import changed_elements, logprob_backward, logprob_forward, policy_loss
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.trainer.algorithms.metrics import LAG_BUCKETS
 
@@ -67,9 +67,6 @@ def backward_variants() -> Iterator[Variant]:
 
 
 def other_variants() -> Iterator[Variant]:
-    for block in segment_scan.BLOCKS:
-        scan_types = {**dict.fromkeys(("values", "decay", "result"), "*fp32"), "bounds": "*i64"}
-        yield Variant(f"scan {block}", segment_scan.reverse_scan_kernel, scan_types, {"BLOCK": block})
     yield from loss_variants()
     for words, size in (("i16", "i32"), ("i32", "i64")):
         types = dict.fromkeys(("current", "previous", "values", "target"), f"*{words}")
@@ -78,8 +75,6 @@ def other_variants() -> Iterator[Variant]:
         for kernel in (
             changed_elements.compare_kernel,
             changed_elements.gather_kernel,
-            changed_elements.scatter_kernel,
-            changed_elements.count_kernel,
         ):
             name = f"{kernel.fn.__name__} {words} {size}"
             yield Variant(name, kernel, types, {"BLOCK": changed_elements.BLOCK})

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ShapeError
-from penstock.kernels.changed_elements import find_changes, flagged_changes, write_changes
+from penstock.kernels.changed_elements import find_changes
+from penstock.kernels.portable.changed_elements import FlaggedChanges
 from penstock.weights.codec.codec import ReceiverState, SenderState
 from penstock.weights.codec.delta import DeltaCodec
 from penstock.weights.codec.positions import pack_positions
@@ -44,10 +45,6 @@ def test_bitmap_positions_and_values_are_those_of_numpy(num_elements, density, d
     assert changes.values().tolist() == current[is_changed].tolist()
     assert changes.bitmap().tolist() == np.packbits(is_changed, bitorder="little").tolist()
 
-    target = torch.from_numpy(previous.copy())
-    write_changes(target, changes.bitmap(), changes.values())
-    assert target.tolist() == current.tolist()
-
 
 @pytest.mark.parametrize("density", [0.5, 0.05, 0.004, 0.0005])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -60,7 +57,9 @@ def test_the_delta_codec_sends_the_same_bytes_and_restores_what_changed(density,
         encoded = DeltaCodec().encode(buffer, sender, version)
         DeltaCodec().decode(encoded, receiver, live, out=live)
     is_changed = current.view(words) != previous.view(words)
-    form, packed = pack_positions(flagged_changes(is_changed))  # from flags, whatever found the changes above
+    form, packed = pack_positions(
+        FlaggedChanges(current, is_changed, int(is_changed.sum()))
+    )  # whatever found the changes above
     assert encoded.form == form
     assert torch.equal(encoded.parts["positions"], packed)
     assert torch.equal(encoded.parts["values"].view(words), current.view(words)[is_changed])
@@ -78,5 +77,3 @@ def test_what_cannot_be_compared_is_refused() -> None:
         find_changes(torch.zeros(3, dtype=torch.int16), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ShapeError, match=r"torch\.float32"):
         find_changes(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(ShapeError, match="a bitmap of 1 bytes"):
-        write_changes(torch.zeros(9, dtype=torch.int16), torch.zeros(1, dtype=torch.uint8), torch.zeros(0))

@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 INTERPRETED = (
     "interpreted_logprob.py",
     "interpreted_policy_loss.py",
-    "test_segment_scan.py",
     "test_changed_elements.py",
     "../trainer/interpreted_steps.py",
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.changed_elements import flagged_changes
+from penstock.kernels.portable.changed_elements import FlaggedChanges
 from penstock.weights.codec.choice import CODECS
 from penstock.weights.codec.codec import ReceiverState, SenderState, catch_up, words
 from penstock.weights.codec.delta import DeltaCodec
@@ -167,7 +167,7 @@ def test_delta_takes_the_smallest_form(dtype: torch.dtype, num_elements: int, nu
 def test_positions_survive_their_coding_with_gaps_of_any_length(positions: set[int], num_more: int) -> None:
     is_changed = torch.zeros(max(positions, default=0) + num_more, dtype=torch.bool)
     is_changed[sorted(positions)] = True
-    form, packed = pack_positions(flagged_changes(is_changed))
+    form, packed = pack_positions(FlaggedChanges(is_changed, is_changed, int(is_changed.sum())))
     assert unpack_positions(form, packed, is_changed.numel()).tolist() == sorted(positions)
 
 
@@ -177,7 +177,7 @@ def test_gaps_around_the_escape(gap: int) -> None:
         positions = [*range(300), *(300 + gap + i for i in range(repeats))]
         is_changed = torch.zeros(positions[-1] + 1, dtype=torch.bool)
         is_changed[positions] = True
-        form, packed = pack_positions(flagged_changes(is_changed))
+        form, packed = pack_positions(FlaggedChanges(is_changed, is_changed, int(is_changed.sum())))
         assert unpack_positions(form, packed, is_changed.numel()).tolist() == positions
 
 

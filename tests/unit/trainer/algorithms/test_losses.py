@@ -9,7 +9,6 @@ import torch
 from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
-from penstock.trainer.algorithms.other_losses import distill
 from penstock.trainer.algorithms.pair_losses import online_dpo, pair_margins, preference_pairs
 from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
 from penstock.trainer.config import AlgorithmConfig
@@ -215,38 +214,6 @@ class TestIdentities:
     def test_gspo_and_gspo_token_agree_for_advantages_of_sequences(self) -> None:
         d = data(LENGTHS["ragged"], 7, advantages="sequence")
         np.testing.assert_allclose(self.gradient("gspo", d), self.gradient("gspo_token", d), atol=1e-12)
-
-    def test_distill_over_the_whole_vocabulary_is_the_exact_divergence(self) -> None:
-        rng = np.random.default_rng(0)
-        logits = torch.tensor(rng.normal(size=(6, 9)), requires_grad=True)
-        teacher = torch.log_softmax(torch.tensor(rng.normal(size=(6, 9))), -1)
-        student = torch.log_softmax(logits, -1)
-        exact = (student.exp() * (student - teacher)).sum(-1)
-        for k in (9, 8):  # a tail of one token is exact too
-            order = student.detach().argsort(-1, descending=True)[:, :k]
-            tokens = tokens_of(data([6], 0))
-            tokens = type(tokens)(
-                **{f: getattr(tokens, f) for f in tokens.__slots__ if f != "top_k"},
-                top_k=(student.gather(-1, order), teacher.gather(-1, order)),
-            )
-            terms = distill(tokens, CONFIG).terms
-            np.testing.assert_allclose(terms.detach(), exact.detach(), atol=1e-9)
-            mine = torch.autograd.grad(terms.sum(), logits, retain_graph=True)[0]
-            theirs = torch.autograd.grad(exact.sum(), logits, retain_graph=True)[0]
-            np.testing.assert_allclose(mine, theirs, atol=1e-9)
-
-    def test_a_coarser_tail_never_raises_the_divergence(self) -> None:
-        """Merging outcomes loses information (data processing inequality)."""
-        rng = np.random.default_rng(1)
-        student, teacher = (torch.log_softmax(torch.tensor(rng.normal(size=(6, 9))), -1) for _ in range(2))
-        tokens, found = tokens_of(data([6], 0)), []
-        for k in (2, 4, 9):
-            order = student.argsort(-1, descending=True)[:, :k]
-            top_k = (student.gather(-1, order), teacher.gather(-1, order))
-            fields = {f: getattr(tokens, f) for f in tokens.__slots__ if f != "top_k"}
-            found.append(distill(type(tokens)(**fields, top_k=top_k), CONFIG).terms.numpy())
-        assert (found[0] <= found[1] + 1e-12).all()
-        assert (found[1] <= found[2] + 1e-12).all()
 
 
 class TestPairs:
