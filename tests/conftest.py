@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from penstock.dataflow.ports import WeightManifest
+from penstock.platform.config import compose
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.adapters import adapter_manifest, adapter_tensors
 from penstock.weights.layout.algebra import TensorSpec
@@ -27,6 +28,8 @@ from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWr
 from penstock.weights.transport.shared_memory import write_version
 from penstock.weights.transport.slots import Slots
 from tests.command_line import run_cli
+from tests.composed_once import compose_choices_once
+from tests.tiers import IS_FULL
 from tests.tiny_policy import tiny_shape
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -52,6 +55,15 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = ModelConfig(max_context_tokens=TINY_MAX_CONTEXT, shape=TINY_SHAPE)
     create_policy(model, character_tokenizer(), str(directory), seed=0, initializer_range=0.15)
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """While somebody works, configurations are composed from what Hydra has composed before."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not IS_FULL:
+            patch.setattr(compose, "_compose", compose_choices_once)
+        yield
 
 
 @pytest.fixture(autouse=True)

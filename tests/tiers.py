@@ -6,7 +6,11 @@ A test that is marked `full` is left to the second. A test over many seeds or ex
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Collection, Sequence
+from itertools import product
+from typing import Any, TypeVar
+
+import pytest
 
 IS_FULL = os.environ.get("PENSTOCK_TESTS") == "full"
 """Set by `make test-full`."""
@@ -22,3 +26,30 @@ def by_tier(default: _Size, full: _Size) -> _Size:
 def examples(count: int) -> int:
     """Examples of a property: 20 at most while somebody works."""
     return by_tier(min(count, 20), count)
+
+
+def some_of(cases: Sequence[Any], count: int) -> list[Any]:
+    """All cases as parameters: `count` of them, spread over the list, in both tiers, the others in the full one."""
+    chosen = {round(index * (len(cases) - 1) / max(1, count - 1)) for index in range(count)}
+    return [case if index in chosen else pytest.param(case, marks=pytest.mark.full) for index, case in enumerate(cases)]
+
+
+def each_of(*axes: Collection[Any]) -> list[Any]:
+    """The product of the axes as parameters: in both tiers so many that every value is in one, the others in the full.
+
+    A value of an axis is one argument; what is a tuple there becomes one argument too.
+    """
+    lists = [list(axis) for axis in axes]
+    chosen = {tuple(index % len(one) for one in lists) for index in range(max(map(len, lists)))}
+    return [
+        pytest.param(
+            *(one[index] for one, index in zip(lists, indices, strict=True)),
+            id="-".join(_label(one[index]) for one, index in zip(lists, indices, strict=True)),
+            marks=() if indices in chosen else pytest.mark.full,
+        )
+        for indices in product(*(range(len(one)) for one in lists))
+    ]
+
+
+def _label(value: Any) -> str:
+    return "_".join(map(str, value)) if isinstance(value, tuple) else str(value)

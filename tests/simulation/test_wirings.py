@@ -7,9 +7,10 @@ import pytest
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds
+from tests.tiers import by_tier
 
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
-SEEDS = range(12)
+SEEDS = range(by_tier(5, full=12))
 
 WIRINGS = {
     "gangs": ["gang=true"],
@@ -52,7 +53,7 @@ def test_messages_that_are_lost_or_come_twice_and_ranks_that_die_break_nothing(m
 
 @pytest.mark.parametrize("play", PLAYS)
 def test_no_invariant_breaks_over_episodes_whose_environments_raise_and_hang(play: str) -> None:
-    faults = swept([*SMALL, "faults=heavy", *EPISODES, *PLAYS[play]], range(12)).faults
+    faults = swept([*SMALL, "faults=heavy", *EPISODES, *PLAYS[play]], range(by_tier(6, full=12))).faults
     assert faults["environment exception"] > 0
     assert faults["environment hang"] > 0
 

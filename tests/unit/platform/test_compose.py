@@ -10,8 +10,9 @@ import yaml
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.compose import compose_config, to_yaml
 from penstock.platform.config.findings import Command
-from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.config.overrides import CONF_DIR, find_groups, sort_overrides
 from penstock.platform.config.schema import RunConfig
+from tests.composed_once import compose_choices_once, compose_every_time
 
 COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "arithmetic_rlhf_sft": "sft", "text_sft": "sft"}
 EXPERIMENTS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
@@ -33,6 +34,20 @@ def only_problem(*overrides: str) -> str:
 def test_every_experiment_composes_and_validates(experiment):
     config = compose_config([f"experiment={experiment}"], command=COMMANDS.get(experiment, "train"))
     assert config.name.startswith(experiment)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout/engine=torch", "dataflow.max_staleness=0", "env.args={digits: 1}"],
+        ["env=nim", "~env.args", "+env.streams.game={weight: 1}", "trainer.optimizer.betas=[0.9,0.99]"],
+        ["algorithm=ppo", "name=${algorithm.loss}-${seed}", "seed=3"],
+    ],
+)
+def test_what_tests_compose_once_is_what_hydra_composes(overrides):
+    sorted_overrides = sort_overrides(["experiment=arithmetic", *overrides], find_groups([CONF_DIR]))
+    arguments = (sorted_overrides.choices, sorted_overrides.values, None)
+    assert compose_choices_once(*arguments) == compose_every_time(*arguments)
 
 
 def test_the_demo_is_what_the_readme_says():

@@ -18,6 +18,7 @@ from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import Plan, lower_bound_bytes, make_plan
 from penstock.weights.planner.relay import depth, relay_tree
 from penstock.weights.transport.shards import ShardTransfer
+from tests.tiers import each_of
 from tests.unit.weights.models import PADDING, buffers_of, numbered, strided, tensors_of, vllm_rank
 
 Sources = Callable[[list[TensorSpec], int, int], Layout | None]
@@ -90,9 +91,9 @@ ODD_HEADS = (
 PAIRS = [*itertools.product(MODELS, (1, 2, 4, 8)), *ODD_HEADS]
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize(("name", "tp"), PAIRS)
-def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(name: str, kind: str, tp: int) -> None:
+@pytest.mark.parametrize(("pair", "kind"), each_of(PAIRS, SOURCES))
+def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(pair: tuple[str, int], kind: str) -> None:
+    name, tp = pair
     model, tensors = tensors_of(name)
     full = numbered(tensors)
     destination = vllm_layout(tensors, model, tp)
@@ -120,9 +121,9 @@ def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(na
                 assert max(filled.values()) <= 4096
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize(("name", "tp"), PAIRS)
-def test_every_engine_layout_reaches_every_training_layout(name: str, kind: str, tp: int) -> None:
+@pytest.mark.parametrize(("pair", "kind"), each_of(PAIRS, SOURCES))
+def test_every_engine_layout_reaches_every_training_layout(pair: tuple[str, int], kind: str) -> None:
+    name, tp = pair
     model, tensors = tensors_of(name)
     full = numbered(tensors)
     source = vllm_layout(tensors, model, tp)
