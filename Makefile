@@ -53,17 +53,16 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 	@$(BIN)/penstock sweep staleness experiment=arithmetic --algorithms $(SWEEP) --staleness 0,1,4,8,16 \
 		--seeds $(SEED):$$(($(SEED) + 1))
 
-QUICK_TESTS := tests/arch tests/unit tests/property tests/simulation
-OTHER_TESTS := $(addprefix --ignore=,$(QUICK_TESTS))
-# Quick ones start no Ray, vLLM or DeepSpeed, so two run at a time; the others measure what they start, and run alone.
+TWO_AT_A_TIME := -n 2 --dist worksteal
+# Tests that start Ray, vLLM or DeepSpeed (marked `integration`) take both cores, and run one after the other.
 test: setup  ## Run the tests of every day (18 minutes on two cores)
-	@$(BIN)/pytest -n 2 --dist loadfile $(QUICK_TESTS)
-	@$(BIN)/pytest $(OTHER_TESTS)
+	@$(BIN)/pytest -m "not full and not integration" $(TWO_AT_A_TIME)
+	@$(BIN)/pytest -m "not full and integration"
 
 test-full: export PENSTOCK_TESTS := full
 test-full: setup  ## Run all tests: every case and seed, 10,000 fault seeds, 2,000 publishes (hours)
-	@$(BIN)/pytest -m "" --timeout=3600 -n 2 --dist loadfile $(QUICK_TESTS)
-	@SOAK_PUBLISHES=2000 $(BIN)/pytest -m "" --timeout=3600 $(OTHER_TESTS)
+	@SOAK_PUBLISHES=2000 $(BIN)/pytest -m "not integration" --timeout=3600 $(TWO_AT_A_TIME)
+	@$(BIN)/pytest -m integration --timeout=3600
 	@for mode in keep_kv recompute_kv drain multi_version; do \
 		$(BIN)/penstock simulate profile=short sigma=1 engines=3 slots=6 batch=3 group_size=3 steps=6 faults=heavy \
 			eval_every=2 update_mode=$$mode --seeds 0:2500; done

@@ -12,7 +12,7 @@ from tests.chaos.processes import start_train, wait_for_line
 from tests.command_line import read_metric, read_summary
 from tests.small_run import small_run_overrides
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.full]
 
 STEPS, BATCH, GROUP = 6, 4, 4
 

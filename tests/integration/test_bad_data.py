@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.rollout.tokenizers import character_tokenizer
 from tests.command_line import read_metric, read_summary, run_cli
-
-pytestmark = pytest.mark.integration
+from tests.in_process import train_in_process
+from tests.small_run import small_run_overrides
 
 STEPS, BATCH = 12, 100
 BAD_TASKS = """
@@ -27,29 +28,37 @@ class BadTasks(ArithmeticTasks):
 """
 
 
-@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_prompt_beyond_the_context_fails_its_group_alone(
-    engines: int, workspace: Path, train_overrides: list[str]
-) -> None:
+OVERRIDES = [
+    "env.factory=bad_tasks:BadTasks",
+    "model.max_context_tokens=128",
+    "rollout.max_engine_restarts=0",
+    "rollout.sampling.max_new_tokens=8",
+    f"dataflow.batch_groups={BATCH}",
+    "dataflow.group_size=2",
+    "evaluation.num_tasks=16",
+    f"total_steps={STEPS}",
+]
+
+
+def test_a_prompt_beyond_the_context_fails_its_group_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad_tasks.py").write_text(BAD_TASKS)
+    train_in_process(tmp_path, small_run_overrides(tmp_path, "bad_data", character_tokenizer(), *OVERRIDES))
+    fails_two_groups_alone(tmp_path / "runs" / "bad_data", "".join(capfd.readouterr()))
+
+
+@pytest.mark.integration
+@pytest.mark.full
+@pytest.mark.parametrize("engines", [1, 2])
+def test_so_it_does_in_engines_of_vllm(engines: int, workspace: Path, train_overrides: list[str]) -> None:
     (workspace / "bad_tasks.py").write_text(BAD_TASKS)
     name = f"bad_data_{engines}"
-    done = run_cli(
-        "train",
-        *train_overrides,
-        f"name={name}",
-        "env.factory=bad_tasks:BadTasks",
-        "model.max_context_tokens=128",
-        f"rollout.num_engines={engines}",
-        "rollout.max_engine_restarts=0",
-        "rollout.sampling.max_new_tokens=8",
-        f"dataflow.batch_groups={BATCH}",
-        "dataflow.group_size=2",
-        "evaluation.num_tasks=16",
-        f"total_steps={STEPS}",
-        cwd=workspace,
-    )
+    overrides = [*train_overrides, *OVERRIDES, f"name={name}", f"rollout.num_engines={engines}"]
+    done = run_cli("train", *overrides, cwd=workspace)
     assert done.returncode == 0, done.stderr
-    run_dir = workspace / "runs" / name
+    fails_two_groups_alone(workspace / "runs" / name, done.stdout + done.stderr)
+
+
+def fails_two_groups_alone(run_dir: Path, output: str) -> None:
     summary = read_summary(run_dir)
     assert summary["status"] == "completed"
     assert summary["ledger"]["trained"] == STEPS * BATCH
@@ -60,4 +69,4 @@ def test_a_prompt_beyond_the_context_fails_its_group_alone(
     assert all(number in too_long for number in ("402", "128")), too_long
     assert "not/text" in not_text or "plus" in not_text, not_text
     assert read_metric(run_dir, "flow/engine_restarts")[-1] == 0
-    assert "fenced" not in done.stdout + done.stderr
+    assert "fenced" not in output

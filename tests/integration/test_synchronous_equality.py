@@ -27,9 +27,10 @@ from penstock.rollout.tokenizers import load_codec
 from penstock.rollout.torch_decoding import RunningRequest
 from penstock.rollout.torch_engine import load_batch
 from penstock.trainer.build import build_trainer, save_policy
-from tests.command_line import read_metric, read_summary, run_cli
+from tests.command_line import read_metric, read_summary
+from tests.in_process import train_in_process
+from tests.small_run import Train, train_by_command
 
-pytestmark = pytest.mark.integration
 STEPS, STALE_STEPS = 20, 4
 COMPARED = ["reward/mean", "reward/std", "length/mean_tokens", "loss/policy", "loss/grad_norm"]
 REWARD = """
@@ -147,12 +148,22 @@ def overrides(tiny_policy_dir: Path) -> list[str]:
     ]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(train_in_process, id="in_process"),
+        pytest.param(train_by_command, id="by_command", marks=[pytest.mark.integration, pytest.mark.full]),
+    ],
+)
+def train(request: pytest.FixtureRequest) -> Train:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def on_policy_run(place: Path, overrides: list[str]) -> Path:
+def on_policy_run(train: Train, place: Path, overrides: list[str]) -> Path:
     """On two engines: which one serves a trajectory must not matter."""
-    on_policy = ["dataflow.max_staleness=0", "rollout.num_engines=2", "name=on_policy"]
-    done = run_cli("train", *overrides, *on_policy, cwd=place, timeout_s=280)
-    assert done.returncode == 0, done.stderr
+    on_policy = ["dataflow.max_staleness=0", "rollout.num_engines=2", "name=on_policy", "overwrite=true"]
+    train(place, [*overrides, *on_policy])
     return place / "runs" / "on_policy"
 
 
@@ -186,12 +197,10 @@ def test_max_staleness_zero_gets_the_weights_of_the_synchronous_loop_bit_for_bit
     assert digest(on_policy_run / "policy") == loop.digests[STEPS]
 
 
-@pytest.mark.full
-def test_stale_data_gives_other_weights(place: Path, overrides: list[str], loop: Outcome) -> None:
+def test_stale_data_gives_other_weights(train: Train, place: Path, overrides: list[str], loop: Outcome) -> None:
     """The comparison above can fail: the same run, except that it may be off-policy, ends elsewhere."""
-    stale = ["dataflow.max_staleness=2", "name=stale", f"total_steps={STALE_STEPS}"]
-    done = run_cli("train", *overrides, *stale, cwd=place, timeout_s=280)
-    assert done.returncode == 0, done.stderr
+    stale = ["dataflow.max_staleness=2", "name=stale", f"total_steps={STALE_STEPS}", "overwrite=true"]
+    train(place, [*overrides, *stale])
     run_dir = place / "runs" / "stale"
     assert read_summary(run_dir)["max_staleness_seen"] > 0
     assert (

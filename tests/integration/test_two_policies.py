@@ -1,0 +1,46 @@
+"""Two policies in one run train on each other's attempts. What they learn: tests/integration/test_training_runs.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from penstock.rollout.tokenizers import character_tokenizer
+from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.model_config import ModelConfig
+from tests.command_line import read_metric, read_summary
+from tests.small_run import MAX_CONTEXT_TOKENS, TWO_WAYS, Train, small_run_overrides
+from tests.tiny_policy import tiny_shape
+
+STEPS, GROUPS = 3, 4
+
+
+@TWO_WAYS
+def test_each_trains_on_what_both_have_sampled_and_is_saved(train: Train, tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    shape = tiny_shape(vocab_size=len(tokenizer), hidden_size=48, head_dim=16)
+    partner = ModelConfig(max_context_tokens=MAX_CONTEXT_TOKENS, shape=shape)
+    create_policy(partner, tokenizer, str(tmp_path / "other"), seed=1)
+    _, *overrides = small_run_overrides(tmp_path, "two", tokenizer, f"dataflow.batch_groups={GROUPS}")
+    of_partner = [
+        "partner.model.path=other",
+        f"partner.model.max_context_tokens={MAX_CONTEXT_TOKENS}",
+        *(f"partner.model.shape.{key}={str(value).lower()}" for key, value in shape.model_dump().items()),
+    ]
+    reward = "reward.fn=long_answers:longer"
+    (tmp_path / "long_answers.py").write_text(
+        "def longer(trajectory, **_):\n    return len(set(trajectory.response)) / 12\n"
+    )
+    train(
+        tmp_path,
+        ["experiment=arithmetic_two_policies", *overrides, *of_partner, reward, f"total_steps={STEPS}"],
+    )
+    run_dir = tmp_path / "runs" / "two"
+    summary = read_summary(run_dir)
+    assert (summary["ledger"]["trained"], summary["ledger"]["failed"]) == (STEPS * GROUPS, 0)
+    own, others = read_metric(run_dir, "ratio/lag_tokens/0"), read_metric(run_dir, "ratio/lag_tokens/other_policy")
+    assert own[0] > 0 < others[0]
+    assert read_metric(run_dir, "mismatch/abs_logprob_max")[0] < 1e-4, "of own tokens only"
+    assert read_metric(run_dir, "partner/mismatch/abs_logprob_max")[0] < 1e-4
+    for policy, size in (("policy", 32), ("partner", 48)):
+        assert json.loads((run_dir / policy / "config.json").read_text())["hidden_size"] == size
