@@ -2,7 +2,7 @@
 
     python benchmarks/staleness_plots.py [--seeds 3]     (4 minutes; writes docs/images and docs/concepts/policies.md)
 
-The figures are those of `penstock simulate compare=evict-bias`: the shipping controller in virtual time.
+The figures are those of `python benchmarks/comparisons.py evict-bias`: the shipping controller in virtual time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
-
-from penstock.platform.simulator.comparisons import evict_bias
+from comparisons import evict_bias
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "concepts" / "policies.md"

@@ -124,7 +124,7 @@ def simulate(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="e.g. profile=longtail pools=24x16+8 eta=2 faults=light; or compare=NAME",
+            help="e.g. profile=longtail pools=24x16+8 eta=2 faults=light",
             show_default=False,
         ),
     ] = None,

@@ -14,7 +14,7 @@ from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.trajectory_table import TrajectoryTable
 from penstock.platform.run import Parts, Run, Side
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.quiet_run import instruments, run_config
+from penstock.platform.simulator.simulation import instruments, run_config
 from penstock.rollout.pool import EnginePool
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow

@@ -27,10 +27,8 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.observability.trajectory_table import TRAJECTORIES_DIR, read_trajectories
-from penstock.platform.simulator.comparisons import enough_steps, steady_step_s
-from penstock.platform.simulator.comparisons import run as simulate_run
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.sweep import rounded
+from penstock.platform.simulator.sweep import enough_steps, must_complete, rounded, steady_step_s
 
 WARM_STEPS = 1
 FEWEST_STEPS = 4
@@ -53,7 +51,7 @@ def calibrate(run_dir: Path) -> dict[str, Any]:
     settings = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
     fitted, compared = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     config = fit(fitted, settings, lengths_sigma(run_dir))
-    predicted = steady_step_s(simulate_run(config, seed=0), config)
+    predicted = steady_step_s(must_complete(config, seed=0), config)
     window = config.eta + 1  # the last steps empty it: nothing generates beside them
     steady = compared[:-window] or compared
     measured = float(np.mean([row["throughput/step_s"] for row in steady]))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.simulator.lengths import LengthProfile, Shape
+from penstock.platform.simulator.world import LengthProfile, Shape
 from penstock.weights.config import UpdateMode
 
 
@@ -178,7 +178,7 @@ def parse_simulation(overrides: list[str]) -> SimulationConfig:
         elif key == "engine_speeds":
             values[key] = tuple(value.strip("[]()").split(","))
         elif key not in SimulationConfig.model_fields:
-            near = get_close_matches(key, [*SimulationConfig.model_fields, "pools", "compare"], n=1)
+            near = get_close_matches(key, [*SimulationConfig.model_fields, "pools"], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             problems.append(f"{key}: unknown key.{hint} Keys: {', '.join(SimulationConfig.model_fields)}, pools.")
         else:

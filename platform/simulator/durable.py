@@ -9,6 +9,7 @@ lost, so it is cut off there, and the journal goes on with what the new incarnat
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 
@@ -45,7 +46,7 @@ class DurableState:
         self._lines.append(encode(entry))
 
     def checkpoint(self, version: int, trained: Trained) -> None:
-        self._checkpoints[version] = trained.copy()
+        self._checkpoints[version] = copy.deepcopy(trained)
 
     @property
     def length(self) -> int:
@@ -70,7 +71,7 @@ class DurableState:
         self._lines = [encode(entry) for entry in (*kept, *rolled_back)]
         self._checkpoints = {old: trained for old, trained in self._checkpoints.items() if old <= version}
         history = (*(entry for entry in kept if isinstance(entry, LedgerEvent)), *rolled_back)
-        return Restored(version, self._checkpoints[version].copy(), resumed, history)
+        return Restored(version, copy.deepcopy(self._checkpoints[version]), resumed, history)
 
     def resume(self, entries: list[JournalEntry], version: int) -> Resumed:
         """The shipping code."""

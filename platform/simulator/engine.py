@@ -1,5 +1,10 @@
 """A simulated generation engine: the `Engine` port over a batch in virtual time, with weights, and faults to plant.
 
+Continuous batching is processor sharing: all running sequences advance together, one token per decode step, and a step
+takes `base + per_sequence · n` seconds for n sequences. Let τ count the steps: a sequence admitted at τ₀ has sampled
+⌊τ − τ₀⌋ tokens. So nothing happens per token; there are events for deltas, ends, a full KV cache and swaps of the
+weights. Prefilling is a debt in seconds that is paid before τ moves on: decoding stands still for it.
+
 Token ids tell the truth: they carry the weights that really sampled the token, so that what the platform believes of
 it (spans, loss masks, order) is checked token by token (platform/simulator/checks.py).
 """
@@ -7,31 +12,315 @@ it (spans, loss masks, order) is checked token by token (platform/simulator/chec
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.dataflow.trajectory import FinishReason
-from penstock.dataflow.versions import Spans
-from penstock.platform.simulator.decoding import DELTA_TOKENS, Counters, DecodeBatch, EngineCost, Sequence
-from penstock.platform.simulator.stream import TokenStream
+from penstock.dataflow.versions import Span, Spans
 from penstock.platform.simulator.world import World, member_of, sampled_ids, task_of
 
+DELTA_TOKENS = 64
 LOAD_TIMEOUT_S = 60.0
 """Longest wait for `load`, as the client of an engine has it (actors/engine_client.py)."""
-_LOGPROBS = tuple((-1.0,) * count for count in range(DELTA_TOKENS + 1))
+_EPSILON = 1e-6
+
+
+class TokenStream:
+    """Token deltas of one request, in order. Ends after a delta with a finish reason, or with the error.
+
+    Not an async generator: one that is abandoned would be closed by the garbage collector, at a time no seed decides.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.is_cut = False
+        self._loop = loop
+        self._inbox: list[TokenDelta | Exception] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_over = False
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._inbox:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        item = self._inbox.pop(0)
+        if isinstance(item, Exception):
+            self._is_over = True
+            raise item
+        self._is_over = item.finish_reason is not None
+        return item
+
+    def put(self, item: TokenDelta | Exception) -> None:
+        self._inbox.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def cut(self) -> None:
+        """Lose every message from here on: the consumer hears nothing more."""
+        self.is_cut = True
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """Hand over a delta, unless the rest of the stream is lost."""
+        if not self.is_cut:
+            self.put(delta)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """Costs of one engine in simulated tokens.
+
+    Attributes:
+        base_s: Seconds of a decode step with an empty batch.
+        per_sequence_s: Seconds each running sequence adds to a step.
+        prefill_s: Seconds to prefill a token; decoding stands still meanwhile.
+        slots: Sequences decoded at once.
+        kv_tokens: KV-cache capacity; when it is full the youngest sequence is preempted and prefilled again later.
+        stage_s: Seconds for new weights to arrive, beside generation.
+        swap_s: Seconds the engine stands still for a swap.
+        recomputes_kv: What runs is prefilled again after a swap.
+    """
+
+    base_s: float
+    per_sequence_s: float
+    prefill_s: float
+    slots: int
+    kv_tokens: int
+    stage_s: float
+    swap_s: float
+    recomputes_kv: bool = False
+
+
+class PrefixCache:
+    """Prompts that an engine still has KV for, up to a capacity in tokens; the least recently used goes first.
+
+    A prefix is (salt, task): blocks are shared only among requests of one salt (docs/concepts/weight-updates.md).
+    """
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity_tokens = capacity_tokens
+        self._tokens: dict[tuple[int, int], int] = {}
+        self._used_tokens = 0
+
+    def take(self, prefix: tuple[int, int], num_tokens: int) -> int:
+        """Tokens of the prefix that need no prefill; afterwards the whole prefix is cached."""
+        cached = self._tokens.pop(prefix, 0)
+        self._tokens[prefix] = num_tokens
+        self._used_tokens += num_tokens - cached
+        while self._used_tokens > self._capacity_tokens and len(self._tokens) > 1:
+            oldest = next(iter(self._tokens))
+            self._used_tokens -= self._tokens.pop(oldest)
+        return min(cached, num_tokens)
+
+    def clear(self) -> None:
+        self._tokens.clear()
+        self._used_tokens = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request inside the engine.
+
+    Attributes:
+        start: Position of its first new token in the trajectory; above 0 when it resumes a partial one.
+        target: Tokens it will sample.
+        salt: Version the engine had acknowledged when it was submitted.
+        origin: τ at which it had sampled nothing.
+        emitted: Tokens delivered.
+        version: Weights that sample its next token, once `marks_seen` swaps are applied.
+        event: Number of its next event; an older one in the heap is void.
+    """
+
+    request: GenerateRequest
+    stream: TokenStream
+    task: int
+    start: int
+    target: int
+    finish_reason: FinishReason
+    salt: int
+    origin: float = 0.0
+    emitted: int = 0
+    version: int = -1
+    marks_seen: int = 0
+    event: int = 0
 
 
 @dataclass(slots=True)
-class _Health:
-    """What faults and updates change."""
+class Counters:
+    """Absolute counters since the engine was made."""
 
-    speed: float
-    is_lost: bool = False
-    is_frozen: bool = False
-    responds: asyncio.Event = field(default_factory=asyncio.Event)
+    tokens: int = 0
+    busy_s: float = 0.0
+    prefilled: int = 0
+    prefix_hits: int = 0
+    preempted: int = 0
+
+    def add(self, other: Counters) -> None:
+        """Sum over engines."""
+        self.tokens += other.tokens
+        self.busy_s += other.busy_s
+        self.prefilled += other.prefilled
+        self.prefix_hits += other.prefix_hits
+        self.preempted += other.preempted
+
+
+Emit = Callable[[Sequence, int, FinishReason | None], None]
+"""Deliver a sequence's tokens up to a count, then perhaps its end."""
+
+
+class DecodeBatch:
+    """What runs and what waits inside one engine. Knows no event loop: it is told how much time has passed.
+
+    Attributes:
+        tau: Decode steps so far.
+    """
+
+    def __init__(self, cost: EngineCost, prompt_tokens: int, emit: Emit) -> None:
+        self.cost = cost
+        self.tau = 0.0
+        self.counters = Counters()
+        self.running: dict[RequestId, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self._prompt_tokens = prompt_tokens
+        self._emit = emit
+        self._prefixes = PrefixCache(cost.kv_tokens)
+        self._prefill_debt_s = 0.0
+        self._kv_offset = 0.0
+        self._due: list[tuple[float, int, Sequence]] = []
+        self._serial = 0
+        self._marks: list[tuple[float, int]] = []
+
+    @property
+    def kv_used(self) -> float:
+        """Tokens in the KV cache."""
+        return self._kv_offset + len(self.running) * self.tau
+
+    def count(self, sequence: Sequence) -> int:
+        """Tokens a running sequence has sampled."""
+        return min(int(self.tau - sequence.origin + _EPSILON), sequence.target)
+
+    def step_s(self, speed: float) -> float:
+        return (self.cost.base_s + self.cost.per_sequence_s * len(self.running)) / speed
+
+    def advance(self, elapsed_s: float, speed: float) -> None:
+        """Decode for some seconds."""
+        self.counters.busy_s += elapsed_s
+        paid = min(elapsed_s, self._prefill_debt_s)
+        self._prefill_debt_s -= paid
+        self.tau += (elapsed_s - paid) / self.step_s(speed)
+
+    def settle(self, version: int, speed: float) -> None:
+        """Deliver what is due, let waiting sequences in, and preempt the youngest while the KV cache is too full."""
+        cost = self.cost
+        while self._due and self._due[0][0] <= self.tau + _EPSILON:
+            _, event, sequence = heapq.heappop(self._due)
+            if event != sequence.event:
+                continue
+            upto = self.count(sequence)
+            if upto >= sequence.target:
+                self._emit(sequence, upto, sequence.finish_reason)
+                self._remove(sequence)
+            else:
+                self._emit(sequence, upto, None)
+                self._push(sequence)
+        while self.waiting and len(self.running) < cost.slots:
+            sequence = self.waiting[0]
+            kv_tokens = len(sequence.request.prompt_token_ids) + sequence.emitted
+            if self.running and self.kv_used + kv_tokens + DELTA_TOKENS > cost.kv_tokens:
+                break
+            self.waiting.popleft()
+            cached = self._prefixes.take((sequence.salt, sequence.task), self._prompt_tokens)
+            self.counters.prefix_hits += cached
+            self.counters.prefilled += kv_tokens - cached
+            self._prefill_debt_s += (kv_tokens - cached) * cost.prefill_s / speed
+            sequence.origin = self.tau - sequence.emitted
+            sequence.version, sequence.marks_seen = version, len(self._marks)
+            self._kv_offset += kv_tokens - self.tau
+            self.running[sequence.request.request_id] = sequence
+            self._push(sequence)
+        while len(self.running) > 1 and self.kv_used > cost.kv_tokens:
+            youngest = next(reversed(self.running.values()))
+            self._emit(youngest, self.count(youngest), None)
+            self._remove(youngest)
+            self.waiting.appendleft(youngest)
+            self.counters.preempted += 1
+
+    def next_event(self, speed: float) -> tuple[float, float] | None:
+        """`(seconds from now, τ)` of the next event, if nothing changes before."""
+        if not self.running:
+            return None
+        while self._due and self._due[0][1] != self._due[0][2].event:
+            heapq.heappop(self._due)
+        tau = self._due[0][0]
+        if len(self.running) > 1:
+            room = max(self.cost.kv_tokens - self.kv_used, 0.0)
+            tau = min(tau, self.tau + room / len(self.running) + 1)
+        return max(self._prefill_debt_s + (tau - self.tau) * self.step_s(speed), 0.0), tau
+
+    def swap(self, version: int) -> None:
+        """New weights sample from here on."""
+        self._marks.append((self.tau, version))
+        if self.cost.recomputes_kv:
+            self._prefill_debt_s += self.kv_used * self.cost.prefill_s
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request with the tokens it has."""
+        sequence = self.running.get(request_id)
+        if sequence is not None:
+            self._emit(sequence, self.count(sequence), "abort")
+            self._remove(sequence)
+        else:
+            self.waiting = deque(waiting for waiting in self.waiting if waiting.request.request_id != request_id)
+
+    def clear(self) -> list[Sequence]:
+        """Forget everything, KV included; returns what was running or waiting."""
+        lost = [*self.running.values(), *self.waiting]
+        self.running.clear()
+        self.waiting.clear()
+        self._due.clear()
+        self._prefixes.clear()
+        self._kv_offset = self._prefill_debt_s = 0.0
+        return lost
+
+    def true_spans(self, sequence: Sequence, stop: int) -> Spans:
+        """Which weights sampled its tokens from `emitted` to `stop`: cut at the swaps since the last delivery."""
+        start = sequence.emitted
+        spans = []
+        while sequence.marks_seen < len(self._marks):
+            tau, version = self._marks[sequence.marks_seen]
+            cut = int(tau - sequence.origin + _EPSILON)
+            if cut > stop:
+                break
+            if cut > start:
+                spans.append(Span(sequence.version, cut - start))
+                start = cut
+            sequence.version = version
+            sequence.marks_seen += 1
+        if stop > start:
+            spans.append(Span(sequence.version, stop - start))
+        return tuple(spans)
+
+    def _push(self, sequence: Sequence) -> None:
+        self._serial += 1
+        sequence.event = self._serial
+        upto = min(sequence.emitted + DELTA_TOKENS, sequence.target)
+        heapq.heappush(self._due, (sequence.origin + upto, self._serial, sequence))
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self.running[sequence.request.request_id]
+        sequence.event = 0
+        self._kv_offset -= len(sequence.request.prompt_token_ids) - sequence.origin
+        if not self.running:
+            self._kv_offset = self._prefill_debt_s = 0.0
 
 
 class SimulatedEngine:
@@ -40,23 +329,29 @@ class SimulatedEngine:
     Attributes:
         version: The version whose acknowledgement the driver has heard; -1 before the first.
         node_id: Where the publisher thinks it runs.
+        speed: Relative to what its costs say.
         clock_rate: Of its own clock, relative to the driver's: every duration that it reports is measured with it.
         lost_acks: Probability that the first acknowledgement of a version is not heard.
+        deliver: How deltas reach the platform; faults replace it.
     """
 
     def __init__(self, engine_id: EngineId, cost: EngineCost, world: World, speed: float = 1.0) -> None:
         self.engine_id = engine_id
         self.node_id = "simulated"
         self.version = -1
+        self.speed = speed
         self.clock_rate = 1.0
         self.lost_acks = 0.0
+        self.deliver: Callable[[TokenStream, TokenDelta], None] = TokenStream.deliver
         self._loaded = -1
         self._unheard = -1
         self._rng = world.rng(f"acknowledgements of {engine_id}")
         self._world = world
         self._batch = DecodeBatch(cost, world.prompt_tokens, self._emit)
-        self._health = _Health(speed)
-        self._health.responds.set()
+        self._is_lost = False
+        self._is_frozen = False
+        self._responds = asyncio.Event()
+        self._responds.set()
         self._loop = asyncio.get_running_loop()
         self._settled_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -65,7 +360,7 @@ class SimulatedEngine:
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Queue a request; the stream raises `EngineLostError` if the engine dies."""
         stream = TokenStream(self._loop)
-        if self._health.is_lost or self.version < 0:
+        if self._is_lost or self.version < 0:
             stream.put(EngineLostError(f"{self.engine_id} is down or has no weights"))
             return stream
         world = self._world
@@ -89,10 +384,10 @@ class SimulatedEngine:
     async def load(self) -> EngineLoad:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self._health.responds.wait()
+                await self._responds.wait()
         except TimeoutError:
             raise EngineLostError(f"{self.engine_id}: load() took longer than {LOAD_TIMEOUT_S:.0f} s") from None
-        if self._health.is_lost:
+        if self._is_lost:
             raise EngineLostError(f"{self.engine_id}: load() failed")
         self._advance()
         batch = self._batch
@@ -112,17 +407,17 @@ class SimulatedEngine:
         Raises:
             EngineLostError: If the engine is or goes down. It stays frozen if only the caller gave up.
         """
-        cost, health = self._batch.cost, self._health
+        cost = self._batch.cost
         await self._answering(cost.stage_s, manifest)
         self._settle()
-        health.is_frozen = True
+        self._is_frozen = True
         self._reschedule()
         await self._answering(cost.swap_s, manifest)
         self._advance()
         if manifest.version != self._loaded:
             self._batch.swap(manifest.version)
         self._loaded = manifest.version
-        health.is_frozen = False
+        self._is_frozen = False
         self._touch()
         if self._unheard != manifest.version and self._rng.random() < self.lost_acks:
             self._unheard = manifest.version
@@ -135,51 +430,47 @@ class SimulatedEngine:
     async def sleep(self) -> None:
         """Give the devices to the trainer (colocated)."""
         self._settle()
-        self._health.is_frozen = True
+        self._is_frozen = True
 
     async def wake(self) -> None:
         self._advance()
-        self._health.is_frozen = False
+        self._is_frozen = False
         self._touch()
 
     def crash(self) -> None:
         """Every request is lost, with its KV and the weights."""
         self._advance()
-        self._health.is_lost = True
+        self._is_lost = True
         self._world.left(self.engine_id)
         lost = EngineLostError(f"{self.engine_id} died")
         for sequence in self._batch.clear():
             sequence.stream.put(lost)
-        self._health.responds.set()
+        self._responds.set()
         self._reschedule()
 
     def restart(self) -> None:
         """Up again, without weights: it serves nothing until a version is published to it."""
         self._advance()
         self.version = self._loaded = -1
-        self._health.is_lost = self._health.is_frozen = False
+        self._is_lost = self._is_frozen = False
 
     def hang(self) -> None:
         """Stop making progress and stop answering, without dying."""
         self._settle()
-        self._health.responds.clear()
+        self._responds.clear()
         self._reschedule()
 
     def recover(self) -> None:
         """Go on after a hang."""
         self._advance()
-        self._health.responds.set()
+        self._responds.set()
         self._touch()
 
     def set_speed(self, speed: float) -> None:
         """Change the relative speed: throttling, a noisy neighbour."""
         self._advance()
-        self._health.speed = speed
+        self.speed = speed
         self._touch()
-
-    @property
-    def speed(self) -> float:
-        return self._health.speed
 
     @property
     def counters(self) -> Counters:
@@ -192,20 +483,20 @@ class SimulatedEngine:
 
     async def _answering(self, delay_s: float, manifest: WeightManifest) -> None:
         await asyncio.sleep(delay_s)
-        await self._health.responds.wait()
-        if self._health.is_lost:
+        await self._responds.wait()
+        if self._is_lost:
             raise EngineLostError(f"{self.engine_id} died during publish v{manifest.version}")
 
     @property
     def _is_working(self) -> bool:
-        return not self._health.is_frozen and not self._health.is_lost and self._health.responds.is_set()
+        return not self._is_frozen and not self._is_lost and self._responds.is_set()
 
     def _advance(self) -> None:
         """Bring the batch up to now."""
         now = self._loop.time()
         elapsed_s, self._settled_at = now - self._settled_at, now
         if elapsed_s > 0 and self._batch.running and self._is_working:
-            self._batch.advance(elapsed_s, self._health.speed)
+            self._batch.advance(elapsed_s, self.speed)
 
     def _touch(self) -> None:
         """Settle once at the end of this turn of the event loop, however much changes in it."""
@@ -217,14 +508,14 @@ class SimulatedEngine:
         self._is_settling = False
         self._advance()
         if self._is_working:
-            self._batch.settle(self._loaded, self._health.speed)
+            self._batch.settle(self._loaded, self.speed)
         self._reschedule()
 
     def _reschedule(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        upcoming = self._batch.next_event(self._health.speed) if self._is_working else None
+        upcoming = self._batch.next_event(self.speed) if self._is_working else None
         if upcoming is not None:
             wait_s, tau = upcoming
             self._timer = self._loop.call_later(wait_s, self._on_timer, tau)
@@ -247,8 +538,6 @@ class SimulatedEngine:
                 ids = sampled_ids(truth, sequence.start + sequence.emitted)
                 sequence.emitted = stop
                 self._batch.counters.tokens += count
-                self._world.deliver(
-                    sequence.stream, TokenDelta(ids, _LOGPROBS[count], spans, reason if is_last else None)
-                )
+                self.deliver(sequence.stream, TokenDelta(ids, (-1.0,) * count, spans, reason if is_last else None))
             if is_last:
                 return

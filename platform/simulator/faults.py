@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
-from penstock.dataflow.trajectory import GroupRef
 from penstock.platform.simulator.config import FaultLevel
-from penstock.platform.simulator.engine import SimulatedEngine
-from penstock.platform.simulator.environments import SimulatedEnvironments
-from penstock.platform.simulator.parts import SimulatedRewards, SimulatedTrainer
-from penstock.platform.simulator.stream import TokenStream
+from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
+from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedRewards, SimulatedTrainer
 from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
@@ -157,8 +154,8 @@ class FaultInjector:
             engine.set_speed(engine.speed * (1 + rates.speed_spread * (2 * self._rng.random() - 1)))
             engine.clock_rate = 1 + rates.skew * (2 * self._rng.random() - 1)
             engine.lost_acks = rates.acks_lost
+            engine.deliver = self._deliver
             self._world.faults["clock skewed"] += 1
-        self._world.deliver = self._deliver
 
     async def driver_dies(self) -> None:
         """Return when the driver dies."""
@@ -189,31 +186,22 @@ class FaultInjector:
             self._world.faults[f"engine {kind}"] += 1
             self._world.note(f"{engine.engine_id} {kind} for {outage_s:.3f} s")
             if kind == "slow":
-                await self._slow_down(engine, outage_s, 2 + 6 * rng.random())
+                speed = engine.speed
+                engine.set_speed(speed / (2 + 6 * rng.random()))
+                await asyncio.sleep(outage_s)
+                engine.set_speed(speed)
             elif kind == "hang":
-                await self._hang(engine, outage_s)
+                engine.hang()
+                await asyncio.sleep(outage_s)
+                engine.recover()
+                if engine.engine_id in self._targets.pool.fenced:
+                    await self._rejoin(engine)
             else:
-                await self._crash(engine, outage_s)
+                engine.crash()
+                await self._targets.pool.fence(engine.engine_id, "it died")  # the death of an actor is reported at once
+                await asyncio.sleep(outage_s)
+                await self._rejoin(engine)
             self._sick.discard(engine.engine_id)
-
-    async def _slow_down(self, engine: SimulatedEngine, outage_s: float, factor: float) -> None:
-        speed = engine.speed
-        engine.set_speed(speed / factor)
-        await asyncio.sleep(outage_s)
-        engine.set_speed(speed)
-
-    async def _hang(self, engine: SimulatedEngine, outage_s: float) -> None:
-        engine.hang()
-        await asyncio.sleep(outage_s)
-        engine.recover()
-        if engine.engine_id in self._targets.pool.fenced:
-            await self._rejoin(engine)
-
-    async def _crash(self, engine: SimulatedEngine, outage_s: float) -> None:
-        engine.crash()
-        await self._targets.pool.fence(engine.engine_id, "it died")  # the death of an actor is reported at once
-        await asyncio.sleep(outage_s)
-        await self._rejoin(engine)
 
     async def _rejoin(self, engine: SimulatedEngine) -> None:
         """As a supervisor does: restart, catch up with the published version, join the pool."""
@@ -239,22 +227,17 @@ class FaultInjector:
         stream.deliver(delta)
 
     async def _stray_reports(self, core: CheckedDataflow, rng: random.Random) -> None:
-        """Completions that arrive twice, out of order or for groups that never were."""
+        """Reports that must change nothing: they come twice, out of order or for groups that never were."""
         while True:
             await asyncio.sleep(rng.expovariate(1 / (self._rates.stray_steps * self._step_s)))
             known = core.recent[rng.randrange(len(core.recent))] if core.recent else None
             self._world.faults["stray report"] += 1
-            stray_report(core, rng.randrange(6), known)
-
-
-def stray_report(core: CheckedDataflow, kind: int, known: GroupRef | None) -> None:
-    """Send the core one report that must change nothing."""
-    unknown = GroupId(core.ledger.num_admitted + 1000)
-    if kind == 0 or known is None:
-        core.generated(unknown)
-    elif kind == 1:
-        core.generated(known.group_id)
-    elif kind == 2:
-        core.member_at(unknown, 0, core.version)
-    else:
-        core.ready(known)
+            unknown, kind = GroupId(core.ledger.num_admitted + 1000), rng.randrange(6)
+            if kind == 0 or known is None:
+                core.generated(unknown)
+            elif kind == 1:
+                core.generated(known.group_id)
+            elif kind == 2:
+                core.member_at(unknown, 0, core.version)
+            else:
+                core.ready(known)

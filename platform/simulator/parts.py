@@ -1,23 +1,25 @@
-"""The simulated parts beside the engines: tokenizer, rewards, trainer, payload store, trajectory table."""
+"""The simulated parts beside the engines: tokenizer, payload store, rewards, environments, trainer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+import math
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from penstock.dataflow.errors import TrainingError, TrajectoryError
-from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
-from penstock.platform.observability.bad_batches import BadBatches
-from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.envs.environment import Action, EndpointAccess
+from penstock.envs.episode_child import EpisodeReply
 from penstock.platform.simulator.checks import check_step
-from penstock.platform.simulator.tasks import EVALUATION_TASKS
+from penstock.platform.simulator.tasks import EVALUATION_TASKS, number_of
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
 from penstock.rollout.tokenizers import TokenCodec
 
@@ -50,38 +52,6 @@ class SimulatedStore:
 
     async def get(self, handle: GroupPayload) -> GroupPayload:
         return handle
-
-
-class NoTable(TrajectoryTable):
-    """Writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(Path())
-
-    def write_step(
-        self,
-        step: int,  # noqa: ARG002
-        trajectories: Sequence[Trajectory],  # noqa: ARG002
-        *,
-        version: int,  # noqa: ARG002
-        advantages: Mapping[TrajectoryId, float] | None = None,  # noqa: ARG002
-    ) -> Path:
-        return Path()
-
-
-class NoBadBatches(BadBatches):
-    """Writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(Path())
-
-    def write(
-        self,
-        version: int,  # noqa: ARG002
-        batch: Sequence[GroupPayload],  # noqa: ARG002
-        metrics: Mapping[str, float],  # noqa: ARG002
-    ) -> Path:
-        return Path()
 
 
 @dataclass(slots=True)
@@ -136,22 +106,119 @@ class SimulatedRewards:
         return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
 
 
+@dataclass(frozen=True, slots=True)
+class ToolTimes:
+    """Seconds between two turns: lognormal around `mean_s`, at most `cap_s`."""
+
+    mean_s: float
+    sigma: float
+    cap_s: float
+
+    def draw(self, rng: random.Random) -> float:
+        if self.mean_s == 0:
+            return 0.0
+        return min(rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma), self.cap_s)
+
+
+@dataclass(slots=True)
+class EnvironmentFaults:
+    """Probability of each, per turn; a hang costs `timeout_s`, after which its process is given up."""
+
+    raises: float = 0.0
+    hangs: float = 0.0
+    timeout_s: float = 30.0
+
+
+class SimulatedEnvironments:
+    """`EpisodeSource`. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
+
+    def __init__(self, world: World, times: ToolTimes, places: int) -> None:
+        self.faults = EnvironmentFaults()
+        self._world = world
+        self._times = times
+        self._free = asyncio.Semaphore(places)
+        self._rng = world.rng("environments")
+
+    @asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[SimulatedEpisode]:
+        is_training = number_of(task.task_id) < EVALUATION_TASKS
+        clock = asyncio.get_running_loop().time
+        async with self._free:
+            opened_s = clock()
+            try:
+                yield SimulatedEpisode(self, task, self.faults if is_training else EnvironmentFaults())
+            finally:
+                self._world.environment_s += (clock() - opened_s) * is_training
+
+    async def work(self, task: Task, faults: EnvironmentFaults) -> None:
+        """What the environment does about one turn.
+
+        Raises:
+            TrajectoryError: kind `env`, if it raises or hangs.
+        """
+        draw = self._rng.random()
+        if draw < faults.hangs:
+            self._world.faults["environment hang"] += 1
+            await asyncio.sleep(faults.timeout_s)
+            raise TrajectoryError("env", f"{task.task_id}: step took longer than {faults.timeout_s:.0f} s")
+        await asyncio.sleep(self._times.draw(self._rng))
+        if draw < faults.hangs + faults.raises:
+            self._world.faults["environment exception"] += 1
+            raise TrajectoryError("env", f"{task.task_id}: step raised ValueError: planted")
+
+    def turns(self, task: Task) -> int:
+        """After so many turns an episode is over."""
+        return self._world.lengths.turns(number_of(task.task_id))
+
+
+class SimulatedEpisode:
+    """`PlayedEpisode` of one thread."""
+
+    def __init__(self, source: SimulatedEnvironments, task: Task, faults: EnvironmentFaults) -> None:
+        self._source = source
+        self._task = task
+        self._faults = faults
+        self._num_turns = -1
+
+    async def reset(self) -> EpisodeReply:
+        """The prompt."""
+        if self._num_turns >= 0:
+            raise InvariantError("episode", f"{self._task.task_id} is reset after {self._num_turns} turns")
+        self._num_turns = 0
+        return {"content": str(self._task.prompt), "role": "user"}
+
+    async def step(self, action: Action) -> EpisodeReply:
+        """An observation, after the tool's time; behind the last turn the end, at once."""
+        turns = self._source.turns(self._task)
+        if action.turn != self._num_turns or action.turn >= turns or action.is_truncated:
+            raise InvariantError(
+                "episode", f"{self._task.task_id} gets {action} after {self._num_turns} of {turns} turns"
+            )
+        self._num_turns += 1
+        if self._num_turns == turns:
+            return {"done": True}
+        await self._source.work(self._task, self._faults)
+        return {"content": str(self._task.prompt), "role": "tool"}
+
+    async def step_all(self, actions: Sequence[Action]) -> NoReturn:
+        raise InvariantError("episode", f"{self._task.task_id} gets {len(actions)} turns at once, it asked for one")
+
+    async def run(self, _access: EndpointAccess) -> NoReturn:
+        raise InvariantError("episode", f"{self._task.task_id} is run, but it never said that it runs itself")
+
+
 class RankDiedError(TrainingError):
     """A planted death of one of the trainer's ranks. The run ends, and a new incarnation resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
-    """Seconds of a step: `fixed_s + tokens · per_token_s ÷ devices`; of writing a version: `export_s`."""
+    """Seconds of a step: `fixed_s + tokens · per_token_s ÷ devices`."""
 
     fixed_s: float
     per_token_s: float
     devices: int
-    export_s: float
     weight_bytes: int
-
-    def step_s(self, num_tokens: int) -> float:
-        return self.fixed_s + self.compute_s(num_tokens)
 
     def compute_s(self, num_tokens: int) -> float:
         return num_tokens * self.per_token_s / self.devices
@@ -172,9 +239,6 @@ class Trained:
     trimmed_tokens: int = 0
     max_staleness: int = 0
     steps: list[tuple[float, float, int]] = field(default_factory=list)
-
-    def copy(self) -> Trained:
-        return Trained(set(self.tasks), list(self.lengths), self.trimmed_tokens, self.max_staleness, list(self.steps))
 
 
 class SimulatedTrainer:
@@ -209,7 +273,7 @@ class SimulatedTrainer:
             groups.append(group)
             done_at = max(done_at, clock()) + self._cost.compute_s(group.num_tokens)
         num_tokens = sum(group.num_tokens for group in groups)
-        busy_s, left_s = self._cost.step_s(num_tokens), done_at - clock() + self._cost.fixed_s
+        busy_s, left_s = self._cost.fixed_s + self._cost.compute_s(num_tokens), done_at - clock() + self._cost.fixed_s
         if self._is_checked:
             check_step(groups, self.loss_weights(groups), self._version, self._max_staleness)
         draw = self._rng.random()
@@ -232,7 +296,7 @@ class SimulatedTrainer:
         self.checkpoint(self._version, self.trained)
 
     async def export(self, version: int) -> WeightManifest:
-        await asyncio.sleep(self._cost.export_s)
+        await asyncio.sleep(0)
         return WeightManifest(version, "simulated", (), self._cost.weight_bytes, checksum=version * 31 + 7)
 
     def read_back(self, _manifest: WeightManifest) -> None:

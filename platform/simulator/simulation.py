@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
@@ -19,64 +21,69 @@ from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import Ledger, LedgerCounts
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.streams import TaskLine
 from penstock.platform import controller
 from penstock.platform.colocation import TakesTurns
+from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.observability.bad_batches import BadBatches
+from penstock.platform.observability.event_tail import EventTail
 from penstock.platform.observability.flow_stats import FlowStats
-from penstock.platform.run import Parts, Run, Side
-from penstock.platform.simulator.around_run import describe, rare_collections
+from penstock.platform.observability.hub import MetricsHub
+from penstock.platform.observability.memory import MemorySampler
+from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.run import Instruments, Parts, Run, Side
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
-from penstock.platform.simulator.costs import engine_cost, episode_budget, expected_step_s, tool_times, trainer_cost
-from penstock.platform.simulator.decoding import Counters
 from penstock.platform.simulator.durable import DurableState, Restored
-from penstock.platform.simulator.engine import SimulatedEngine
-from penstock.platform.simulator.environments import SimulatedEnvironments
+from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
 from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
-from penstock.platform.simulator.lengths import LengthTable
 from penstock.platform.simulator.parts import (
     RankDiedError,
     SimulatedCodec,
+    SimulatedEnvironments,
     SimulatedRewards,
     SimulatedStore,
     SimulatedTrainer,
+    ToolTimes,
     Trained,
+    TrainerCost,
 )
-from penstock.platform.simulator.publishing import WatchedPublisher
-from penstock.platform.simulator.quiet_run import HELD_OUT_TASKS, instruments, run_config
 from penstock.platform.simulator.tasks import environment_of, held_out_tasks, make_filters, make_task_line, promises
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
-from penstock.platform.simulator.world import InvariantError, Trace, World
+from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
+from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.pool import EnginePool
-from penstock.rollout.routing import LeastLoaded, PrefixAware
+from penstock.rollout.routing import make_policy
 from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.update_modes import attempt
+from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.weights.config import WeightsConfig
 
 SILENCE_S = 120.0
 PUBLISH_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 36_000.0
 MAX_REQUEUES = 3
+HELD_OUT_TASKS = 2
+PUBLISH_ATTEMPTS = 2
 EVALUATION_RESUMES = 1000
 """A run whose held-out tasks cannot be answered is supposed to stop, which is no finding here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """Classes that a planted bug replaces (tests/simulation/test_mutants.py)."""
+    """Classes that a planted bug or a benchmark replaces (tests/simulation/test_mutants.py)."""
 
     core: type[CheckedDataflow] = CheckedDataflow
     flow: type[Flow] = Flow
     engine: type[SimulatedEngine] = SimulatedEngine
     trainer: type[SimulatedTrainer] = SimulatedTrainer
-    runner: type[TrajectoryRunner] = TrajectoryRunner
     pool: type[EnginePool] = EnginePool
-    publisher: type[ActorWeightPublisher] = ActorWeightPublisher
     disk: type[DurableState] = DurableState
     line: type[TaskLine] = TaskLine
     player: type[EpisodePlayer] = EpisodePlayer
@@ -105,10 +112,8 @@ class Outcome:
     engines: Counters
     faults: Counter[str]
     ignored: int
-    num_callbacks: int
-    max_staleness: int = 0
-    tokens_generated: int = 0
-    environment_s: float = 0.0
+    num_turns: int
+    environment_s: float
 
 
 @dataclass(slots=True)
@@ -144,26 +149,44 @@ class Simulation:
 
     def _assemble(self, restored: Restored) -> Targets:
         """One incarnation of the run, around what was restored."""
-        config, world = self.config, self.world
-        cost = engine_cost(config)
+        config, world, grain = self.config, self.world, self.config.grain
+        cost = EngineCost(
+            base_s=config.decode_base_s * grain,
+            per_sequence_s=config.decode_per_sequence_s * grain,
+            prefill_s=config.prefill_s_per_token * grain,
+            slots=config.slots,
+            kv_tokens=config.kv_tokens // grain,
+            stage_s=config.weight_bytes / config.publish_bytes_per_s,
+            swap_s=config.swap_s,
+            recomputes_kv=config.update_mode == "recompute_kv",
+        )
         speeds = config.engine_speeds
         engines = [
             self.seams.engine(EngineId(f"engine-{index}"), cost, world, speeds[index % len(speeds)])
             for index in range(config.engines)
         ]
         self.engines += engines
-        policy = PrefixAware(self.seed) if config.routing == "prefix_aware" else LeastLoaded(self.seed)
-        pool = self.seams.pool(engines, config.slots, self.seed, policy=policy)
+        pool = self.seams.pool(engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
         world.is_fenced = lambda engine_id: engine_id in pool.fenced
-        codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / config.grain))
-        environments = SimulatedEnvironments(world, tool_times(config), config.environments)
-        player = self.seams.player(environments, codec, episode_budget(config))
-        runner = self.seams.runner(pool, codec, SILENCE_S, episodes=player)
-        examined = self.seams.runner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
+        codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
+        tool_times = ToolTimes(config.tool_mean_s, config.tool_sigma, config.tool_cap_s)
+        environments = SimulatedEnvironments(world, tool_times, config.environments)
+        turns = 2 * config.turns  # the most that an episode has: none is to be cut off
+        told = config.prompt_tokens + turns * config.observation_tokens
+        budget = EpisodeBudget(max_turns=turns, max_tokens=told + config.lengths.cap + turns + 1)
+        player = self.seams.player(environments, codec, budget)
+        runner = TrajectoryRunner(pool, codec, SILENCE_S, episodes=player)
+        examined = TrajectoryRunner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
         rewards = self.seams.rewards(world, config.reward_mean_s, config.reward_workers)
+        trainer_cost = TrainerCost(
+            fixed_s=config.train_fixed_s,
+            per_token_s=config.train_s_per_token * grain,
+            devices=config.trainer_devices,
+            weight_bytes=config.weight_bytes,
+        )
         trainer = self.trainer = self.seams.trainer(
             world,
-            trainer_cost(config),
+            trainer_cost,
             config.eta,
             is_checked=self.is_checked,
             version=restored.version,
@@ -171,7 +194,13 @@ class Simulation:
         )
         if config.faults is not FaultLevel.NONE:
             trainer.checkpoint = self.disk.checkpoint
-        self.core = core = self._make_core(restored)
+        limits = flow_limits(config)
+        rules = GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
+        self.core = core = (
+            self.seams.core(limits, rules, world, config.check_every, self.disk, restored)
+            if self.is_checked
+            else Dataflow(limits, rules)
+        )
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 
         def make_flow(stats: FlowStats) -> Flow:
@@ -180,9 +209,14 @@ class Simulation:
             options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
             return self.seams.flow(core, line, make_filters(config), ports, stats, options)
 
-        weights = weights_config(config)
+        weights = WeightsConfig(
+            update_mode=config.update_mode,
+            overlap=config.overlap,
+            timeout_s=PUBLISH_TIMEOUT_S,
+            drain_timeout_s=DRAIN_TIMEOUT_S,
+        )
         export = GatherExport(cast("TrainerClient", trainer), pool, weights)
-        publisher = WatchedPublisher(self.seams.publisher(pool, weights, export), weights, world)
+        publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export), weights, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         side = Side(
             runner,
@@ -199,8 +233,19 @@ class Simulation:
     async def _live(self, targets: Targets) -> bool:
         """Train until the end (True) or until the driver or a rank of the trainer dies (False)."""
         assert self.run is not None
-        training = asyncio.create_task(self._run_loop(self.run), name="controller")
-        jobs = [training, *self._beside(targets)]
+        start = asyncio.create_task
+        training = start(self._run_loop(self.run), name="controller")
+        jobs = [training]
+        if self.config.adaptive_concurrency:
+            assert self.monitor is not None
+            jobs.append(start(self.monitor.poll_on(), name="engine monitor"))
+        rates = RATES.get(self.config.faults)
+        if rates is not None:
+            injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
+            injector.arm()
+            assert isinstance(self.core, CheckedDataflow)
+            jobs.append(start(injector.run(self.core), name="faults"))
+            jobs.append(start(injector.driver_dies(), name="death of the driver"))
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             written = self.disk.length
@@ -215,47 +260,20 @@ class Simulation:
         for end in ends:
             if isinstance(end, InvariantError):
                 raise end
-        is_over = training in done and not has_rank_died
-        if not is_over:
-            await self._bury(targets, written, is_torn=not has_rank_died)
-        return is_over
-
-    def _beside(self, targets: Targets) -> list[asyncio.Task[None]]:
-        """What goes on beside training: the engines' monitor, faults, and the death of the driver."""
-        start, jobs = asyncio.create_task, []
-        if self.config.adaptive_concurrency:
-            assert self.monitor is not None
-            jobs.append(start(self.monitor.poll_on(), name="engine monitor"))
-        rates = RATES.get(self.config.faults)
-        if rates is not None:
-            injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))
-            injector.arm()
-            assert isinstance(self.core, CheckedDataflow)
-            jobs.append(start(injector.run(self.core), name="faults"))
-            jobs.append(start(injector.driver_dies(), name="death of the driver"))
-        return jobs
-
-    async def _bury(self, targets: Targets, written: int, *, is_torn: bool) -> None:
-        """The driver ended when its journal had `written` lines; every process it started ends with it."""
-        assert self.run is not None
-        await self.run.close()
+        if training in done and not has_rank_died:
+            return True
+        await self.run.close()  # the driver ended when its journal had `written` lines, and all that it started with it
         for engine in targets.engines:
             engine.crash()
-        if is_torn:
+        if not has_rank_died:
             self.disk.tear(written, self.world.rng("torn"))
         self.world.begin_again()
+        return False
 
     async def _run_loop(self, run: Run) -> None:
         await controller.train(run)
         if isinstance(self.core, CheckedDataflow):
             self.core.check_end()
-
-    def _make_core(self, restored: Restored) -> Dataflow:
-        config = self.config
-        limits, rules = flow_limits(config), group_rules(config)
-        if not self.is_checked:
-            return Dataflow(limits, rules)
-        return self.seams.core(limits, rules, self.world, config.check_every, self.disk, restored)
 
 
 def flow_limits(config: SimulationConfig) -> FlowLimits:
@@ -271,19 +289,87 @@ def flow_limits(config: SimulationConfig) -> FlowLimits:
     )
 
 
-def weights_config(config: SimulationConfig) -> WeightsConfig:
-    """How weights reach the engines."""
-    return WeightsConfig(
-        update_mode=config.update_mode,
-        overlap=config.overlap,
-        timeout_s=PUBLISH_TIMEOUT_S,
-        drain_timeout_s=DRAIN_TIMEOUT_S,
+def expected_step_s(config: SimulationConfig) -> float:
+    """Seconds of a step if generation were balanced and nothing waited: the slower of generation and training."""
+    tokens = config.batch * config.group_size * config.lengths.mean
+    full_step_s = config.decode_base_s + config.decode_per_sequence_s * config.slots
+    tools_s = config.batch * config.group_size * (config.turns - 1) * config.tool_mean_s / config.environments
+    generate_s = tools_s + tokens * full_step_s / (config.slots * config.engines)
+    train_s = config.train_fixed_s + tokens * config.train_s_per_token / config.trainer_devices
+    return generate_s + train_s if config.colocated else max(generate_s, train_s)
+
+
+class WatchedPublisher:
+    """The shipping publisher; tells the world what is published (I8).
+
+    Attributes:
+        is_publishing: Held during a publish; an engine that comes back waits for its end.
+    """
+
+    def __init__(self, publisher: ActorWeightPublisher, weights: WeightsConfig, world: World) -> None:
+        self.is_publishing = asyncio.Lock()
+        self._weights = weights
+        self._publisher = publisher
+        self._world = world
+
+    async def publish(self, version: int) -> PublishReport:
+        async with self.is_publishing:
+            report = await self._publisher.publish(version)
+        self._world.published = version
+        self._world.note(f"published v{version} to {len(report.acks)} engines")
+        return report
+
+    async def delivered(self) -> PublishReport:
+        return await self._publisher.delivered()
+
+    async def catch_up(self, engine: SimulatedEngine) -> bool:
+        """Give a restarted engine the version that is published, between two publishes; says whether it took it."""
+        async with self.is_publishing:
+            version = self._world.published
+            manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
+            for _ in range(PUBLISH_ATTEMPTS):
+                if isinstance(await attempt(engine, manifest, None, self._weights.timeout_s), WeightAck):
+                    return True
+            return False
+
+
+class NoTable(TrajectoryTable):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def write_step(self, *_arguments: Any, **_named: Any) -> Path:
+        return Path()
+
+
+class NoBadBatches(BadBatches):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+
+    def write(self, *_arguments: Any) -> Path:
+        return Path()
+
+
+def run_config(config: SimulationConfig) -> RunConfig:
+    """The sections that `Run` reads; there is no model and no environment to configure."""
+    return RunConfig.model_construct(  # type: ignore[call-arg] # the other sections are read by nobody here
+        name="simulated",
+        total_steps=config.steps,
+        trainer=TrainerConfig(
+            max_tokens_per_micro_batch=1, optimizer=OptimizerConfig(lr=1.0), max_bad_steps=max(20, config.steps)
+        ),
+        evaluation=EvaluationConfig(every_steps=config.eval_every, num_tasks_beside=HELD_OUT_TASKS),
+        checkpoint=CheckpointConfig(every_steps=config.checkpoint_every),
     )
 
 
-def group_rules(config: SimulationConfig) -> GroupRules:
-    """How groups are formed."""
-    return GroupRules(config.group_size, config.min_group_size, config.max_retries, config.max_retries)
+def instruments() -> Instruments:
+    """The real hub without sinks; a memory sampler that is never started; no files."""
+    memory, table, batches = MemorySampler(), NoTable(), NoBadBatches()
+    return Instruments(MetricsHub([]), memory, table, batches, Path(), lambda _note: None, EventTail())
 
 
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:
@@ -292,23 +378,18 @@ def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *,
     loop = VirtualTimeLoop()
     violation: str | None = None
     runner_context = asyncio.Runner(loop_factory=lambda: loop)
-    with rare_collections(), contextlib.suppress(DeadlockError), runner_context as runner:
+    with contextlib.suppress(DeadlockError), runner_context as runner:
         try:
             runner.run(simulation.main())
         except (BaseExceptionGroup, Exception) as error:  # noqa: BLE001 - whatever stops a simulated run is what it found
             violation = describe(error)
-    return outcome_of(simulation, loop, violation)
-
-
-def outcome_of(simulation: Simulation, loop: VirtualTimeLoop, violation: str | None) -> Outcome:
-    """Gather what is known after the end."""
     total = Counters()
     for engine in simulation.engines:
         total.add(engine.counters)
-    world, run = simulation.world, simulation.run
-    core, trained = simulation.core, simulation.trainer.trained if simulation.trainer else Trained()
+    world, core = simulation.world, simulation.core
+    trained = simulation.trainer.trained if simulation.trainer else Trained()
     return Outcome(
-        seed=simulation.seed,
+        seed=seed,
         violation=violation,
         trace_hash=world.trace.digest if world.trace else "",
         tail=list(world.trace.tail) if world.trace else [],
@@ -319,8 +400,20 @@ def outcome_of(simulation: Simulation, loop: VirtualTimeLoop, violation: str | N
         engines=total,
         faults=world.faults,
         ignored=core.ignored.total() if core else 0,
-        num_callbacks=loop.num_callbacks,
-        max_staleness=run.stats.total.max_versions if run else 0,
-        tokens_generated=run.stats.tokens_generated if run else 0,
+        num_turns=loop.num_turns,
         environment_s=world.environment_s,
     )
+
+
+def describe(error: BaseException) -> str:
+    """One line: what broke, and for unexpected errors where."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause: BaseException | None = error
+    while cause is not None:
+        error, cause = (cause if isinstance(cause, InvariantError) else error), cause.__context__
+    if isinstance(error, InvariantError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{where}: {error}"

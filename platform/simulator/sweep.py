@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.dataflow.errors import PenstockError
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
-from penstock.platform.simulator.lengths import LengthTable
-from penstock.platform.simulator.simulation import Outcome, Seams, simulate
+from penstock.platform.simulator.simulation import Outcome, simulate
 from penstock.platform.simulator.tasks import size_of
+from penstock.platform.simulator.world import LengthTable
 
-MAX_LISTED = 20
+STEADY_STEPS = 12
+"""Steps that are measured in the steady state."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,6 @@ class Sweep:
     max_staleness_seen: int = 0
     trained_tokens: int = 0
     trimmed_tokens: int = 0
-    sampled_tokens: int = 0
     virtual_s: float = 0.0
     busy_share: list[float] = field(default_factory=list)
     bias: Bias = field(default_factory=Bias)
@@ -94,28 +95,18 @@ class Sweep:
         self.max_staleness_seen = max(self.max_staleness_seen, outcome.trained.max_staleness)
         self.trained_tokens += sum(outcome.trained.lengths)
         self.trimmed_tokens += outcome.trained.trimmed_tokens
-        self.sampled_tokens += outcome.engines.tokens
         self.virtual_s += outcome.train_s
         self.busy_share.append(outcome.engines.busy_s / max(outcome.virtual_s * self.config.engines, 1e-9))
         self.bias.add(outcome, self.config)
 
-    @property
-    def groups_per_s(self) -> float:
-        """Trained groups per virtual second."""
-        return self.groups / self.virtual_s if self.virtual_s else 0.0
-
 
 def run_seeds(
-    config: SimulationConfig,
-    seeds: Iterable[int],
-    *,
-    seams: Seams | None = None,
-    on_seed: Callable[[Outcome], None] = lambda _outcome: None,
+    config: SimulationConfig, seeds: Iterable[int], *, on_seed: Callable[[Outcome], None] = lambda _outcome: None
 ) -> Sweep:
     """Simulate every seed, checked."""
     sweep = Sweep(config)
     for seed in seeds:
-        outcome = simulate(config, seed, seams)
+        outcome = simulate(config, seed)
         sweep.add(outcome)
         on_seed(outcome)
     return sweep
@@ -157,7 +148,28 @@ def throughput_ratio(sweep: Sweep) -> float | None:
     changes = {"eta": 0, "faults": FaultLevel.NONE, "surplus": 0, "on_expiry": "wait"}
     baseline = simulate(sweep.config.model_copy(update=changes), seed=0, is_checked=False)
     synchronous = len(baseline.trained.steps) * sweep.config.batch / baseline.train_s
-    return sweep.groups_per_s / synchronous
+    return sweep.groups / sweep.virtual_s / synchronous
+
+
+def must_complete(config: SimulationConfig, seed: int) -> Outcome:
+    """One unchecked run that must complete."""
+    outcome = simulate(config, seed, is_checked=False)
+    if outcome.violation is not None:
+        raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
+    return outcome
+
+
+def enough_steps(eta: int) -> int:
+    """Two windows to fill the pipeline, the steps that are measured, one window to empty it."""
+    return 2 * (eta + 1) + STEADY_STEPS + eta + 1
+
+
+def steady_step_s(outcome: Outcome, config: SimulationConfig) -> float:
+    """Seconds per step between the filling and the emptying of the window."""
+    ends = [end for end, _, _ in outcome.trained.steps]
+    last = len(ends) - 1 - (config.eta + 1)
+    first = min(2 * (config.eta + 1), last - 1)
+    return (ends[last] - ends[first]) / (last - first)
 
 
 def replay_command(overrides: list[str], seed: int) -> str:

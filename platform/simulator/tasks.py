@@ -13,13 +13,12 @@ from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import MIN_GROUP_SIZE, TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.world import Promises, task_of
+from penstock.platform.simulator.world import HASH, Promises, task_of
 
 EVALUATION_TASKS = 1_000_000
 """Evaluation tasks are numbered from here, away from those that train."""
 MAX_REFILLS = 1_000_000
 _NO_FIELDS: Mapping[str, Any] = {}
-_HASH, _HASHES = 2_654_435_761, 1 << 32
 
 
 def make_task(number: int, environment: str | None = None) -> Task:
@@ -74,7 +73,7 @@ def promises(config: SimulationConfig, limits: FlowLimits) -> Promises:
 
 def is_refused(number: int, share: float) -> bool:
     """Whether the user's filter refuses a task."""
-    return number * _HASH % _HASHES < share * _HASHES
+    return number * HASH % 2**32 < share * 2**32
 
 
 class VariedSizes:

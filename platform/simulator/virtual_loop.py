@@ -3,8 +3,9 @@
 Everything that waits through asyncio (sleeps, time-outs, events, conditions) runs unchanged, in the same order for
 the same input. No file, socket or thread can wake it, so "nothing is ready and no timer is set" is a proof of deadlock.
 
-asyncio itself is deterministic but for one thing: sets of tasks (`TaskGroup` keeps one) iterate in the order of
-addresses. Tasks of this loop hash by their serial number instead.
+The loop is asyncio's own but for its selector, and for two things that would differ from run to run: sets of tasks
+(`TaskGroup` keeps one) iterate in the order of addresses, so tasks hash by their serial number; and timers of equal
+time run in the order in which they were set.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import asyncio
 import contextvars
 import heapq
 import itertools
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from penstock.dataflow.errors import PenstockError
 
 T = TypeVar("T")
-FEWEST_CANCELLED = 1024
-"""Cancelled timers are swept once they are more than this and more than half of all."""
 
 
 class DeadlockError(PenstockError):
@@ -40,43 +40,53 @@ class SerialTask(asyncio.Task[T]):
         return self is other
 
 
-class _Certain(asyncio.Handle):
-    """Stands for whatever runs in the next turn."""
+class SerialTimer(asyncio.TimerHandle):
+    """A timer that comes before those of the same time that were set later."""
 
-    def __init__(self) -> None:
-        """Nothing to hold."""
+    __slots__ = ("serial",)
+    serial: int
 
-    def cancel(self) -> None:
-        raise NotImplementedError("virtual loop: what `call_soon` was given runs for certain. Use `call_later(0, …)`.")
-
-    def cancelled(self) -> bool:
-        return False
-
-
-_CERTAIN = _Certain()
+    def __lt__(self, other: SerialTimer) -> bool:  # type: ignore[override] # all timers of the loop are such
+        return (self.when(), self.serial) < (other.when(), other.serial)
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """`BaseEventLoop` without a selector: callbacks take no time, waiting takes no real time.
+    """`BaseEventLoop` whose selector waits for nothing: callbacks take no time, waiting takes no real time.
 
     Attributes:
-        num_callbacks: Callbacks run so far.
+        num_turns: Turns of the loop so far; in each, all that is ready runs.
     """
+
+    _scheduled: list[SerialTimer]
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_callbacks = 0
+        self.num_turns = 0
         self._now = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._num_timers = 0
-        self._num_cancelled = 0
         self._serials = itertools.count(1)
-
-    get_debug = staticmethod(bool)  # False; a function in C, for asyncio asks for every task and future
+        self._selector = self  # asyncio asks it once in each turn
+        self._clock_resolution = 0.0
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now
+
+    def select(self, timeout: float | None) -> tuple[()]:
+        """Jump to the next timer, if nothing is ready.
+
+        Args:
+            timeout: Seconds to the next timer; 0 if something is ready, None if there is no timer.
+
+        Raises:
+            DeadlockError: If nothing is ready and there is no timer.
+        """
+        self.num_turns += 1
+        if timeout is None:
+            raise DeadlockError(self._deadlock())
+        if timeout > 0:
+            self._now = self._scheduled[0].when()
+        self._clock_resolution = math.ulp(self._now)  # a timer is due at its time, and not before
+        return ()
 
     def call_at(  # type: ignore[override] # the stub's variadic generics say no more here
         self,
@@ -86,22 +96,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Timers of equal time run in the order they were set."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True  # type: ignore[attr-defined] # noqa: SLF001 - makes cancel() call back here
-        self._num_timers += 1
-        heapq.heappush(self._timers, (when, self._num_timers, handle))
-        return handle
-
-    def call_soon(  # type: ignore[override] # as `call_at`
-        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        """It runs in the next turn, for certain: without a `Handle`, of which every task would need two."""
-        if context is None:
-            context = contextvars.copy_context()
-        self._ready.append((context, callback, args))  # type: ignore[attr-defined]
-        return _CERTAIN
-
-    call_soon_threadsafe = call_soon  # type: ignore[assignment] # as `call_at`
+        timer = SerialTimer(when, callback, args, self, context)
+        timer.serial = next(self._serials)
+        timer._scheduled = True  # type: ignore[attr-defined] # noqa: SLF001 - counted if it is cancelled
+        heapq.heappush(self._scheduled, timer)
+        return timer
 
     def create_task(
         self, coro: Any, *, name: object = None, context: contextvars.Context | None = None
@@ -112,43 +111,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What a task came to that nobody waited for: a run that it breaks says so itself."""
-
-    def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
-        self._num_cancelled += 1
-        if self._num_cancelled > FEWEST_CANCELLED and 2 * self._num_cancelled > len(self._timers):
-            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
-            heapq.heapify(self._timers)
-            self._num_cancelled = 0
-
-    def _run_once(self) -> None:
-        """One turn: what is due becomes ready, and all that is ready now runs."""
-        ready = self._ready  # type: ignore[attr-defined]
-        timers = self._timers
-        while timers and (timers[0][2].cancelled() or timers[0][0] <= self._now or not ready):
-            when, _, handle = heapq.heappop(timers)
-            if handle.cancelled():
-                self._num_cancelled -= 1
-                continue
-            handle._scheduled = False  # type: ignore[attr-defined] # noqa: SLF001
-            self._now = max(self._now, when)
-            ready.append((handle._context, self._fire, (handle,)))  # type: ignore[attr-defined] # noqa: SLF001
-        if not ready and not self._stopping:  # type: ignore[attr-defined]
-            raise DeadlockError(self._deadlock())
-        self.num_callbacks += len(ready)
-        for _ in range(len(ready)):  # an error in a callback ends the loop: nobody else would see it
-            context, callback, args = ready.popleft()
-            if not args:  # a step of a task
-                context.run(callback)
-            elif len(args) == 1:  # what wakes one
-                context.run(callback, args[0])
-            else:
-                context.run(callback, *args)
-
-    def _fire(self, handle: asyncio.TimerHandle) -> None:
-        """Run a timer, unless it was cancelled after it had become ready."""
-        if not handle._cancelled:  # noqa: SLF001
-            handle._callback(*handle._args)  # type: ignore[attr-defined] # noqa: SLF001
+        """An error in a callback ends the run. What a task came to that nobody waited for, the run says itself."""
+        if "handle" in context:
+            raise context["exception"]
 
     def _deadlock(self) -> str:
         waiting = sorted(asyncio.all_tasks(self), key=hash)
@@ -160,20 +125,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         )
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none: no selector."""
+        """There are none."""
 
     def _write_to_self(self) -> None:
         """Nothing to wake: the loop never blocks."""
-
-
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in a new virtual-time loop and return its result.
-
-    Raises:
-        DeadlockError: If it can never end.
-    """
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
-
-
-__all__ = ["DeadlockError", "VirtualTimeLoop", "run_virtual"]

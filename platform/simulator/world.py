@@ -11,18 +11,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId, RequestId
-from penstock.dataflow.ports import TokenDelta
 from penstock.dataflow.versions import Spans
-from penstock.platform.simulator.lengths import LengthTable
-from penstock.platform.simulator.stream import TokenStream
 
+Shape = Literal["constant", "lognormal", "exponential"]
+TASKS_PER_DRAW = 256
+HASH = 2_654_435_761
+"""Knuth's multiplier: spreads task numbers over 32 bits."""
 POSITION_BITS = 12
 _POSITIONS = 1 << POSITION_BITS
 TAIL_EVENTS = 40
@@ -46,29 +51,92 @@ class Trace:
     """The events of a run as one running hash, and its tail for people."""
 
     def __init__(self) -> None:
-        self.num_events = 0
         self.tail: deque[str] = deque(maxlen=TAIL_EVENTS)
         self._hash = hashlib.blake2b(digest_size=16)
-        self._is_open = True
 
     def add(self, now_s: float, event: str) -> None:
         """Record one event."""
-        if self._is_open:
-            line = f"{now_s:.6f} {event}"
-            self.num_events += 1
-            self.tail.append(line)
-            self._hash.update(line.encode())
-
-    def close(self) -> None:
-        """What follows is clearing up."""
-        self._is_open = False
+        line = f"{now_s:.6f} {event}"
+        self.tail.append(line)
+        self._hash.update(line.encode())
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
 
 
-Deliver = Callable[[TokenStream, TokenDelta], None]
+@dataclass(frozen=True, slots=True)
+class LengthProfile:
+    """A distribution of response lengths, in tokens.
+
+    Attributes:
+        sigma: Of the logarithm; lognormal only.
+        cap: Longest response; longer draws are cut, as `max_new_tokens` does.
+    """
+
+    shape: Shape
+    mean: float
+    sigma: float
+    cap: int
+
+
+class LengthTable:
+    """Lengths by task and member, in simulated tokens (`grain` real tokens each).
+
+    They are drawn once per (seed, task, member), so that every policy sees the same ones:
+
+        constant: L = mean      exponential: L ~ Exp(mean)      lognormal: L ~ exp(N(ln mean − σ²/2, σ²))
+
+    over all turns of an episode, each rounded up, at least 1 per turn and at most `cap`. Where the cap cuts, the mean
+    of what is drawn is a little lower.
+    """
+
+    def __init__(self, profile: LengthProfile, group_size: int, seed: int, grain: int = 1, mean_turns: int = 1) -> None:
+        self.mean_turns = mean_turns
+        self.max_length = max(1, math.ceil(profile.cap / grain))
+        self._profile = profile
+        self._group_size = group_size
+        self._seed = seed
+        self._grain = grain
+        self._blocks: dict[int, list[list[int]]] = {}
+
+    def length(self, task: int, member: int) -> int:
+        """Length of one response. Members beyond the group (evaluations) use the row again."""
+        block, row = divmod(task, TASKS_PER_DRAW)
+        table = self._blocks.get(block)
+        if table is None:
+            table = self._blocks[block] = self._draw(block)
+        drawn = table[row][member % self._group_size]
+        return drawn if self.mean_turns == 1 else max(drawn, self.turns(task))
+
+    def turns(self, task: int) -> int:
+        """Turns of an episode, by its task: 1 to 2 · mean − 1, each as often."""
+        return 1 + (task * HASH >> 16) % (2 * self.mean_turns - 1)
+
+    def turn_end(self, task: int, member: int, position: int) -> int:
+        """Where the turn ends that samples the token at `position`: the length, cut evenly into turns."""
+        length = self.length(task, member)
+        if self.mean_turns == 1 or (turns := self.turns(task)) == 1:
+            return max(length, position + 1)
+        ends = (length * turn // turns for turn in range(1, turns + 1))
+        return next((end for end in ends if end > position), position + 1)
+
+    def group(self, task: int) -> list[int]:
+        """Lengths of all members of one task."""
+        return [self.length(task, member) for member in range(self._group_size)]
+
+    def _draw(self, block: int) -> list[list[int]]:
+        rng = np.random.Generator(np.random.PCG64([self._seed, block]))
+        shape, profile = (TASKS_PER_DRAW, self._group_size), self._profile
+        if profile.shape == "lognormal":
+            drawn = np.exp(rng.normal(math.log(profile.mean) - profile.sigma**2 / 2, profile.sigma, shape))
+        elif profile.shape == "exponential":
+            drawn = rng.exponential(profile.mean, shape)
+        else:
+            drawn = np.full(shape, profile.mean)
+        units = np.ceil(np.minimum(drawn, profile.cap) / self._grain)
+        rows: list[list[int]] = np.maximum(units, 1).astype(int).tolist()
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +165,6 @@ class World:
         published: Version whose publish finished last; -1 before the first.
         incarnation: Drivers that died before this one.
         faults: What was planted so far, by name.
-        deliver: How deltas reach the platform; faults replace it.
         promises: What it was told to keep.
         is_fenced: Whether an engine is out of service.
         newest_group: The one that was admitted last.
@@ -111,7 +178,6 @@ class World:
     published: int = -1
     incarnation: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    deliver: Deliver = TokenStream.deliver
     promises: Promises = field(default_factory=Promises)
     is_fenced: Callable[[EngineId], bool] = lambda _engine_id: False
     environment_s: float = 0.0
@@ -129,15 +195,12 @@ class World:
         self.note(f"driver {self.incarnation} died")
         self.incarnation += 1
         self.published = -1
-        self.deliver = TokenStream.deliver
         self._homes.clear()
         self.newest_group = self._last_scattered = -1
         self._started.clear()
 
     def num_sampled(self, prompt: tuple[int, ...]) -> int:
         """Tokens of a request's prompt that the policy sampled before."""
-        if self.lengths.mean_turns == 1:
-            return len(prompt) - self.prompt_tokens
         return sum(token > 0 for token in prompt)
 
     def note(self, event: str) -> None:
@@ -182,14 +245,11 @@ class World:
 
 def sampled_ids(spans: Spans, position: int) -> tuple[int, ...]:
     """Ids of tokens sampled by `spans`, the first at `position` of its trajectory's sampled tokens."""
-    if len(spans) == 1 and (position % _POSITIONS) + spans[0].num_tokens <= _POSITIONS:
-        first = ((spans[0].version + 1) << POSITION_BITS) | (position % _POSITIONS)
-        return tuple(range(first, first + spans[0].num_tokens))
     ids: list[int] = []
-    for span in spans:
-        base = (span.version + 1) << POSITION_BITS
-        ids.extend(base | (place % _POSITIONS) for place in range(position, position + span.num_tokens))
-        position += span.num_tokens
+    for version, num_tokens in spans:
+        label = (version + 1) << POSITION_BITS
+        ids.extend(label | place % _POSITIONS for place in range(position, position + num_tokens))
+        position += num_tokens
     return tuple(ids)
 
 

@@ -18,10 +18,10 @@ from penstock.dataflow.ids import EngineId, GroupId
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.flow import Flow
-from penstock.platform.simulator.virtual_loop import run_virtual
 from penstock.rollout import pool
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups
+from tests.virtual_time import run_virtual
 
 STEPS, BATCH = 8, 3
 

@@ -12,8 +12,8 @@ import yaml
 
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.simulator.calibration import calibrate, fit
-from penstock.platform.simulator.comparisons import enough_steps, run
 from penstock.platform.simulator.config import SimulationConfig
+from penstock.platform.simulator.sweep import enough_steps, must_complete
 
 KNOWN = SimulationConfig(
     profile="short",
@@ -126,7 +126,7 @@ def test_steps_without_tokens_do_not_spoil_the_fit() -> None:
 
 
 def test_the_step_time_of_a_synthetic_run_is_predicted(tmp_path: Path) -> None:
-    outcome = run(KNOWN, seed=3)
+    outcome = must_complete(KNOWN, seed=3)
     ends = [end for end, _, _ in outcome.trained.steps]
     busy_share = outcome.engines.busy_s / (outcome.virtual_s * KNOWN.engines)
     rows = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 
-from penstock.platform.simulator.controller_load import GROUP_SIZE, AnsweringEngine, held_kib, load_config
+from benchmarks.controller_load import GROUP_SIZE, AnsweringEngine, held_kib, load_config
 from penstock.platform.simulator.simulation import Seams, simulate
 
 

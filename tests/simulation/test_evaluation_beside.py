@@ -10,9 +10,8 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import GenerateRequest
 from penstock.platform.evaluation import Evaluation
 from penstock.platform.simulator.config import parse_simulation
-from penstock.platform.simulator.engine import SimulatedEngine
+from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.simulation import Seams, Simulation, simulate
-from penstock.platform.simulator.stream import TokenStream
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 
 STEPS, BATCH = 8, 2

@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
     config = parse_simulation([*SMALL, "faults=heavy"])
     first, second, other = simulate(config, 7), simulate(config, 7), simulate(config, 8)
     assert first.trace_hash == second.trace_hash
-    assert first.num_callbacks == second.num_callbacks
+    assert first.num_turns == second.num_turns
     assert other.trace_hash != first.trace_hash
 
 

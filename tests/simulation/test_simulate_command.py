@@ -1,4 +1,4 @@
-"""`penstock simulate` and the comparisons behind it."""
+"""`penstock simulate`, and the comparisons of benchmarks/comparisons.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from penstock.dataflow.errors import ConfigError
-from penstock.platform.cli import app
-from penstock.platform.cli_simulate import parse_seeds
-from penstock.platform.simulator.comparisons import (
+from benchmarks.comparisons import (
     LONGTAIL,
     MODELS,
     busy_step_s,
@@ -21,6 +18,9 @@ from penstock.platform.simulator.comparisons import (
     step_seconds,
     with_train_share,
 )
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.cli import app
+from penstock.platform.cli_simulate import parse_seeds
 from penstock.platform.simulator.config import parse_simulation
 
 SMALL = ["profile=short", "pools=2x8+1", "batch=2", "group_size=2", "steps=4"]
@@ -83,7 +83,7 @@ def test_environments_are_busy_without_a_barrier() -> None:
 
 
 def test_asynchrony_pays_against_the_best_synchronous_arrangement() -> None:
-    """One model, one split and one seed of compare=async-vs-sync, where a streamed split is the best of seven."""
+    """One model, one split and one seed of async-vs-sync, where a streamed split is the best of seven."""
     base = with_train_share({**LONGTAIL, **MODELS["constant step"]})
     synchronous = step_seconds(split(base, 26, eta=0, stream=True), range(1))
     speed = {eta: synchronous / step_seconds(split(base, 26, eta=eta, stream=True), range(1)) for eta in (2, 4)}

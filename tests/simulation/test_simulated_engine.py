@@ -10,13 +10,11 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta, WeightManifest
 from penstock.dataflow.versions import join_spans, num_tokens, versions_per_token
-from penstock.platform.simulator.decoding import EngineCost
-from penstock.platform.simulator.engine import SimulatedEngine
-from penstock.platform.simulator.lengths import LengthProfile, LengthTable
-from penstock.platform.simulator.virtual_loop import run_virtual
-from penstock.platform.simulator.world import POSITION_BITS, World, prompt_ids
+from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
+from penstock.platform.simulator.world import POSITION_BITS, LengthProfile, LengthTable, World, prompt_ids
+from tests.virtual_time import run_virtual
 
-COST = EngineCost(0.01, 0.001, 0.0, 8, 100_000, 100_000, stage_s=0.5, swap_s=0.2)
+COST = EngineCost(0.01, 0.001, 0.0, 8, 100_000, stage_s=0.5, swap_s=0.2)
 LENGTH = 200
 
 
@@ -81,7 +79,7 @@ def test_an_update_in_flight_splits_the_spans_where_the_weights_changed() -> Non
 
 def test_a_full_kv_cache_preempts_and_loses_no_token() -> None:
     async def crowded() -> tuple[list[list[TokenDelta]], int]:
-        engine = make_engine(EngineCost(0.01, 0.0, 0.001, 8, 600, 600, 0.0, 0.0))
+        engine = make_engine(EngineCost(0.01, 0.0, 0.001, 8, 600, 0.0, 0.0))
         await publish(engine, 0)
         done = await asyncio.gather(*(collect(engine, member) for member in range(8)))
         return [deltas for _, deltas in done], engine.counters.preempted
@@ -130,7 +128,7 @@ def test_a_hang_costs_its_time_and_nothing_else() -> None:
 
 def test_a_prompt_is_prefilled_once_per_engine_and_version() -> None:
     async def group() -> tuple[int, int]:
-        engine = make_engine(EngineCost(0.01, 0.0, 0.001, 8, 100_000, 100_000, 0.0, 0.0))
+        engine = make_engine(EngineCost(0.01, 0.0, 0.001, 8, 100_000, 0.0, 0.0))
         await publish(engine, 0)
         await asyncio.gather(*(collect(engine, member) for member in range(8)))
         before = engine.counters.prefilled

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop, run_virtual
+from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
+from tests.virtual_time import run_virtual
 
 
 def test_a_year_passes_at_once() -> None:
@@ -55,14 +56,15 @@ def test_a_timer_that_another_one_of_its_time_cancels_does_not_run() -> None:
     assert run_virtual(race()) == ["third"]
 
 
-def test_what_runs_in_the_next_turn_says_that_it_cannot_be_cancelled() -> None:
-    async def cancel() -> None:
-        handle = asyncio.get_running_loop().call_soon(print)
-        assert not handle.cancelled()
-        handle.cancel()
+def test_what_is_to_run_in_the_next_turn_can_be_cancelled() -> None:
+    async def cancel() -> list[str]:
+        ran: list[str] = []
+        asyncio.get_running_loop().call_soon(ran.append, "cancelled").cancel()
+        asyncio.get_running_loop().call_soon(ran.append, "kept")
+        await asyncio.sleep(1)
+        return ran
 
-    with pytest.raises(NotImplementedError, match="call_later"):
-        run_virtual(cancel())
+    assert run_virtual(cancel()) == ["kept"]
 
 
 def test_a_deadlock_is_an_error_that_names_who_waits() -> None:

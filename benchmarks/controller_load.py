@@ -1,5 +1,7 @@
 """What the controller itself costs: many live groups of short answers, so that little but the platform's code runs.
 
+    python benchmarks/controller_load.py [--live 1000 10000] [--runs 3]     (one minute; prints one JSON object)
+
 Time is CPU time of one process on one core, over the shipping flow, core, pool and runner; the simulated parts are in
 it, with engines and rewards that do no more than answer. Memory is what a live group holds while its trajectories are
 sampled. Both stand beside a bare asyncio program with as many tasks of the same shape (a task in which coroutines wait
@@ -9,8 +11,10 @@ this moment.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import json
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -26,23 +30,18 @@ from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.garbage import collect_rarely
 from penstock.platform.observability.flow_stats import FlowStats
-from penstock.platform.simulator.around_run import rare_collections
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.decoding import EngineCost
-from penstock.platform.simulator.engine import SimulatedEngine
-from penstock.platform.simulator.lengths import LengthTable
+from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.tasks import training_tasks
-from penstock.platform.simulator.world import World
+from penstock.platform.simulator.world import LengthTable, World
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 
-LIVE_GROUPS = (1_000, 10_000, 100_000)
-RUNS = {100_000: 1}
-"""Where fewer than the seeds asked for are enough: it takes minutes."""
 GROUP_SIZE = 8
 ENGINES = 64
 STEPS = 4
@@ -74,13 +73,13 @@ def load_config(live_groups: int) -> SimulationConfig:
     )
 
 
-def controller_load(seeds: Iterable[int]) -> dict[str, Any]:
+def controller_load(sizes: Iterable[int], num_runs: int) -> dict[str, Any]:
     """Completions per second of CPU time by number of live groups, and memory per live group."""
     figures: dict[str, Any] = {"unit": f"trajectory completions per CPU second, one core, groups of {GROUP_SIZE}"}
-    seeds = list(seeds)
-    for live_groups in LIVE_GROUPS:
+    collect_rarely()  # as every run does
+    for live_groups in sizes:
         costs_s, bare_s = [], []
-        for seed in seeds[: RUNS.get(live_groups)]:
+        for seed in range(num_runs):
             bare_s.append(_bare_cpu_s(min(live_groups, 5_000) * GROUP_SIZE))
             costs_s.append(_cpu_s_per_completion(load_config(live_groups), seed))
         figures[f"{live_groups} live groups"] = {
@@ -180,10 +179,9 @@ def _bare_cpu_s(num_tasks: int) -> float:
         gate.set()
         await asyncio.gather(*tasks)
 
-    with rare_collections():
-        started = time.process_time()
-        asyncio.run(main())
-        return (time.process_time() - started) / num_tasks
+    started = time.process_time()
+    asyncio.run(main())
+    return (time.process_time() - started) / num_tasks
 
 
 class _ParkedEngine:
@@ -252,3 +250,15 @@ def _held_bytes(park: Callable[[Callable[[], None]], Awaitable[None]]) -> float:
     finally:
         tracemalloc.stop()
     return held[0] / MEASURED_GROUPS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--live", type=int, nargs="+", default=[1_000, 10_000], help="live groups, e.g. 100000")
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    print(json.dumps(controller_load(arguments.live, arguments.runs), indent=1))
+
+
+if __name__ == "__main__":
+    main()

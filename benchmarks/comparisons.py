@@ -1,60 +1,32 @@
-"""Named comparisons: `penstock simulate compare=NAME`. Each returns its figures, its cost model and the ceiling.
+"""What asynchrony, updates in flight, routing and redundant groups are worth, simulated by the shipping controller.
 
-The ceiling is what the ratio beside it would be if no device or slot ever waited; of `controller-load`, what bare
-asyncio costs.
+    python benchmarks/comparisons.py NAME [--seeds 0:3]     (one to some minutes; prints one JSON object)
 
-Every number is simulated by the shipping controller; nothing here is fitted. Rates are those of the steady state: the
-steps while the window fills at the start and empties at the end are left out, on both sides.
+A comparison gives its figures, its cost model and the ceiling: what the ratio would be if no device or slot ever
+waited. Nothing here is fitted. Rates are those of the steady state: the steps while the window fills at the start and
+empties at the end are left out, on both sides. The figures of docs/concepts/simulation.md are from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+import argparse
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from penstock.dataflow.errors import PenstockError
+from penstock.platform.cli_simulate import parse_seeds
 from penstock.platform.simulator.config import SimulationConfig
-from penstock.platform.simulator.controller_load import controller_load
-from penstock.platform.simulator.simulation import Outcome, simulate
-from penstock.platform.simulator.sweep import Bias, rounded
+from penstock.platform.simulator.sweep import STEADY_STEPS, Bias, enough_steps, must_complete, rounded, steady_step_s
 
-STEADY_STEPS = 12
-"""Steps that are measured."""
 TRAIN_SHARE = 0.25
 """Training a batch on all devices ÷ generating it on all devices, balanced by tokens."""
 
 
-class Comparison(Protocol):
-    """Figures by name, over some seeds."""
-
-    def __call__(self, seeds: Iterable[int]) -> dict[str, Any]: ...
-
-
 def step_seconds(config: SimulationConfig, seeds: Iterable[int]) -> float:
     """Seconds per training step in the steady state, mean over seeds."""
-    times = [steady_step_s(run(config, seed), config) for seed in seeds]
+    times = [steady_step_s(must_complete(config, seed), config) for seed in seeds]
     return sum(times) / len(times)
-
-
-def run(config: SimulationConfig, seed: int) -> Outcome:
-    """One unchecked run that must complete."""
-    outcome = simulate(config, seed, is_checked=False)
-    if outcome.violation is not None:
-        raise PenstockError(f"simulate: {outcome.violation} (seed {seed})")
-    return outcome
-
-
-def enough_steps(eta: int) -> int:
-    """Two windows to fill the pipeline, the steps that are measured, one window to empty it."""
-    return 2 * (eta + 1) + STEADY_STEPS + eta + 1
-
-
-def steady_step_s(outcome: Outcome, config: SimulationConfig) -> float:
-    """Seconds per step between the filling and the emptying of the window."""
-    ends = [end for end, _, _ in outcome.trained.steps]
-    last = len(ends) - 1 - (config.eta + 1)
-    first = min(2 * (config.eta + 1), last - 1)
-    return (ends[last] - ends[first]) / (last - first)
 
 
 def with_train_share(values: Mapping[str, Any]) -> SimulationConfig:
@@ -166,7 +138,7 @@ def evict_bias(seeds: Iterable[int]) -> dict[str, Any]:
         for eta in (1, 2, 4, 8):
             config = split(base, 26, eta=eta, on_expiry=policy, stream=stream)
             config = config.model_copy(update={"steps": enough_steps(eta) + STEADY_STEPS + eta + 1})
-            outcomes = [run(config, seed) for seed in seeds]
+            outcomes = [must_complete(config, seed) for seed in seeds]
             bias = Bias()
             for outcome in outcomes:
                 bias.add(outcome, config)
@@ -230,7 +202,7 @@ def rollout_granularity(seeds: Iterable[int]) -> dict[str, Any]:
     }
     for name, eta in (("barrier", 0), ("eta=2", 2), ("eta=4", 4)):
         config = base.model_copy(update={"eta": eta, "steps": enough_steps(eta) + 12})
-        outcomes = [run(config, seed) for seed in seeds]
+        outcomes = [must_complete(config, seed) for seed in seeds]
         use = [outcome.environment_s / (ENVIRONMENTS * outcome.train_s) for outcome in outcomes]
         figures[name] = {
             "utilisation": rounded(sum(use) / len(use)),
@@ -271,7 +243,7 @@ def prefix_routing(seeds: Iterable[int]) -> dict[str, Any]:
     }
     spans = {}
     for routing in ("prefix_aware", "least_loaded"):
-        outcomes = [run(base.model_copy(update={"routing": routing}), seed) for seed in seeds]
+        outcomes = [must_complete(base.model_copy(update={"routing": routing}), seed) for seed in seeds]
         spans[routing] = sum(steady_step_s(outcome, base) for outcome in outcomes) / len(outcomes)
         prefilled = sum(outcome.engines.prefilled for outcome in outcomes)
         total = prefilled + sum(outcome.engines.prefix_hits for outcome in outcomes)
@@ -308,7 +280,7 @@ def redundant_groups(seeds: Iterable[int]) -> dict[str, Any]:
             swap_s=0.0,
             reward_mean_s=0.0,
         )
-        outcomes = [run(config, seed) for seed in seeds]
+        outcomes = [must_complete(config, seed) for seed in seeds]
         trained = sum(len(outcome.trained.steps) for outcome in outcomes) * config.batch
         rates[surplus] = trained / sum(outcome.train_s for outcome in outcomes)
         cancelled = sum(outcome.counts.dropped for outcome in outcomes if outcome.counts) / trained
@@ -323,12 +295,24 @@ def redundant_groups(seeds: Iterable[int]) -> dict[str, Any]:
     return figures
 
 
-COMPARISONS: dict[str, Callable[[Iterable[int]], dict[str, Any]]] = {
+COMPARISONS = {
     "async-vs-sync": async_vs_sync,
     "evict-bias": evict_bias,
     "inflight-vs-drain": inflight_vs_drain,
     "rollout-granularity": rollout_granularity,
     "prefix-lb": prefix_routing,
     "backup": redundant_groups,
-    "controller-load": controller_load,
 }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=COMPARISONS)
+    parser.add_argument("--seeds", type=parse_seeds, default=range(3), help="FIRST:END, as of penstock simulate")
+    arguments = parser.parse_args()
+    logging.getLogger("penstock").setLevel(logging.ERROR)
+    print(json.dumps(COMPARISONS[arguments.name](arguments.seeds), indent=1))
+
+
+if __name__ == "__main__":
+    main()
