@@ -17,10 +17,8 @@ from penstock.platform.episodes import answer_questions, episode_player
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.flow_parts import make_core, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
-from penstock.platform.observability.bad_batches import BadBatches
 from penstock.platform.observability.console import RunConsole
-from penstock.platform.observability.event_tail import EventTail
-from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.observability.flow_stats import EventTail, FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.observability.report import write_report
@@ -32,7 +30,7 @@ from penstock.platform.observability.summary import (
     write_staleness,
     write_summary,
 )
-from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.partners import together
 from penstock.platform.ratio_probe import NUM_PROBES
 from penstock.platform.roles import start_actors

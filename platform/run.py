@@ -17,12 +17,10 @@ from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.flow import Flow
 from penstock.platform.mismatch_trend import MismatchTrend
-from penstock.platform.observability.bad_batches import BadBatches
-from penstock.platform.observability.event_tail import EventTail
-from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.observability.flow_stats import EventTail, FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
-from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run_dir import POLICY_FOLDER
 from penstock.rollout.runner import Runs
 

@@ -10,8 +10,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluation
-from penstock.platform.observability.bad_batches import BadBatches
-from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import Parts, Run, Side
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import instruments, run_config

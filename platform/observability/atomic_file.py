@@ -19,12 +19,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`, UTF-8."""
-    write_atomically(path, lambda temporary: _write_durably(temporary, text))
+    """Replace `path` by `text`, UTF-8, on the disk when this returns."""
 
+    def write(temporary: Path) -> None:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, write)

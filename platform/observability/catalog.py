@@ -98,10 +98,10 @@ def find_metric(name: str) -> Metric | None:
         return None
     if name in catalog():
         return catalog()[name]
-    prefixes = (metric for metric in catalog().values() if metric.name.endswith("*"))
-    return next(
-        (metric for metric in prefixes if len(name) >= len(metric.name) and name.startswith(metric.name[:-1])), None
-    )
+    for metric in catalog().values():
+        if metric.name.endswith("*") and len(name) >= len(metric.name) and name.startswith(metric.name[:-1]):
+            return metric
+    return None
 
 
 def undeclared(names: Iterable[str]) -> list[str]:

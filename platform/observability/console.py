@@ -88,9 +88,27 @@ class RunConsole:
         self._arrivals.append((self._clock(), step))
         is_repeat_due = self._console.is_terminal and self._num_lines % _REPEAT_HEADING_LINES == 0
         if self._num_lines == 0 or is_repeat_due:
-            self._print_heading()
+            self._print(Text("  ".join(name.rjust(width) for name, _, width in _COLUMNS), style="bold"))
+            self._print(Text("  ".join(unit.rjust(width) for _, unit, width in _COLUMNS).rstrip(), style="dim"))
         self._num_lines += 1
-        self._print(self._step_line(step, metrics))
+        (first_s, first_step), (last_s, last_step) = self._arrivals[0], self._arrivals[-1]
+        left = "–"
+        if last_step > first_step:
+            left = format_duration((last_s - first_s) / (last_step - first_step) * (self._total_steps - step))
+        get, version = metrics.get, metrics.get("trainer/version")
+        cells = (
+            (f"{step}/{self._total_steps}", "bold"),
+            (f"{version:.0f}" if version is not None else "–", ""),
+            (_number(get("reward/mean")), "green"),
+            (_number(self._eval), "bold green"),
+            (_pair(get("staleness/mean_versions"), "{:.2f}", get("staleness/max_versions"), "{:.0f}"), "cyan"),
+            (_count(get("throughput/generated_tokens_per_s")), ""),
+            (_count(get("throughput/trained_tokens_per_s")), ""),
+            (_pair(get("idle/trainer_share"), "{:.0%}", get("idle/engine_share"), "{:.0%}"), "magenta"),
+            (left, "dim"),
+        )
+        padded = [(cell.rjust(width), style) for (cell, style), (_, _, width) in zip(cells, _COLUMNS, strict=True)]
+        self._print(Text("  ").join([Text(cell, style=style) for cell, style in padded]))
 
     def final(self, summary: RunSummary, run_dir: Path) -> None:
         """Print how the run ended and where its files are."""
@@ -126,35 +144,6 @@ class RunConsole:
         if (run_dir / "report.html").exists():
             self._fact("report", str(run_dir / "report.html"), "bold cyan")
         self._print()
-
-    def _step_line(self, step: int, metrics: Mapping[str, float]) -> Text:
-        get = metrics.get
-        version = get("trainer/version")
-        cells = (
-            (f"{step}/{self._total_steps}", "bold"),
-            (f"{version:.0f}" if version is not None else "–", ""),
-            (_number(get("reward/mean")), "green"),
-            (_number(self._eval), "bold green"),
-            (_pair(get("staleness/mean_versions"), "{:.2f}", get("staleness/max_versions"), "{:.0f}"), "cyan"),
-            (_count(get("throughput/generated_tokens_per_s")), ""),
-            (_count(get("throughput/trained_tokens_per_s")), ""),
-            (_pair(get("idle/trainer_share"), "{:.0%}", get("idle/engine_share"), "{:.0%}"), "magenta"),
-            (self._time_left(step), "dim"),
-        )
-        padded = [(cell.rjust(width), style) for (cell, style), (_, _, width) in zip(cells, _COLUMNS, strict=True)]
-        return Text("  ").join([Text(cell, style=style) for cell, style in padded])
-
-    def _print_heading(self) -> None:
-        names = "  ".join(name.rjust(width) for name, _, width in _COLUMNS)
-        units = "  ".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-        self._print(Text(names, style="bold"))
-        self._print(Text(units.rstrip(), style="dim"))
-
-    def _time_left(self, step: int) -> str:
-        (first_s, first_step), (last_s, last_step) = self._arrivals[0], self._arrivals[-1]
-        if last_step <= first_step:
-            return "–"
-        return format_duration((last_s - first_s) / (last_step - first_step) * (self._total_steps - step))
 
     def _fact(self, label: str, text: str, style: str = "") -> None:
         self._print(Text.assemble((f"  {label:<10}", "dim"), (text, style)))

@@ -1,9 +1,10 @@
-"""What the flow saw between two training steps, and over the whole run: staleness, waiting, samples."""
+"""What the flow saw between two training steps, and over the whole run: staleness, waiting, samples, newest events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,11 @@ from typing import get_args
 from penstock.dataflow.core import Hold
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionMark
 from penstock.dataflow.trajectory import GroupRef, Trajectory
 
 MAX_FAILURES_KEPT = 20
+EVENTS_KEPT = 64
 
 
 @dataclass(slots=True)
@@ -160,3 +163,29 @@ class FlowStats:
         # Those that lived through an update first: they are what is worth looking at.
         chosen.sort(key=lambda member: -len(member.spans))
         self.samples = chosen[: self.samples_per_step]
+
+
+class EventTail:
+    """The newest events of the ledger: what happened just before a run broke off.
+
+    A sink of `Ledger`. What ends with the run itself says nothing, and is left out.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[float, JournalEntry]] = deque(maxlen=EVENTS_KEPT)
+
+    def __call__(self, entry: JournalEntry) -> None:
+        if not isinstance(entry, LedgerEvent) or entry.reason is not Reason.RUN_END:
+            self._events.append((time.monotonic(), entry))
+
+    def lines(self) -> list[str]:
+        """One line per event, oldest first, with its time before now."""
+        now, lines = time.monotonic(), []
+        for at, entry in self._events:
+            if isinstance(entry, VersionMark):
+                told = f"v{entry.version} published"
+            else:
+                reason = f"({entry.reason})" if entry.reason else ""
+                told = f"group {entry.group_id} {entry.state}{reason}  {entry.task_id}"
+            lines.append(f"{at - now:9.3f} s  {told}")
+        return lines

@@ -85,7 +85,12 @@ class MemorySampler:
             pause_s = max(self._interval_s, (time.thread_time() - cpu_before_s) / _MAX_DUTY)
 
     def _sum_pss(self) -> int:
-        self._find_descendants()
+        try:
+            root = psutil.Process(self._root_pid)
+            for process in [root, *root.children(recursive=True)]:
+                self._known.setdefault((process.pid, process.create_time()), process)
+        except psutil.Error:
+            pass  # the tree changed while it was read: the next sample sees the rest
         total = 0
         for key, process in list(self._known.items()):
             try:
@@ -96,14 +101,6 @@ class MemorySampler:
                 pass
             del self._known[key]
         return total
-
-    def _find_descendants(self) -> None:
-        try:
-            root = psutil.Process(self._root_pid)
-            for process in [root, *root.children(recursive=True)]:
-                self._known.setdefault((process.pid, process.create_time()), process)
-        except psutil.Error:
-            return  # the tree changed while it was read: the next sample sees the rest
 
 
 def pss_bytes(process: psutil.Process) -> int:

@@ -7,7 +7,6 @@ Whatever a model, an environment or a user wrote is escaped by the template; the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,36 +48,6 @@ _FACTS = (
 _LEDGER_ENDS = ("trained", "dropped", "filtered", "failed", "live")
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One headline number."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitBar:
-    """How one side of the run spent its time; shares of the run, 0..1."""
-
-    side: str
-    busy_share: float
-    idle_share: float
-    waits_for: str
-
-
-@dataclass(frozen=True, slots=True)
-class SpanBar:
-    """One version span of a sampled trajectory, as a colored piece of a bar."""
-
-    version: int
-    num_tokens: int
-    staleness: int
-    width_percent: float
-    color: str
-
-
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run directory and return its path.
 
@@ -101,6 +70,12 @@ def render(record: RunRecord) -> str:
         lstrip_blocks=True,
     )
     template = environment.get_template("report.html.j2")
+    found = [(label, record.lookup(path)) for label, path in _FACTS]
+    facts = [
+        (label, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for label, value in found
+        if value is not None
+    ]
     sections = {
         "Learning": learning_charts(record),
         "Staleness": staleness_charts(record),
@@ -113,7 +88,7 @@ def render(record: RunRecord) -> str:
         version=record.summary.get("version"),
         missing=record.missing,
         figures=_headline(record),
-        facts=[(label, _shown(record.lookup(path))) for label, path in _FACTS if record.lookup(path) is not None],
+        facts=facts,
         sections={title: _marked(charts) for title, charts in sections.items() if charts},
         health=_marked(health_charts(record)),
         waits=_wait_bars(record),
@@ -126,11 +101,6 @@ def render(record: RunRecord) -> str:
     )  # fmt: skip
 
 
-def _shown(value: Any) -> str:
-    """A configuration value in words."""
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def _marked(charts: list[Any]) -> list[dict[str, Any]]:
     """Charts for the template. Their HTML is Plotly's, made from numbers only, so it is not escaped."""
     return [
@@ -139,31 +109,30 @@ def _marked(charts: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _headline(record: RunRecord) -> list[Figure]:
+def _headline(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Label, value and detail of each number at the top."""
     summary = record.summary
     steps = summary.get("steps", max((max(series.steps) for series in record.series.values()), default=0))
     total = record.lookup("total_steps")
-    figures = [Figure("Steps", f"{steps:,}", f"of {total:,}" if isinstance(total, int) else "")]
+    figures = [("Steps", f"{steps:,}", f"of {total:,}" if isinstance(total, int) else "")]
     before, after = summary.get("eval_before"), summary.get("eval_after")
     if after is not None:
-        figures.insert(
-            0, Figure("Held-out accuracy", f"{after:.1%}", f"from {before:.1%}" if before is not None else "")
-        )
+        figures.insert(0, ("Held-out accuracy", f"{after:.1%}", f"from {before:.1%}" if before is not None else ""))
     first, last = summary.get("reward_first"), summary.get("reward_last")
     if last is not None:
-        figures.insert(1, Figure("Reward, last steps", f"{last:.3f}", f"from {first:.3f}" if first is not None else ""))
+        figures.insert(1, ("Reward, last steps", f"{last:.3f}", f"from {first:.3f}" if first is not None else ""))
     if not summary:
         return figures
     seen, bound = summary.get("max_staleness_seen"), summary.get("max_staleness_configured")
     return [
         *figures,
-        Figure("Wall time", format_duration(summary.get("wall_s", 0.0)), f"{summary.get('wall_s', 0.0):,.0f} s"),
-        Figure("Staleness seen", f"{seen}", f"of {bound} allowed"),
-        Figure("Stale tokens", f"{summary.get('share_tokens_stale', 0.0):.1%}", "of those trained"),
-        Figure("Mixed versions", f"{summary.get('multi_version_trajectories', 0):,}", "trajectories"),
-        Figure("Tokens trained", _compact(summary.get("tokens_trained", 0)),
+        ("Wall time", format_duration(summary.get("wall_s", 0.0)), f"{summary.get('wall_s', 0.0):,.0f} s"),
+        ("Staleness seen", f"{seen}", f"of {bound} allowed"),
+        ("Stale tokens", f"{summary.get('share_tokens_stale', 0.0):.1%}", "of those trained"),
+        ("Mixed versions", f"{summary.get('multi_version_trajectories', 0):,}", "trajectories"),
+        ("Tokens trained", _compact(summary.get("tokens_trained", 0)),
                f"of {_compact(summary.get('tokens_generated', 0))} sampled"),
-        Figure("Peak memory", f"{summary.get('peak_memory_gib', 0.0):.1f} GiB", "PSS, all processes"),
+        ("Peak memory", f"{summary.get('peak_memory_gib', 0.0):.1f} GiB", "PSS, all processes"),
     ]  # fmt: skip
 
 
@@ -175,17 +144,17 @@ def _compact(count: int) -> str:
     return f"{count:,}"
 
 
-def _wait_bars(record: RunRecord) -> list[WaitBar]:
-    sides = (
+def _wait_bars(record: RunRecord) -> list[dict[str, Any]]:
+    """How each side of the run spent its time; shares of the run, 0..1."""
+    bars = []
+    for side, metric, waits_for in (
         ("Trainer", "idle/trainer_share", "waits for a batch, a publish or an evaluation"),
         ("Engines", "idle/engine_share", "wait for credits or new weights"),
-    )
-    bars = []
-    for side, metric, waits_for in sides:
+    ):
         values = [min(1.0, max(0.0, value)) for value in record.values(metric) if math.isfinite(value)]
         if values:
             idle = sum(values) / len(values)
-            bars.append(WaitBar(side, 1.0 - idle, idle, waits_for))
+            bars.append({"side": side, "busy_share": 1.0 - idle, "idle_share": idle, "waits_for": waits_for})
     return bars
 
 
@@ -206,18 +175,21 @@ def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Trajectories for the template: each row, its span bar, and whether its reward is in the upper half."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-
-    def is_high(reward: float | None) -> bool:
-        return reward is not None and high > low and reward >= (low + high) / 2
-
-    return [{**row, "bars": _bars(row), "is_high": is_high(row["reward"])} for row in rows]
-
-
-def _bars(row: dict[str, Any]) -> list[SpanBar]:
-    spans = row["spans"]
-    total = sum(tokens for _, tokens in spans) or 1
-    trained_at = min(version for version, _ in spans) + row["staleness"] if spans else 0
-    return [
-        SpanBar(version, tokens, trained_at - version, 100 * tokens / total, staleness_color(trained_at - version))
-        for version, tokens in spans
-    ]
+    views = []
+    for row in rows:
+        reward, spans = row["reward"], row["spans"]
+        total = sum(tokens for _, tokens in spans) or 1
+        trained_at = min(version for version, _ in spans) + row["staleness"] if spans else 0
+        bars = [
+            {
+                "version": version,
+                "num_tokens": tokens,
+                "staleness": trained_at - version,
+                "width_percent": 100 * tokens / total,
+                "color": staleness_color(trained_at - version),
+            }
+            for version, tokens in spans
+        ]
+        is_high = reward is not None and high > low and reward >= (low + high) / 2
+        views.append({**row, "bars": bars, "is_high": is_high})
+    return views

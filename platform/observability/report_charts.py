@@ -27,13 +27,6 @@ class Chart:
     html: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    name: str
-    metric: str
-    color: str
-
-
 def staleness_color(lag: int) -> str:
     """Color of a token of this staleness."""
     return STALENESS_COLORS[max(0, min(lag, len(STALENESS_COLORS) - 1))]
@@ -48,11 +41,17 @@ def learning_charts(record: RunRecord) -> list[Chart]:
         _add_raw_and_smooth(figure, reward, BLUE)
         caption = f"Mean reward of the trained trajectories per step; the line is the mean of {_SMOOTHING_STEPS} steps."
         charts.append(Chart("Training reward", caption, _html(figure)))
-    accuracy = _accuracy(record)
-    if accuracy.steps:
+    # Logged evaluations; the first and last also from the summary, which always has them.
+    logged = record.series.get("eval/accuracy", Series([], []))
+    accuracy = dict(zip(logged.steps, logged.values, strict=True))
+    for step, key in ((0, "eval_before"), (record.summary.get("steps"), "eval_after")):
+        if isinstance(step, int) and isinstance(record.summary.get(key), int | float):
+            accuracy.setdefault(step, record.summary[key])
+    if accuracy:
         figure = _figure("step")
         figure.add_scatter(
-            x=accuracy.steps, y=accuracy.values, mode="lines+markers", line={"color": TEAL, "width": 2.5},
+            x=sorted(accuracy), y=[accuracy[step] for step in sorted(accuracy)], mode="lines+markers",
+            line={"color": TEAL, "width": 2.5},
             marker={"size": 8, "line": {"color": "white", "width": 1.5}},
             hovertemplate="step %{x}: %{y:.1%}<extra></extra>",
         )  # fmt: skip
@@ -64,13 +63,29 @@ def learning_charts(record: RunRecord) -> list[Chart]:
 def staleness_charts(record: RunRecord) -> list[Chart]:
     """Histogram of the trained tokens' staleness, and its course."""
     charts = []
-    total = sum(record.staleness.values())
-    if total:
-        charts.append(_staleness_histogram(record, total))
-    lines = [
-        _Line("max", "staleness/max_versions", AMBER),
-        _Line("mean", "staleness/mean_versions", BLUE),
-    ]
+    if total := sum(record.staleness.values()):
+        bound = record.summary.get("max_staleness_configured", record.lookup("dataflow.max_staleness"))
+        lags = list(range(max([*record.staleness, bound if isinstance(bound, int) else 0]) + 1))
+        tokens = [record.staleness.get(lag, 0) for lag in lags]
+        shares = [count / total for count in tokens]
+        figure = _figure("staleness (versions)")
+        figure.add_bar(
+            x=lags, y=shares, marker={"color": [staleness_color(lag) for lag in lags], "cornerradius": 5}, width=0.62,
+            customdata=tokens, text=[f"{share:.1%}" for share in shares], textposition="outside", cliponaxis=False,
+            hovertemplate="staleness %{x}: %{customdata:,} tokens<extra></extra>",
+        )  # fmt: skip
+        figure.update_xaxes(tickmode="linear", dtick=max(1, len(lags) // 12), range=[-0.6, max(lags) + 0.9])
+        figure.update_yaxes(tickformat=".0%", range=[0, max(shares) * 1.15])
+        caption = "Share of the trained tokens by the number of versions between sampling and training."
+        if isinstance(bound, int):
+            figure.add_vline(x=bound + 0.5, line={"color": INK, "width": 1.5, "dash": "dot"})
+            figure.add_annotation(
+                x=bound + 0.46, y=1.06, yref="paper", text=f"max_staleness {bound}", showarrow=False, xanchor="right",
+                font={"size": 12, "color": INK},
+            )  # fmt: skip
+            caption += " Nothing may lie right of the bound."
+        charts.append(Chart("Staleness of the trained tokens", caption, _html(figure)))
+    lines = [("max", "staleness/max_versions", AMBER), ("mean", "staleness/mean_versions", BLUE)]
     charts += _line_chart(record, "Staleness over the run", "Of the tokens trained in each step, in versions.", lines)
     return charts
 
@@ -78,10 +93,10 @@ def staleness_charts(record: RunRecord) -> list[Chart]:
 def flow_charts(record: RunRecord) -> list[Chart]:
     """Throughput, and waiting, over the steps."""
     throughput = [
-        _Line("sampled", "throughput/generated_tokens_per_s", TEAL),
-        _Line("trained", "throughput/trained_tokens_per_s", BLUE),
+        ("sampled", "throughput/generated_tokens_per_s", TEAL),
+        ("trained", "throughput/trained_tokens_per_s", BLUE),
     ]
-    idle = [_Line("trainer", "idle/trainer_share", BLUE), _Line("engines", "idle/engine_share", TEAL)]
+    idle = [("trainer", "idle/trainer_share", BLUE), ("engines", "idle/engine_share", TEAL)]
     return [
         *_line_chart(record, "Throughput", "Tokens per second, sampled by the engines and trained.", throughput),
         *_line_chart(record, "Idle over the run", "Share of each step in which a side computed nothing.", idle, ".0%"),
@@ -108,44 +123,18 @@ def health_charts(record: RunRecord) -> list[Chart]:
     return charts
 
 
-def _staleness_histogram(record: RunRecord, total: int) -> Chart:
-    bound = record.summary.get("max_staleness_configured", record.lookup("dataflow.max_staleness"))
-    lags = list(range(max([*record.staleness, bound if isinstance(bound, int) else 0]) + 1))
-    tokens = [record.staleness.get(lag, 0) for lag in lags]
-    shares = [count / total for count in tokens]
-    figure = _figure("staleness (versions)")
-    figure.add_bar(
-        x=lags, y=shares, marker={"color": [staleness_color(lag) for lag in lags], "cornerradius": 5}, width=0.62,
-        customdata=tokens, text=[f"{share:.1%}" for share in shares], textposition="outside", cliponaxis=False,
-        hovertemplate="staleness %{x}: %{customdata:,} tokens<extra></extra>",
-    )  # fmt: skip
-    figure.update_xaxes(tickmode="linear", dtick=max(1, len(lags) // 12), range=[-0.6, max(lags) + 0.9])
-    figure.update_yaxes(tickformat=".0%", range=[0, max(shares) * 1.15])
-    caption = "Share of the trained tokens by the number of versions between sampling and training."
-    if isinstance(bound, int):
-        figure.add_vline(x=bound + 0.5, line={"color": INK, "width": 1.5, "dash": "dot"})
-        figure.add_annotation(
-            x=bound + 0.46, y=1.06, yref="paper", text=f"max_staleness {bound}", showarrow=False, xanchor="right",
-            font={"size": 12, "color": INK},
-        )  # fmt: skip
-        caption += " Nothing may lie right of the bound."
-    return Chart("Staleness of the trained tokens", caption, _html(figure))
-
-
-def _line_chart(record: RunRecord, title: str, caption: str, lines: list[_Line], y_format: str = "") -> list[Chart]:
-    present = [line for line in lines if line.metric in record.series]
-    if not present:
-        return []
+def _line_chart(
+    record: RunRecord, title: str, caption: str, lines: list[tuple[str, str, str]], y_format: str = ""
+) -> list[Chart]:
+    """One chart of several metrics, (name, metric, color) each; none if none of them was logged."""
     figure = _figure("step")
-    for line in present:
-        series = record.series[line.metric]
-        figure.add_scatter(
-            x=series.steps, y=series.values, name=line.name, mode="lines+markers" if len(series.steps) < 3 else "lines",
-            line={"color": line.color, "width": 2},
-        )  # fmt: skip
+    for name, metric, color in lines:
+        if series := record.series.get(metric):
+            mode = "lines+markers" if len(series.steps) < 3 else "lines"
+            figure.add_scatter(x=series.steps, y=series.values, name=name, mode=mode, line={"color": color, "width": 2})
     figure.update_layout(showlegend=True)
     figure.update_yaxes(tickformat=y_format, rangemode="tozero")
-    return [Chart(title, caption, _html(figure))]
+    return [Chart(title, caption, _html(figure))] if figure.data else []
 
 
 def _add_raw_and_smooth(figure: go.Figure, series: Series, color: str) -> None:
@@ -156,28 +145,11 @@ def _add_raw_and_smooth(figure: go.Figure, series: Series, color: str) -> None:
         hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
     )  # fmt: skip
     if not is_short:
+        windows = [series.values[max(0, end - _SMOOTHING_STEPS) : end] for end in range(1, len(series.values) + 1)]
         figure.add_scatter(
-            x=series.steps, y=_trailing_mean(series.values), mode="lines", line={"color": color, "width": 2.5},
-            hoverinfo="skip",
+            x=series.steps, y=[sum(window) / len(window) for window in windows], mode="lines",
+            line={"color": color, "width": 2.5}, hoverinfo="skip",
         )  # fmt: skip
-
-
-def _accuracy(record: RunRecord) -> Series:
-    """Logged evaluations; the first and last also from the summary, which always has them."""
-    logged = record.series.get("eval/accuracy", Series([], []))
-    points = dict(zip(logged.steps, logged.values, strict=True))
-    for step, key in ((0, "eval_before"), (record.summary.get("steps"), "eval_after")):
-        if isinstance(step, int) and isinstance(record.summary.get(key), int | float):
-            points.setdefault(step, record.summary[key])
-    return Series(sorted(points), [points[step] for step in sorted(points)])
-
-
-def _trailing_mean(values: list[float]) -> list[float]:
-    means = []
-    for end in range(1, len(values) + 1):
-        window = values[max(0, end - _SMOOTHING_STEPS) : end]
-        means.append(sum(window) / len(window))
-    return means
 
 
 def _figure(x_title: str, height: int = 290) -> go.Figure:

@@ -80,9 +80,9 @@ def read_run(run_dir: Path) -> RunRecord:
         )
     record = RunRecord(run_dir)
     record.config_text = _read(record, CONFIG_FILE, lambda path: path.read_text(encoding="utf-8")) or ""
-    record.config = _read(record, CONFIG_FILE, _read_config) or {} if record.config_text else {}
+    record.config = (_read(record, CONFIG_FILE, _read_mapping) or {}) if record.config_text else {}
     record.series = _read(record, METRICS_FILE, lambda path: _read_series(path.parent)) or {}
-    record.summary = _read(record, SUMMARY_FILE, _read_json_object, "the run has not finished") or {}
+    record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
     record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
     record.trajectories = _read(record, TRAJECTORIES_DIR, _read_sample) or []
     return record
@@ -101,22 +101,17 @@ def _read(record: RunRecord, name: str, read: Callable[[Path], T], hint: str = "
         return None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise TypeError("it is no mapping")
-    return config
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file."""
+    text = path.read_text(encoding="utf-8")
+    content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(content, dict):
-        raise TypeError("it is no JSON object")
+        raise TypeError("it is no mapping")
     return content
 
 
 def _read_staleness(path: Path) -> dict[int, int]:
-    return {int(lag): int(tokens) for lag, tokens in _read_json_object(path).items()}
+    return {int(lag): int(tokens) for lag, tokens in _read_mapping(path).items()}
 
 
 def _read_series(run_dir: Path) -> dict[str, Series]:

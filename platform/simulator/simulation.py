@@ -30,12 +30,10 @@ from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, 
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.observability.bad_batches import BadBatches
-from penstock.platform.observability.event_tail import EventTail
-from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.observability.flow_stats import EventTail, FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
-from penstock.platform.observability.trajectory_table import TrajectoryTable
+from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import Instruments, Parts, Run, Side
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig

@@ -140,37 +140,30 @@ class BackgroundTracker:
                 )
 
     def _run(self) -> None:
+        """Deliver record after record, each until it arrives or, once closing, a retry fails too; then close."""
         while (delivery := self._records.get()) is not None:
-            self._deliver(delivery)
-        self._close_sink()
-
-    def _deliver(self, delivery: _Delivery) -> None:
-        """Deliver one record, retrying until it arrives or, once closing, the retry fails too."""
-        backoff_s = self._first_backoff_s
-        while True:
-            is_last_try = self._closing.is_set()
+            backoff_s, is_delivered = self._first_backoff_s, False
+            while not is_delivered:
+                is_last_try = self._closing.is_set()
+                try:
+                    with boundary(TrackerError, f"tracker {self.name}"):
+                        if self._sink is None:
+                            self._sink = self._open_sink()
+                        delivery(self._sink)
+                    is_delivered = True
+                except PenstockError as error:
+                    self._warn_once(error)
+                    if is_last_try:
+                        self._count_lost()
+                        break
+                    self._closing.wait(backoff_s)
+                    backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+        if self._sink is not None:
             try:
-                with boundary(TrackerError, f"tracker {self.name}"):
-                    if self._sink is None:
-                        self._sink = self._open_sink()
-                    delivery(self._sink)
-                return
+                with boundary(TrackerError, f"tracker {self.name}: close"):
+                    self._sink.close()
             except PenstockError as error:
                 self._warn_once(error)
-            if is_last_try:
-                self._count_lost()
-                return
-            self._closing.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-
-    def _close_sink(self) -> None:
-        if self._sink is None:
-            return
-        try:
-            with boundary(TrackerError, f"tracker {self.name}: close"):
-                self._sink.close()
-        except PenstockError as error:
-            self._warn_once(error)
 
     def _count_lost(self) -> int:
         with self._lock:

@@ -50,14 +50,9 @@ class JsonlTracker:
         Raises:
             TrackerError: The file cannot be written, e.g. because the disk is full.
         """
-        line = json.dumps(
-            {
-                "step": step,
-                "time_s": round(time.time(), 3),
-                "metrics": {name: _to_json(value) for name, value in metrics.items()},
-            },
-            allow_nan=False,
-        )
+        numbers = {name: float(value) for name, value in metrics.items()}
+        shown = {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+        line = json.dumps({"step": step, "time_s": round(time.time(), 3), "metrics": shown}, allow_nan=False)
         with boundary(TrackerError, f"{self._path}: cannot be written"):
             self._file.write(line + "\n")
             self._file.flush()
@@ -87,8 +82,3 @@ def read_metrics(run_dir: Path) -> Iterator[MetricsRecord]:
                 if not line.endswith("\n"):
                     return
                 raise TrackerError(f"{path}:{number}: is no metrics record ({error}). Was it edited?") from error
-
-
-def _to_json(value: float) -> float | str:
-    number = float(value)
-    return number if math.isfinite(number) else str(number)

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.dataflow.errors import TrainingError
 from penstock.platform import controller, mismatch_trend
-from penstock.platform.observability.bad_batches import MAX_KEPT, BadBatches
+from penstock.platform.observability.trajectory_table import MAX_KEPT, BadBatches
 from tests.runs import GROUPS, STEPS, run_of
 
 
