@@ -26,8 +26,7 @@ from penstock.platform.roles import model_path
 from penstock.platform.run_dir import prepare_run_dir
 from penstock.rollout.tokenizers import TokenCodec, load_codec
 from penstock.trainer.batches.sequences import ModelKind, Preference
-from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.offline_config import PreferenceConfig
+from penstock.trainer.config import AlgorithmConfig, PreferenceConfig
 
 
 def run_preferences(config: RunConfig, kind: ModelKind) -> int:

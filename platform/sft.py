@@ -22,7 +22,7 @@ from penstock.platform.roles import model_path
 from penstock.platform.run_dir import is_finished, prepare_run_dir
 from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.batches.sequences import Example
-from penstock.trainer.offline_config import SftConfig
+from penstock.trainer.config import SftConfig
 
 
 def run_sft(config: RunConfig) -> int:

@@ -79,9 +79,7 @@ def build_trainer(
     if violations:
         raise ConfigError(violations)
     if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = (
-            "cpu"  # transformers imports deepspeed's accelerator probe, which warns without it
-        )
+        os.environ["DS_ACCELERATOR"] = "cpu"  # transformers imports deepspeed's accelerator probe, which warns without
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     if trainer.backend == "deepspeed":
@@ -164,14 +162,13 @@ def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> Non
 
 def _copy_tokenizer(source: str, target: Path) -> None:
     """Copy tokenizer files as they are, so that ids cannot change; hub names go through `AutoTokenizer`."""
-    directory = Path(source)
-    if not directory.is_dir():
+    if not Path(source).is_dir():
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(source).save_pretrained(target)
         return
-    weights = {".safetensors", ".bin", ".pt"}
-    for file in directory.iterdir():
-        is_model_file = file.suffix in weights or file.name in {"config.json", "model.safetensors.index.json"}
+    of_model = {"config.json", "model.safetensors.index.json"}
+    for file in Path(source).iterdir():
+        is_model_file = file.suffix in {".safetensors", ".bin", ".pt"} or file.name in of_model
         if file.is_file() and not is_model_file and not (target / file.name).exists():
             shutil.copy2(file, target / file.name)

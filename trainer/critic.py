@@ -8,7 +8,6 @@ Shape legend: n_i sampled tokens of a trajectory, K loss tokens of one micro-bat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,22 +17,12 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.other_losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import sampled_tokens
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.passes import Passes, StepSettings
 from penstock.trainer.updates import learning_rate
 from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Of the updates of one batch: [loss, clipped tokens, tokens] of each, gradient norms, skipped ones."""
-
-    totals: list[NDArray[np.float64]] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    num_skipped: int = 0
 
 
 class Critic:
@@ -53,7 +42,8 @@ class Critic:
         self._passes = Passes(backend, settings)
         self._work = work
         self._num_steps = 0
-        self._sums = _Sums()
+        self._updates: list[NDArray[np.float64]] = []  # [loss, clipped tokens, tokens, gradient norm] of each
+        self._num_skipped = 0
 
     def values(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`: V before each of its sampled tokens, members one after another."""
@@ -69,7 +59,21 @@ class Critic:
         totals = torch.zeros(3, dtype=torch.float64, device=self.backend.device)
         for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
             values, _ = self.backend.forward(micro_batch.inputs, temperature=1.0)
-            terms, *is_clipped = value(_value_tokens(values, micro_batch), self._algorithm)
+            zeros = torch.zeros_like(values, requires_grad=False)  # logprobs, which this loss does not read
+            tokens = LossTokens(
+                target=values,
+                proximal=zeros,
+                behavior=zeros,
+                reference=zeros,
+                advantages=micro_batch.advantages,
+                segments=micro_batch.segments,
+                num_segments=micro_batch.num_segments,
+                pairs=micro_batch.pairs,
+                values=values,
+                old_values=zeros if micro_batch.old_values is None else micro_batch.old_values,
+                returns=zeros if micro_batch.returns is None else micro_batch.returns,
+            )
+            terms, *is_clipped = value(tokens, self._algorithm)
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=position == count - 1)
             if micro_batch.num_tokens:
@@ -79,47 +83,29 @@ class Critic:
         result = self.backend.optimizer_step()
         totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")
         if result.is_skipped:
-            self._sums.num_skipped += 1
+            self._num_skipped += 1
             return
         self._num_steps += 1
-        self._sums.totals.append(totals_of_all)
-        self._sums.grad_norms.append(result.grad_norm)
+        self._updates.append(np.append(totals_of_all, result.grad_norm))
 
     def take_metrics(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
         """Of the updates since the last call; `sequences` are those of the whole batch.
 
         Explained variance is `1 − Var(ret − V) / Var(ret)` with V of before the updates, over all loss tokens.
         """
-        sums, self._sums = self._sums, _Sums()
+        updates, self._updates = self._updates, []
+        num_skipped, self._num_skipped = self._num_skipped, 0
         old = np.concatenate([np.zeros(0), *(one.old_values for one in sequences if one.old_values is not None)])
         returns = np.concatenate([np.zeros(0), *(one.returns for one in sequences if one.returns is not None)])
-        metrics = {"critic/skipped_updates": float(sums.num_skipped)}
+        metrics = {"critic/skipped_updates": float(num_skipped)}
         if len(returns):
             spread = float(returns.var())
             metrics["critic/mean_value"] = float(old.mean())
             metrics["critic/mean_return"] = float(returns.mean())
             metrics["critic/explained_variance"] = 1.0 - float((returns - old).var()) / spread if spread > 0 else 0.0
-        if sums.totals:
-            loss, clipped, tokens = np.sum(sums.totals, axis=0).tolist()
-            metrics["critic/loss"] = loss / len(sums.totals)
+        if updates:
+            loss, clipped, tokens, grad_norm = np.sum(updates, axis=0).tolist()
+            metrics["critic/loss"] = loss / len(updates)
             metrics["critic/clip_share"] = clipped / max(tokens, 1.0)
-            metrics["critic/grad_norm"] = float(np.mean(sums.grad_norms))
+            metrics["critic/grad_norm"] = grad_norm / len(updates)
         return metrics
-
-
-def _value_tokens(values: torch.Tensor, micro_batch: MicroBatch) -> LossTokens:
-    """What the value loss looks at; the logprobs of the policy are none of its business."""
-    zeros = torch.zeros_like(values, requires_grad=False)
-    return LossTokens(
-        target=values,
-        proximal=zeros,
-        behavior=zeros,
-        reference=zeros,
-        advantages=micro_batch.advantages,
-        segments=micro_batch.segments,
-        num_segments=micro_batch.num_segments,
-        pairs=micro_batch.pairs,
-        values=values,
-        old_values=zeros if micro_batch.old_values is None else micro_batch.old_values,
-        returns=zeros if micro_batch.returns is None else micro_batch.returns,
-    )

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0..3 behind the `Backend` port: with `deepspeed_parallel.py` the only file that imports deepspeed.
+"""DeepSpeed ZeRO 0..3 behind the `Backend` port: the only file that imports deepspeed.
 
 What is done here and why:
 - Accumulation is 1 and boundaries are set by hand, so that any number of micro-batches makes a step.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
@@ -29,15 +29,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.dataflow.errors import WeightSyncError
+from penstock.kernels.linear_logprob import VocabularyPart
 from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.deepspeed_parallel import full_shape, register_ulysses, take_split
 from penstock.trainer.lora import Adapter, Adapters, merged
-from penstock.trainer.policy_model import hf_name, hf_parameters, restore_rotary_buffers
+from penstock.trainer.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
 from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable
 from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, save_model
-from penstock.trainer.zero_partitions import check_partitions
 from penstock.weights.layout.algebra import Shape, TensorSpec, volume
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
@@ -96,41 +96,29 @@ class DeepSpeedBackend:
 
     def optimizer_step(self, normaliser: float = 1.0) -> OptimizerResult:
         if self._clips_here:
-            norm = self._clip(normaliser)
+            named = {hf_name(name): one for name, one in self._engine.module.named_parameters() if one.grad is not None}
+            divide_gradients(named.values(), normaliser)
+            gradients = {name: parameter.grad for name, parameter in named.items()}
+            split = self._split
+            total = torch.nn.utils.get_total_norm(gradients.values()) if split is None else split.norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(named.values(), self._clip_norm, total)
+            norm = float(total)
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return OptimizerResult(math.inf, is_skipped=True)
             self._engine.step()
             return OptimizerResult(norm, is_skipped=False)
-        with self._gradients_divided_by(normaliser):
+        # ZeRO keeps gradients in buffers of its own; it divides them by its loss scale when it steps.
+        if normaliser != 1.0:
+            self._engine.optimizer.override_loss_scale(normaliser)
+        try:
             self._engine.step()
+        finally:
+            if normaliser != 1.0:
+                self._engine.optimizer.override_loss_scale(1.0)
         norm = float(self._engine.get_global_grad_norm())
         is_skipped = not math.isfinite(norm)
         return OptimizerResult(math.inf if is_skipped else norm, is_skipped)
-
-    def _clip(self, normaliser: float) -> float:
-        """Divide the gradient and clip it; returns its norm before clipping."""
-        named = {hf_name(name): one for name, one in self._engine.module.named_parameters() if one.grad is not None}
-        divide_gradients(named.values(), normaliser)
-        gradients = {name: parameter.grad for name, parameter in named.items()}
-        if self._split is None:
-            norm = torch.nn.utils.get_total_norm(gradients.values())
-        else:
-            norm = self._split.norm(gradients)
-        torch.nn.utils.clip_grads_with_norm_(named.values(), self._clip_norm, norm)
-        return float(norm)
-
-    @contextmanager
-    def _gradients_divided_by(self, normaliser: float) -> Iterator[None]:
-        """ZeRO keeps gradients in buffers of its own; it divides them by its loss scale when it steps."""
-        if normaliser == 1.0:
-            yield
-            return
-        self._engine.optimizer.override_loss_scale(normaliser)
-        try:
-            yield
-        finally:
-            self._engine.optimizer.override_loss_scale(1.0)
 
     def set_lr(self, lr: float) -> None:
         for group in self._engine.optimizer.param_groups:
@@ -157,11 +145,16 @@ class DeepSpeedBackend:
         """On the ranks of the first replica, all of them together one policy: name and this rank's part."""
         parameters = list(hf_parameters(self._engine.module))
         is_first = self.rank < (1 if self._split is None else self._split.size)
-        if self._is_partitioned:
-            for bucket in _buckets(parameters):
-                yield from _gather(bucket, is_wanted=is_first)
-        elif is_first:
-            yield from ((name, parameter.detach()) for name, parameter in parameters)
+        if not self._is_partitioned:
+            yield from ((name, parameter.detach()) for name, parameter in parameters if is_first)
+            return
+        import deepspeed
+
+        for bucket in _buckets(parameters):
+            with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
+                # Copied inside the context: leaving it re-partitions the storage.
+                copies = [(name, parameter.detach().clone()) for name, parameter in bucket if is_first]
+            yield from copies
 
     def gathered_adapters(self) -> dict[str, Adapter]:
         if not self._is_partitioned or not self.adapters:
@@ -224,13 +217,22 @@ def build_deepspeed_backend(
 
     `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` stand in the environment.
     """
-    deepspeed = _import_deepspeed()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    # The shared-memory communicator would be built with a C++ compiler at first use; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if device == "cpu" else "nccl"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
     settings = deepspeed_settings(model, trainer)
     hf_config = None
     if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:
-        hf_config = _announce_zero3(settings)
+        from transformers.integrations import HfDeepSpeedConfig
+
+        # Makes `from_pretrained` partition while it loads. `deepspeed.zero.Init` gives garbage with this transformers.
+        hf_config = HfDeepSpeedConfig(settings)
     is_split = trainer.tensor_parallel_size > 1
     policy: Any = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
     shapes = {name: full_shape(parameter) for name, parameter in hf_parameters(policy)}
@@ -284,32 +286,6 @@ def _clips_here(model: ModelConfig, trainer: TrainerConfig) -> bool:
     return trainer.zero_stage == 0 and model.dtype == "float32"
 
 
-def _import_deepspeed() -> Any:
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("WARNING")
-    # The shared-memory communicator would be built with a C++ compiler at first use; gloo does without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def _announce_zero3(settings: dict[str, Any]) -> Any:
-    """Make `from_pretrained` partition while it loads. `deepspeed.zero.Init` gives garbage with this transformers."""
-    from transformers.integrations import HfDeepSpeedConfig
-
-    return HfDeepSpeedConfig(settings)
-
-
-def _gather(bucket: list[tuple[str, Any]], *, is_wanted: bool) -> list[tuple[str, Tensor]]:
-    """One bucket out of ZeRO-3's partitions. Copied inside the context: leaving it re-partitions the storage."""
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter for _, parameter in bucket]):
-        return [(name, parameter.detach().clone()) for name, parameter in bucket] if is_wanted else []
-
-
 def _buckets(parameters: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
     """Consecutive parameters whose full size is at most `_GATHER_BYTES` (or one that is larger)."""
     bucket: list[tuple[str, Any]] = []
@@ -323,3 +299,71 @@ def _buckets(parameters: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]
         size += num_bytes
     if bucket:
         yield bucket
+
+
+def full_shape(parameter: Any) -> Shape:
+    return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def take_split(policy: PolicyModel, model: ModelConfig, shapes: dict[str, Shape]) -> TensorSplit:
+    """Check what AutoTP has done, and let the policy's head know its part of the vocabulary."""
+    from deepspeed.utils import groups
+
+    split = TensorSplit(
+        groups.get_tensor_model_parallel_rank(),
+        groups.get_tensor_model_parallel_world_size(),
+        groups.get_tensor_model_parallel_group(),
+        model.shape.num_kv_heads,
+        shapes,
+    )
+    split.check((hf_name(name), full_shape(parameter)) for name, parameter in policy.named_parameters())
+    if "lm_head.weight" in shapes:
+        (start, stop), _ = split.box("lm_head.weight")
+        policy.vocabulary = VocabularyPart(start, stop, split.group)
+    return split
+
+
+def register_ulysses(policy: PolicyModel, model: ModelConfig, trainer: TrainerConfig) -> Any:
+    """Replace the attention function of transformers, in this process, by one that exchanges stretches for heads.
+
+    Returns:
+        DeepSpeed's module of process groups. A second trainer of a process goes on with those and that function.
+    """
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None:  # noqa: SLF001 - its getter raises while it is None
+        return parallel_state_sp
+    return UlyssesSPAttentionHF.register_with_transformers(
+        policy.causal_lm,
+        core_attn_implementation=model.attention,
+        sequence_parallel_size=trainer.sequence_parallel_size,
+        micro_batch_size=1,
+        seq_length_is_variable=True,
+    )
+
+
+def check_partitions(held: Mapping[str, int], num_elements: Mapping[str, int], num_replicas: int, rank: int) -> None:
+    """Whether ZeRO-3 really partitioned as weights/layout/training.py has it.
+
+    Rank r of W holds the elements [r · p, (r + 1) · p) of a tensor of n in row-major order, p = ceil(n / W), the last
+    ones padding. A version of DeepSpeed that pads to something else, or partitions over other ranks, has another p:
+    training would go on, and versions be published from wrong places.
+
+    Args:
+        held: HF name -> elements that this rank has of a tensor, padding included.
+        num_elements: Of what the ranks partition among themselves, the whole tensor or a tensor-parallel rank's part.
+        num_replicas: W.
+        rank: For the message.
+
+    Raises:
+        WeightSyncError: With the first tensor that is otherwise, and both sizes.
+    """
+    for name, found in held.items():
+        part = -(-num_elements[name] // num_replicas)
+        if found != part:
+            raise WeightSyncError(
+                f"trainer rank {rank}: ZeRO-3 holds {found} elements of {name}, and {part} were planned "
+                f"({num_elements[name]} over {num_replicas} ranks, rounded up): this version of DeepSpeed partitions "
+                "in another way than we publish. Set trainer.zero_stage=2, or install the version that is pinned."
+            )

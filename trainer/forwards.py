@@ -3,29 +3,101 @@
     V of the critic, logprobs of the policy without its adapters, proximal logprobs
 
 Each is computed of single groups before their batch is complete (`ahead`), while the ranks would stand idle, and of the
-rest of the batch when the step begins (`sequences`).
+rest of the batch when the step begins (`sequences`). See docs/concepts/dataflow.md, "Prefetch".
+
+Shape legend: n sampled tokens of a group, members one after another.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import TrainingError
+from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.passes import Passes
-from penstock.trainer.prefetch import Forwarded, PerToken, Prefetched
 from penstock.trainer.work import Work
 
-References = Sequence[NDArray[np.float32]]
+PerToken = NDArray[np.float32]
+References = Sequence[PerToken]
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """Of one group, each `[n] float32`; None where the algorithm needs none.
+
+    Attributes:
+        version: Of the policy that it was computed with.
+        seconds: That it took this rank.
+        values: V of the critic before each token.
+        proximal: Logprobs of the policy.
+        reference: Logprobs of the policy without its adapters.
+    """
+
+    version: int
+    seconds: float
+    values: PerToken | None = None
+    proximal: PerToken | None = None
+    reference: PerToken | None = None
+
+
+@dataclass(slots=True)
+class Prefetched:
+    """What one rank has forwarded ahead; equal on all ranks, since all get the same calls in the same order.
+
+    Invariant: all that is kept was computed with the weights that the next step begins with. So a step ends with
+    nothing kept, and so does every other update of weights. The version alone would not do: a step that is skipped
+    keeps the version, and a critic may have moved in it.
+    """
+
+    _kept: dict[GroupId, Forwarded] = field(default_factory=dict)
+    _taken: set[GroupId] = field(default_factory=set)
+    _num_tokens: int = 0
+    _num_taken_tokens: int = 0
+    _seconds: float = 0.0
+
+    def keep(self, group_id: GroupId, forwarded: Forwarded) -> None:
+        """A group was forwarded."""
+        self._kept[group_id] = forwarded
+        self._seconds += forwarded.seconds
+
+    def of(self, payloads: Sequence[GroupPayload], version: int) -> list[Forwarded | None]:
+        """What there is of each group of a batch, or of a part of it, that trains from `version`."""
+        found = [self._kept.get(payload.group_id) for payload in payloads]
+        valid = [one if one is not None and one.version == version else None for one in found]
+        for payload, one in zip(payloads, valid, strict=True):
+            num_tokens = sum(trajectory.num_sampled_tokens for trajectory in payload.trajectories)
+            self._num_tokens += num_tokens
+            if one is not None:
+                self._taken.add(payload.group_id)
+                self._num_taken_tokens += num_tokens
+        return valid
+
+    def forget(self) -> tuple[dict[str, float], float]:
+        """Weights moved, or may have: nothing is kept any more.
+
+        Returns:
+            Metrics of the batch since the last call, and the seconds of all forwards since then.
+        """
+        used_s = sum(self._kept[group_id].seconds for group_id in self._taken)
+        seconds = self._seconds
+        metrics = {
+            "trainer/prefetched_token_share": self._num_taken_tokens / max(self._num_tokens, 1),
+            "trainer/prefetch_used_s": used_s,
+            "trainer/prefetch_unused_s": max(seconds - used_s, 0.0),
+        }
+        self._kept, self._taken = {}, set()
+        self._num_tokens, self._num_taken_tokens, self._seconds = 0, 0, 0.0
+        return metrics, seconds
 
 
 class Forwards:
@@ -75,7 +147,18 @@ class Forwards:
         Raises:
             TrainingError: If groups came without logprobs of a reference or teacher that the algorithm needs.
         """
-        self._check(references, teachers)
+        algorithm = self._algorithm
+        if algorithm.needs_reference and not references and not self._is_own_reference:
+            asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
+            raise TrainingError(
+                f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
+                "worker, or use an algorithm that compares with none."
+            )
+        if algorithm.needs_teacher and not teachers:
+            raise TrainingError(
+                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
+                "one (teacher.path), or use a loss that learns from rewards."
+            )
         settings, found = self._passes.settings, self._prefetched.of(payloads, version)
         if self._is_own_reference and not references:
             there = [None if one is None else one.reference for one in found]
@@ -86,7 +169,7 @@ class Forwards:
             values = _completed(payloads, there, self._critic.values)
         sequences = policy_sequences(
             payloads,
-            self._algorithm,
+            algorithm,
             settings.max_new_tokens,
             min_versions,
             normaliser,
@@ -97,7 +180,15 @@ class Forwards:
             settings.policy_id,
             [None if one is None else one.proximal for one in found] if self._recomputes else (),
         )
-        return self._with_proximal(sequences) if self._recomputes else sequences
+        missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
+        if not self._recomputes or not missing:
+            return sequences
+        # Only of loss tokens. Pairs are of the whole batch: part of it has other indices, and a forward needs none.
+        rest = [replace(sequences[index], preferred_to=(), unit=None) for index in missing]
+        self._count(rest)
+        for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
+            sequences[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
+        return sequences
 
     def forget(self) -> tuple[dict[str, float], float]:
         """Weights moved: `Prefetched.forget`. No metrics where nothing can be prefetched."""
@@ -113,20 +204,6 @@ class Forwards:
         """The reference is the policy without its adapters."""
         return self._algorithm.needs_reference and bool(self._passes.backend.adapters)
 
-    def _check(self, references: References, teachers: References) -> None:
-        algorithm = self._algorithm
-        if algorithm.needs_reference and not references and not self._is_own_reference:
-            asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
-            raise TrainingError(
-                f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
-                "worker, or use an algorithm that compares with none."
-            )
-        if algorithm.needs_teacher and not teachers:
-            raise TrainingError(
-                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
-                "one (teacher.path), or use a loss that learns from rewards."
-            )
-
     def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[PerToken]:
         """Per group `[n] float32`, of its n sampled tokens."""
         self._count(sampled_tokens(payloads))
@@ -136,19 +213,6 @@ class Forwards:
         """`_logprobs` without adapters."""
         with self._passes.backend.adapters.off():
             return self._logprobs(payloads)
-
-    def _with_proximal(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """Those that have no proximal logprobs get them: of their loss tokens only."""
-        missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
-        if not missing:
-            return sequences
-        # Pairs are of the whole batch: part of it has other indices, and a forward needs none.
-        rest = [replace(sequences[index], preferred_to=(), unit=None) for index in missing]
-        self._count(rest)
-        completed = list(sequences)
-        for index, logprobs in zip(missing, self._passes.per_target(rest), strict=True):
-            completed[index] = replace(sequences[index], proximal_logprobs=logprobs.astype(np.float32))
-        return completed
 
     def _count(self, sequences: Sequence[TrainingSequence]) -> None:
         self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)

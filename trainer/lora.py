@@ -11,7 +11,7 @@ it would make the trainer's logprobs differ from those of the engines, and that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,17 +110,14 @@ def load_adapted_policy(
     Raises:
         ConfigError: If a target is no linear layer of it.
     """
-    policy = load_policy(path, model, gradient_checkpointing=gradient_checkpointing)
-    _add_adapters(policy.causal_lm, lora, seed, path)
-    return policy
-
-
-def _add_adapters(causal_lm: Any, lora: LoraConfig, seed: int, path: str) -> None:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    violations = unmatched_targets(_linear_layers(causal_lm), lora.targets)
-    if violations:
+    policy = load_policy(path, model, gradient_checkpointing=gradient_checkpointing)
+    causal_lm = policy.causal_lm
+    head = causal_lm.get_output_embeddings()  # has none: `kernels.linear_logprob` reads its weight by itself
+    linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear) and one is not head]
+    if violations := unmatched_targets(linear, lora.targets):
         raise ConfigError(violations)
     settings = PeftConfig(
         r=lora.rank,
@@ -132,12 +129,7 @@ def _add_adapters(causal_lm: Any, lora: LoraConfig, seed: int, path: str) -> Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, causal_lm)
-
-
-def _linear_layers(causal_lm: Any) -> Sequence[str]:
-    """Names of those that can be adapted: all but the head, whose weight `kernels.linear_logprob` reads by itself."""
-    head = causal_lm.get_output_embeddings()
-    return [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    return policy
 
 
 def save_adapter(causal_lm: Any, adapters: dict[str, Adapter], folder: Path) -> None:

@@ -1,24 +1,32 @@
 """The scalar loss of one micro-batch; what is measured of its tokens is added to the update that it belongs to.
 
+The algorithms that `kernels.policy_loss` has are one pass on a GPU: loss, gradient and metrics. Any other, and any on a
+CPU, is composed of `algorithms/objective.py` and `algorithms/metrics.py`, which the kernel is tested against.
+
 Shape legend: T loss tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithms.fused import can_fuse, fused_loss, fused_settings
-from penstock.trainer.algorithms.metrics import TokenFacts
-from penstock.trainer.algorithms.objective import LossTerms, Objective, supervised_terms
+from penstock.kernels.gpu.dispatch import runs_on_triton
+from penstock.kernels.policy_loss import ClippedLoss, ClippedTokens, clipped_policy_loss
+from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
+from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
+from penstock.trainer.algorithms.objective import LossTerms, Objective
+from penstock.trainer.algorithms.tokens import MAX_LOG_RATIO
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.updates import OpenUpdate
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch, OpenUpdate], Tensor]
 """`[T]` logprobs with gradient, `[T]` entropies in nats, everything else -> Σ weight · term."""
+_FUSED_CORRECTIONS: tuple[Literal["none", "decoupled", "tis_token"], ...] = ("none", "decoupled", "tis_token")
 
 
 class PolicyObjective:
@@ -35,22 +43,16 @@ class PolicyObjective:
             loss = fused_loss(target, proximal, start, entropies, micro_batch, self._fused, update.metrics)
         else:
             loss = composed_loss(self._composed, target, entropies, micro_batch, update)
-        return loss + _nan_unless_finite(target, micro_batch)
-
-
-def _nan_unless_finite(target: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """0, or NaN if a recorded logprob is not finite: not every algorithm reads all of them, but none may train on it.
-
-    The gradient is 0 too; of a loss that is not finite it becomes NaN at every token (`poison_if_not_finite`), also
-    where a clip or a mask has cut the gradient of the loss off.
-    """
-    recorded = (
-        micro_batch.behavior_logprobs,
-        micro_batch.reference_logprobs,
-        micro_batch.proximal_logprobs,
-        micro_batch.teacher_logprobs,
-    )
-    return 0.0 * torch.cat([target, *(one for one in recorded if one is not None)]).sum()
+        # NaN if a recorded logprob is not finite: not every algorithm reads all of them, but none may train on it. The
+        # gradient of this is 0; of a loss that is not finite it becomes NaN at every token (`poison_if_not_finite`),
+        # also where a clip or a mask has cut the gradient of the loss off.
+        recorded = (
+            micro_batch.behavior_logprobs,
+            micro_batch.reference_logprobs,
+            micro_batch.proximal_logprobs,
+            micro_batch.teacher_logprobs,
+        )
+        return loss + 0.0 * torch.cat([target, *(one for one in recorded if one is not None)]).sum()
 
 
 def composed_loss(
@@ -63,7 +65,9 @@ def composed_loss(
 
 def supervised_loss(target: Tensor, entropies: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tensor:
     """−logprob of given answers."""
-    return _weighted(supervised_terms(target), target, entropies, micro_batch, update)
+    nowhere = torch.zeros_like(target, dtype=torch.bool)
+    terms = LossTerms(-target, is_masked=nowhere, is_clipped_low=nowhere, is_clipped_high=nowhere)
+    return _weighted(terms, target, entropies, micro_batch, update)
 
 
 def _weighted(
@@ -94,3 +98,72 @@ def _start(target: Tensor, micro_batch: MicroBatch, update: OpenUpdate) -> Tenso
     if update.is_first:
         return target
     return micro_batch.proximal_logprobs if update.is_first_epoch else None
+
+
+def fused_settings(config: AlgorithmConfig) -> ClippedLoss | None:
+    """What the kernel is told; None if it does not have the algorithm.
+
+    It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor. A divergence
+    at `proximal=behavior` has a factor of its own (u in `objective.py`).
+    """
+    correction = next((name for name in _FUSED_CORRECTIONS if config.correction == (name,)), None)
+    estimator = config.kl_estimator if config.kl_in_loss else "none"
+    has_plain_divergence = estimator == "none" or (estimator in ("k2", "k3") and config.proximal != "behavior")
+    has_factors = config.lag_decay < 1 or config.entropy_top_share < 1
+    if config.loss != "ppo_clip" or correction is None or not has_plain_divergence or has_factors:
+        return None
+    return ClippedLoss(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        max_log_ratio=MAX_LOG_RATIO,
+        max_kl_log_ratio=MAX_K3_LOG_RATIO,
+        correction=correction,
+        cap=config.correction_cap if correction == "decoupled" else config.tis_cap,
+        kl=cast("Literal['none', 'k2', 'k3']", estimator),
+        kl_coefficient=config.kl_in_loss,
+    )
+
+
+def can_fuse(target: Tensor) -> bool:
+    """Logprobs that the kernel takes: in float32, where Triton runs."""
+    return target.dtype == torch.float32 and runs_on_triton(target)
+
+
+def fused_loss(
+    target: Tensor,
+    proximal: Tensor,
+    start: Tensor | None,
+    entropies: Tensor,
+    micro_batch: MicroBatch,
+    settings: ClippedLoss,
+    metrics: TokenMetrics,
+) -> Tensor:
+    """Σ weight · term of one micro-batch, with gradient in `target`; what is measured is added to `metrics`.
+
+    Args:
+        target: `[T] float32`.
+        proximal: `[T] float32`, without gradient.
+        start: `[T] float32`, logprobs at the start of the batch; None: not known any more, or measured before.
+        entropies: `[T] float32`, nats.
+        micro_batch: Everything else.
+        settings: Of the algorithm.
+        metrics: Of the optimizer step.
+    """
+    reference, teacher = micro_batch.reference_logprobs, micro_batch.teacher_logprobs
+    tokens = ClippedTokens(
+        target=target,
+        proximal=proximal,
+        behavior=micro_batch.behavior_logprobs,
+        reference=reference,
+        advantages=micro_batch.advantages,
+        weights=micro_batch.token_weights,
+        start=start,
+        teacher=reference if teacher is None else teacher,
+        entropies=entropies,
+        lags=micro_batch.lags,
+        last_lags=metrics.last_lags,
+    )
+    loss, sums, maxima, by_lag = clipped_policy_loss(tokens, settings)
+    if micro_batch.num_tokens:
+        metrics.add_sums(sums, maxima, by_lag)
+    return loss

@@ -108,7 +108,15 @@ class PolicyTrainer:
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
             sequences = self._forwards.sequences(payloads, version, min_versions, references, None, teachers)
-            updates = self._updates(sequences, version, share)
+            updates = []
+            for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
+                is_first = all(one.changed_nothing for one in updates)
+                is_first_epoch = len(updates) < self._algorithm.mini_batches
+                opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
+                self._backward(opened, part, self._objective, is_last=True)
+                updates.append(self._update(opened))
+                if self.critic is not None:
+                    self.critic.update(part)
             metrics = summary(updates) | batch_metrics(payloads)
             if self.critic is not None:
                 metrics |= self.critic.take_metrics(sequences)
@@ -254,19 +262,6 @@ class PolicyTrainer:
         unseen = RankShare(0, torch.zeros((), dtype=torch.float64, device=self.backend.device))
         return OpenUpdate(TokenMetrics(self.backend.device), share or unseen, is_first, is_first_epoch)
 
-    def _updates(self, sequences: Sequence[TrainingSequence], version: int, share: RankShare) -> list[Update]:
-        """Every optimizer step of a whole batch."""
-        updates: list[Update] = []
-        for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
-            is_first = all(one.changed_nothing for one in updates)
-            is_first_epoch = len(updates) < self._algorithm.mini_batches
-            opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
-            self._backward(opened, part, self._objective, is_last=True)
-            updates.append(self._update(opened))
-            if self.critic is not None:
-                self.critic.update(part)
-        return updates
-
     def _add(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence], *, is_last: bool) -> None:
         """Add a part of a batch in parts, whose normaliser is known at its end."""
         opened.normaliser += batch_normaliser(sequences, self._algorithm)
@@ -277,30 +272,23 @@ class PolicyTrainer:
     ) -> None:
         """Forward and backward over these sequences, micro-batch by micro-batch; no backward without a signal."""
         is_silent = loss_function is self._objective and not has_signal(sequences, self._algorithm)
-        if is_silent and not (is_last and opened.has_gradient):  # a gradient of parts is closed by its last backward
-            self._measure(opened, sequences)
-            return
-        opened.has_gradient = True
+        # Also without a signal of its own, the last part closes the gradient of the parts before it.
+        learns = not is_silent or (is_last and opened.has_gradient)
         plan = self._passes.plan(sequences)
-        self._work.trained(sequences, plan.shared_lengths)
+        if learns:
+            opened.has_gradient = True
+            self._work.trained(sequences, plan.shared_lengths)
+        else:
+            self._work.computed(sequences, plan.shared_lengths, num_forwards=1)
         count = len(plan.ranks[self.backend.data_parallel_rank])
-        for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
-            target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
-            opened.share.watch(target)
-            loss = loss_function(target, entropies, micro_batch, opened)
-            self.backend.backward(loss, is_last=is_last and position == count - 1)
-        opened.micro_batches.append(count)
-        opened.packing_efficiencies.append(plan.efficiency)
-
-    def _measure(self, opened: OpenUpdate, sequences: Sequence[TrainingSequence]) -> None:
-        """The metrics of sequences that there is nothing to learn from."""
-        plan = self._passes.plan(sequences)
-        self._work.computed(sequences, plan.shared_lengths, num_forwards=1)
-        with torch.no_grad():  # in training mode, where the policy tells its entropies
-            for micro_batch in self._passes.micro_batches(sequences, plan):
+        with torch.set_grad_enabled(learns):  # without one too in training mode, where the policy tells its entropies
+            for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
                 target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
-                self._objective(target, entropies, micro_batch, opened)
-        opened.micro_batches.append(len(plan.ranks[self.backend.data_parallel_rank]))
+                opened.share.watch(target)
+                loss = loss_function(target, entropies, micro_batch, opened)
+                if learns:
+                    self.backend.backward(loss, is_last=is_last and position == count - 1)
+        opened.micro_batches.append(count)
         opened.packing_efficiencies.append(plan.efficiency)
 
     def _update(self, opened: OpenUpdate) -> Update:

@@ -42,10 +42,11 @@ class RankShare:
     @classmethod
     def at_start(cls, backend: Backend) -> RankShare:
         """Of a rank that has its weights and no batch yet."""
-        is_alone = num_shares(backend) == 1 or backend.training_side().is_partitioned
-        return cls(
-            fingerprint([] if is_alone else _held(backend)), torch.zeros((), dtype=torch.float64, device=backend.device)
-        )
+        held: list[Tensor] = []
+        if num_shares(backend) > 1 and not backend.training_side().is_partitioned:
+            with backend.adapters.off():  # adapters apart from what they are added to
+                held = [*backend.local_weights().values(), *backend.adapters.parameters()]
+        return cls(fingerprint(held), torch.zeros((), dtype=torch.float64, device=backend.device))
 
     def add(self, loss: float, token_weight: float) -> None:
         """One update's."""
@@ -54,17 +55,12 @@ class RankShare:
 
     def watch(self, target: Tensor) -> None:
         """Add the gradient that will arrive at these logprobs."""
+
+        def add(gradient: Tensor) -> None:
+            self.squared_signal += gradient.double().square().sum()
+
         if target.requires_grad:
-            target.register_hook(self._add_signal)
-
-    def _add_signal(self, gradient: Tensor) -> None:
-        self.squared_signal += gradient.double().square().sum()
-
-
-def _held(backend: Backend) -> list[Tensor]:
-    """All weights of this rank, adapters apart from what they are added to."""
-    with backend.adapters.off():
-        return [*backend.local_weights().values(), *backend.adapters.parameters()]
+            target.register_hook(add)
 
 
 def num_shares(backend: Backend) -> int:

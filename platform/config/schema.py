@@ -18,11 +18,12 @@ from penstock.trainer.config import (
     AlgorithmConfig,
     CriticConfig,
     OptimizerConfig,
+    PreferenceConfig,
     ReferenceConfig,
+    SftConfig,
     TeacherConfig,
     TrainerConfig,
 )
-from penstock.trainer.offline_config import PreferenceConfig, SftConfig
 from penstock.weights.config import WeightsConfig
 from penstock.weights.model_config import ModelConfig
 

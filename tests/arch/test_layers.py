@@ -29,7 +29,7 @@ DOORS: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
     "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_worker.py"},
-    "deepspeed": lambda path: path in {"trainer/deepspeed_backend.py", "trainer/deepspeed_parallel.py"},
+    "deepspeed": lambda path: path == "trainer/deepspeed_backend.py",
     "peft": lambda path: path == "trainer/lora.py",
     "wandb": lambda path: path.startswith("platform/trackers/"),
     "triton": lambda path: path.startswith("kernels/"),

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.corrections import Correction, correct
+from penstock.trainer.algorithms.corrections import correct
 from penstock.trainer.algorithms.proximal import ProximalInputs
 from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
@@ -67,15 +66,40 @@ class Objective:
             entropies: `[T]` of the same policy, nats.
             micro_batch: Everything else.
             is_first_update: The policy is still that of the start of the batch.
+
+        Raises:
+            ShapeError: If a user's own loss did not return a `PolicyLoss` of one term per token.
         """
         config = self._config
-        tokens = self._tokens(target, micro_batch, is_first_update=is_first_update)
-        loss = self._checked(self._loss(tokens, config), target)
+        tokens = LossTokens(
+            target=target,
+            proximal=self.proximal(target, micro_batch, is_first_update=is_first_update),
+            behavior=micro_batch.behavior_logprobs,
+            reference=micro_batch.reference_logprobs,
+            advantages=micro_batch.advantages,
+            segments=micro_batch.segments,
+            num_segments=micro_batch.num_segments,
+            pairs=micro_batch.pairs,
+            teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
+        )
+        loss = self._loss(tokens, config)
+        if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:  # a user's own loss is held to it
+            got = tuple(loss.terms.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
+            raise ShapeError(
+                f"algorithm.loss={config.loss}: it gave {got} for {len(target)} tokens. Return a PolicyLoss "
+                "(trainer/algorithms/tokens.py) with one term per token."
+            )
         correction = correct(self._chain, tokens, config)
         terms = loss.terms * correction.factors
         if config.kl_in_loss:
-            divergence = self._kl(target, micro_batch.reference_logprobs)
-            terms = terms + config.kl_in_loss * self._kl_weights(tokens, correction) * divergence
+            # v: where the chain has a weight, it multiplies the policy loss and the divergence alike. Where the policy
+            # loss carries the step from the behavior policy inside, the divergence gets it here.
+            weights = correction.weights
+            if self._is_corrected_inside:
+                ratio = clamped_exp((tokens.target - tokens.behavior).detach())
+                weights = weights * ratio.clamp(max=config.tis_cap)
+            weights = weights.masked_fill(correction.is_masked, 1.0)
+            terms = terms + config.kl_in_loss * weights * self._kl(target, micro_batch.reference_logprobs)
         if config.lag_decay < 1:
             terms = terms * lag_factors(micro_batch.lags, config.lag_decay).to(terms.dtype)
         if config.entropy_top_share < 1:
@@ -89,48 +113,3 @@ class Objective:
         recomputed = micro_batch.proximal_logprobs if micro_batch.num_tokens else target.detach()
         behavior, lags = micro_batch.behavior_logprobs, micro_batch.lags
         return self._proximal(ProximalInputs(target.detach(), behavior, recomputed, lags, is_first_update))
-
-    def _tokens(self, target: Tensor, micro_batch: MicroBatch, *, is_first_update: bool) -> LossTokens:
-        return LossTokens(
-            target=target,
-            proximal=self.proximal(target, micro_batch, is_first_update=is_first_update),
-            behavior=micro_batch.behavior_logprobs,
-            reference=micro_batch.reference_logprobs,
-            advantages=micro_batch.advantages,
-            segments=micro_batch.segments,
-            num_segments=micro_batch.num_segments,
-            pairs=micro_batch.pairs,
-            teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
-        )
-
-    def _kl_weights(self, tokens: LossTokens, correction: Correction) -> Tensor:
-        """`[T]` v: the step from the behavior policy to this one.
-
-        Where the chain has a weight, it multiplies the policy loss and the divergence alike. Where the policy loss
-        carries the step inside, the divergence gets it here.
-        """
-        weights = correction.weights
-        if self._is_corrected_inside:
-            ratio = clamped_exp((tokens.target - tokens.behavior).detach())
-            weights = weights * ratio.clamp(max=self._config.tis_cap)
-        return weights.masked_fill(correction.is_masked, 1.0)
-
-    def _checked(self, loss: object, target: Tensor) -> PolicyLoss:
-        """A user's own loss is held to the contract.
-
-        Raises:
-            ShapeError: If it did not return a `PolicyLoss` of one term per token.
-        """
-        if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:
-            got = tuple(loss.terms.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
-            raise ShapeError(
-                f"algorithm.loss={self._config.loss}: it gave {got} for {len(target)} tokens. Return a PolicyLoss "
-                "(trainer/algorithms/tokens.py) with one term per token."
-            )
-        return loss
-
-
-def supervised_terms(target: Tensor) -> LossTerms:
-    """−c of given answers: nothing is clipped or masked."""
-    nowhere = torch.zeros_like(target, dtype=torch.bool)
-    return LossTerms(-target, nowhere, nowhere, nowhere)

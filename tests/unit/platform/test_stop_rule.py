@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.platform.sft import StopRule
-from penstock.trainer.offline_config import SftConfig
+from penstock.trainer.config import SftConfig
 
 
 def rule_after(

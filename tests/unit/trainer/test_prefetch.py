@@ -11,8 +11,8 @@ import pytest
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.config import LoraConfig
+from penstock.trainer.forwards import Forwarded, Prefetched
 from penstock.trainer.policy_trainer import PolicyTrainer
-from penstock.trainer.prefetch import Forwarded, Prefetched
 from tests.unit.trainer.torch_trainer import trainer_of
 
 KINDS = {

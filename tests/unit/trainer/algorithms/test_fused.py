@@ -7,8 +7,8 @@ import torch
 
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import ClippedLoss
-from penstock.trainer.algorithms.fused import can_fuse, fused_settings
 from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.micro_batch_loss import can_fuse, fused_settings
 
 FUSED = (
     {},
