@@ -1,4 +1,4 @@
-"""JSON over HTTP to a service that may be slow, busy or down: retries, a circuit breaker, bounded times and replies."""
+"""JSON over HTTP to a service that may be slow, busy or down: retries, bounded times and replies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from penstock.envs.retrying import CircuitBreaker, RetryConfig, parse_retry_after
+from penstock.envs.retrying import RetryConfig, parse_retry_after
 
 MAX_REPLY_BYTES = 16 << 20
 _MAX_ERROR_CHARACTERS = 300
@@ -36,13 +36,11 @@ class _PassingError(Exception):
 
     Attributes:
         retry_after_s: What the service asks for, seconds.
-        is_busy: It is up and wants fewer requests: no failure in the circuit breaker's eyes.
     """
 
-    def __init__(self, problem: str, retry_after_s: float = 0.0, *, is_busy: bool = False) -> None:
+    def __init__(self, problem: str, retry_after_s: float = 0.0) -> None:
         super().__init__(problem)
         self.retry_after_s = retry_after_s
-        self.is_busy = is_busy
 
 
 def bearer(variable: str | None) -> dict[str, str]:
@@ -62,8 +60,7 @@ class JsonClient:
     """Posts JSON and reads JSON. Use it from one event loop.
 
     Tried again are 408, 429, 5xx, broken connections and time-outs, after a wait that grows and is at least what
-    `Retry-After` says. After `failures_to_open` failures in a row nothing is sent for `open_s`: a service that is down
-    costs each request an instant and not a time-out.
+    `Retry-After` says.
 
     Args:
         retry: When to ask again.
@@ -81,8 +78,6 @@ class JsonClient:
         self._interval_s = interval_s
         self._next_start = 0.0
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._breaker = CircuitBreaker(retry.failures_to_open, retry.open_s)
-        self._last_problem = ""
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, body: object, timeout_s: float, patience_s: float = math.inf) -> Any:
@@ -105,25 +100,11 @@ class JsonClient:
         for attempt in range(1, self._retry.max_attempts + 1):
             await self._wait_for_turn()
             async with self._slots:
-                if not self._breaker.admit(loop.time()):
-                    raise NoAnswerError(
-                        f"it failed {self._retry.failures_to_open} times in a row and is left alone for up to "
-                        f"{self._retry.open_s:g} s; last: {self._last_problem}"
-                    )
                 try:
-                    reply = await self._post_once(url, data, min(timeout_s, give_up_at - loop.time()))
+                    return await self._post_once(url, data, min(timeout_s, give_up_at - loop.time()))
                 except _PassingError as error:
-                    self._last_problem = str(error)
+                    problem = str(error)
                     wait_s = max(error.retry_after_s, self._retry.wait_s(attempt))
-                    if not error.is_busy:
-                        self._breaker.failed(loop.time())
-                except RefusalError:
-                    self._breaker.succeeded()
-                    raise
-                else:
-                    self._breaker.succeeded()
-                    return reply
-                problem = self._last_problem
             if attempt == self._retry.max_attempts:
                 break
             if loop.time() + wait_s >= give_up_at:
@@ -177,9 +158,9 @@ def _check_status(status: int, headers: Mapping[str, str], body: bytes) -> None:
     if status == HTTPStatus.OK:
         return
     problem = f"HTTP {status}: {body[:_MAX_ERROR_CHARACTERS].decode(errors='replace')}"
-    is_busy = status == HTTPStatus.TOO_MANY_REQUESTS
-    if is_busy or status == HTTPStatus.REQUEST_TIMEOUT or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise _PassingError(problem, parse_retry_after(headers.get("Retry-After")), is_busy=is_busy)
+    may_pass = status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+    if may_pass or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise _PassingError(problem, parse_retry_after(headers.get("Retry-After")))
     raise RefusalError(problem)
 
 

@@ -15,6 +15,14 @@ from penstock.platform.config.schema_tree import Place, all_paths, expectation, 
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
+REMOVED = {
+    "sandbox.remote.failures_to_open": "a service that failed is asked again for every program; max_attempts and "
+    "backoff_s say how often.",
+    "sandbox.remote.open_s": "a service that failed is asked again for every program; max_attempts and backoff_s say "
+    "how often.",
+}
+"""Keys that a user may still have in a file -> what happens now, and what to do."""
+
 
 def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dict[str, str]:
     """One sentence per wrong key.
@@ -57,6 +65,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
 
 
 def _unknown_key(place: Place, origin: str) -> str:
+    if place.path in REMOVED:
+        return f"{place.path}{origin}: this key is gone. {REMOVED[place.path]} Leave it out."
     nearest = nearest_key(place.path, place.siblings)
     hint = f" Did you mean {nearest}?" if nearest else ""
     if not hint and place.path in set(all_paths()):

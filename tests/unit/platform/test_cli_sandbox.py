@@ -75,8 +75,7 @@ async def test_the_service_asks_for_its_token_and_ends_the_program_of_a_client_t
     )  # fmt: skip
     url, nap = f"http://127.0.0.1:{port}", f"718.{os.getpid()}"
     stranger = RemoteSandbox(RemoteConfig(url=url), 1)
-    friend = RemoteSandbox(RemoteConfig(url=url, token_variable="SANDBOX_TOKEN", backoff_s=0.5, max_attempts=100,
-                                        failures_to_open=1000), 1)  # fmt: skip
+    friend = RemoteSandbox(RemoteConfig(url=url, token_variable="SANDBOX_TOKEN", backoff_s=0.5, max_attempts=100), 1)
     try:
         assert (await friend.run(Program("print(1 + 1)"), Limits())).stdout == "2\n"
         with pytest.raises(SandboxUnavailableError, match="HTTP 401"):
