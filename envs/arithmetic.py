@@ -24,9 +24,6 @@ from penstock.envs.contract import pure
 
 Operator = Literal["+", "-"]
 
-ALPHABET = "0123456789+-*=() ;"
-"""Every character that a prompt or a gold response may contain."""
-
 HELD_OUT_PERCENT = 10
 MAX_DIGITS = 6
 _OPERATORS: tuple[Operator, ...] = ("+", "-")

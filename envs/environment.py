@@ -161,16 +161,12 @@ class Environment(Playable):
 
 @runtime_checkable
 class EnvironmentSource(TaskSource, Protocol):
-    """A task source whose tasks are played in several turns."""
+    """A task source whose tasks are played in several turns.
+
+    It may have `gold_actions(task) -> list[str]`, which `penstock env check` plays: one action after the other, up to
+    full reward; of turns at the same time, those of the first observation first.
+    """
 
     def environment(self) -> Playable:
         """A fresh environment for one episode."""
         ...
-
-
-class GoldActions(Protocol):
-    """What `penstock env check` plays: one action after the other, up to full reward; of turns at the same time, those
-    of the first observation first.
-    """
-
-    def gold_actions(self, task: Task) -> list[str]: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -102,13 +101,17 @@ def sandbox_check(
 @environments.command("list")
 def env_list() -> None:
     """List the environments that are built in or installed."""
-    exit_with(lambda: _env().run_env_list(_console()))
+    from penstock.platform.cli_env import run_env_list
+
+    exit_with(lambda: run_env_list(_console()))
 
 
 @environments.command("show")
 def env_show(factory: Factory, args: EnvArgs = None) -> None:
     """Print what an environment takes, and its first tasks."""
-    exit_with(lambda: _env().run_env_show(factory, args or [], _console()))
+    from penstock.platform.cli_env import run_env_show
+
+    exit_with(lambda: run_env_show(factory, args or [], _console()))
 
 
 @environments.command("check")
@@ -122,13 +125,17 @@ def env_check(
     rights: Rights = None,
 ) -> None:
     """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
-    exit_with(lambda: _env().run_env_check(factory, args or [], max_turns, timeout_s, reward, rights, _console()))
+    from penstock.platform.cli_env import run_env_check
+
+    exit_with(lambda: run_env_check(factory, args or [], max_turns, timeout_s, reward, rights, _console()))
 
 
 @environments.command("play")
 def env_play(factory: Factory, args: EnvArgs = None, *, rights: Rights = None) -> None:
     """Play one episode by hand; an empty line ends it."""
-    exit_with(lambda: _env().run_env_play(factory, args or [], input, _console(), rights))
+    from penstock.platform.cli_env import run_env_play
+
+    exit_with(lambda: run_env_play(factory, args or [], input, _console(), rights))
 
 
 @sandbox.command("serve")
@@ -152,12 +159,6 @@ def sandbox_serve(
         return run_sandbox_service(config, host, port, token_variable)
 
     exit_with(body)
-
-
-def _env() -> ModuleType:
-    from penstock.platform import cli_env
-
-    return cli_env
 
 
 def _console() -> Console:

@@ -15,7 +15,7 @@ from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.garbage import collect_rarely
 
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+EXIT_OK = 0
 SAME_SIGNAL_S = 1.0
 """Signals that come so soon after the first are that one: `timeout`, `uv run` and the like pass on what the terminal
 has sent to the whole process group."""

@@ -32,12 +32,10 @@ class ConcurrencyLimit:
 
     Attributes:
         limit: L, requests the engine may hold from now on.
-        num_cuts: Absolute counter of decreases.
     """
 
     max_slots: int
     limit: int
-    num_cuts: int = 0
     _preemptions_seen: int = 0
 
     @classmethod
@@ -53,7 +51,6 @@ class ConcurrencyLimit:
             return self.limit  # the last cut has not shown yet
         if has_preempted or load.kv_cache_usage > HIGH_USAGE:
             self.limit = max(1, int(CUT * min(self.limit, max(held, 1))))
-            self.num_cuts += 1
         elif load.kv_cache_usage < LOW_USAGE and held >= self.limit:
             self.limit = min(self.max_slots, self.limit + STEP)
         return self.limit

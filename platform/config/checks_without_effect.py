@@ -18,9 +18,6 @@ from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.rules import LOSSES_OF_RATIO, algorithm_violations
 from penstock.trainer.config import AlgorithmConfig
 
-ALWAYS_READ = frozenset({"mini_batches", "epochs", "correction", "aggregation", "entropy_top_share"})
-"""Settings without a row: they act in every combination that is not refused."""
-
 
 class Condition(NamedTuple):
     """What has to hold for a setting to act.

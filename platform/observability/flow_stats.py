@@ -119,11 +119,6 @@ class FlowStats:
         """Mean length of trained trajectories ÷ of all that were sampled to their end; 1 before the first batch."""
         return self.trained.tokens / self.population.tokens if self.trained.num_trajectories else 1.0
 
-    @property
-    def trainer_wait_s(self) -> float:
-        """Absolute seconds the trainer waited for batches."""
-        return sum(self.trainer_wait_for.values())
-
     @contextmanager
     def trainer_waits(self, held_by: Hold) -> Iterator[None]:
         """Count the time inside as the trainer waiting for data."""

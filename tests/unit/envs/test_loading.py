@@ -63,7 +63,7 @@ def test_a_module_that_raises_or_lacks_a_dependency_says_so(tmp_path: Path, monk
 
 def test_a_reward_that_is_not_callable_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is not callable: it is .*, of type str"):
-        load_reward(RewardConfig(fn="penstock.envs.arithmetic:ALPHABET"))
+        load_reward(RewardConfig(fn="penstock.envs.registry:GROUP"))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_task_source_is_built_from_its_config() -> None:
     [
         ("ArithmeticTasks", {"digts": 3}, "unexpected keyword argument 'digts'.*Did you mean 'digits'"),
         ("ArithmeticTasks", {"digits": 9}, "digits=9 is outside 1..6"),
-        ("ALPHABET", {}, "is not callable"),
+        ("HELD_OUT_PERCENT", {}, "is not callable"),
         ("Task", {}, "refuses them"),
     ],
 )

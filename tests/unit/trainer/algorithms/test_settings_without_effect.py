@@ -12,7 +12,7 @@ import torch
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.config.checks import check_config
-from penstock.platform.config.checks_without_effect import ALWAYS_READ, CONDITIONS, check_without_effect
+from penstock.platform.config.checks_without_effect import CONDITIONS, check_without_effect
 from penstock.platform.config.compose import compose_all, compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.config import AlgorithmConfig
@@ -214,6 +214,10 @@ def test_a_loss_without_effect_has_the_gradient_of_reinforce_up_to_rounding(sett
     mine = trained(aged, 5, [], settings | shared) - start
     theirs = trained(aged, 5, [], {"loss": "reinforce"} | rest | shared) - start
     assert float((mine - theirs).norm()) < 1e-5 * float(theirs.norm())
+
+
+ALWAYS_READ = {"mini_batches", "epochs", "correction", "aggregation", "entropy_top_share"}
+"""Settings without a row: they act in every combination that is not refused."""
 
 
 def test_every_setting_of_the_section_has_a_row_or_always_acts() -> None:
