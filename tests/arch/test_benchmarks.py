@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/results/*.md")]
 SCRIPT_FOLDERS = (ROOT / "benchmarks", ROOT / "examples", ROOT)
 AS_IN_TRLS_ENVIRONMENT = """
 import sys, types
@@ -24,6 +25,22 @@ sys.modules["trl"] = trl
 import trl_grpo
 import transformers.integrations.hub_kernels
 """
+
+
+IMPORT_ALL = """
+import importlib, sys
+sys.path.insert(0, "benchmarks")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import transformers.integrations.hub_kernels
+"""
+
+
+def named_in_documents() -> list[Path]:
+    """Benchmarks that a reader is told to start."""
+    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
+    names = {name for text in texts for name in re.findall(r"python benchmarks/(\w+\.py)", text)}
+    return [ROOT / "benchmarks" / name for name in sorted(names)]
 
 
 @cache
@@ -59,5 +76,28 @@ def test_no_script_is_named_like_a_package_that_others_import() -> None:
 def test_what_make_bench_starts_can_be_imported(program: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, *program], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_every_benchmark_that_documents_name_can_be_imported() -> None:
+    scripts = named_in_documents()
+    assert len(scripts) > 8
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *(script.stem for script in scripts)],
+        cwd=ROOT, check=False, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "script",
+    [script for script in named_in_documents() if "ArgumentParser" in script.read_text(encoding="utf-8")],
+    ids=lambda script: script.stem,
+)
+def test_every_benchmark_that_documents_name_tells_its_arguments(script: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
