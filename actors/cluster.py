@@ -35,6 +35,8 @@ from penstock.weights.copies import copy_environment
 from penstock.weights.transport.shared_memory import remove_directories_of
 
 ENGINE_CONCURRENCY = 64
+# More than are ever under way: calls beyond it wait inside the worker, and so would the one that asks whether it lives.
+REWARD_CONCURRENCY = 100_000
 FETCH_TIMEOUT_S = 120.0
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default of 15 starves the engines beside any other program
@@ -151,7 +153,7 @@ def start_rewards(
     worker_type = ray.remote(RewardActor)
 
     def starting(need: Resources) -> Callable[[], ActorHandle]:
-        options = worker_type.options(max_concurrency=8, **need.options({}))
+        options = worker_type.options(max_concurrency=REWARD_CONCURRENCY, **need.options({}))
         return lambda: options.remote(config, sandbox, device)
 
     return RewardClient([starting(need) for need in resources])

@@ -1,32 +1,29 @@
 """The driver's side of the reward workers: all of them as one `RewardWorker`.
 
-Ray places the workers and says how they died. Jobs and scores travel over a connection to each (direct.py), which is
-made when the first job comes: until then the worker need not have its place.
-
-A worker that is lost gives its jobs back, and they are scored by another, or by the process that is started in its
-place: an answer costs far more to sample than to score. Everything about that is bounded. A job is given up once it was
-lost with two workers, since it may be what ends them; a worker is given up after `LOSSES_PER_HOUR`.
+A trajectory is scored by one call of a Ray actor, so a slow reward delays no other. A worker that is lost gives its
+trajectories back, and they are scored by another, or by the process that is started in its place: an answer costs far
+more to sample than to score. Everything about that is bounded. A trajectory fails once two workers were lost with it,
+since it may be what ends them; a worker is given up after `LOSSES_PER_HOUR`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 import ray
 from ray.actor import ActorHandle
 
-from penstock.actors.direct import SILENCE_S, Connection, connect
 from penstock.actors.ray_errors import first_line, ray_boundary
 from penstock.actors.reward import Result
 from penstock.actors.silence import silence_limit
 from penstock.dataflow.errors import PlacementError, TrajectoryError
-from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
 
@@ -34,129 +31,134 @@ logger = logging.getLogger(__name__)
 
 LOSSES_PER_HOUR = 10
 """A worker that is lost more often than this is not started again."""
-LOSSES_PER_JOB = 2
+LOSSES_PER_TRAJECTORY = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a lost worker is used again; doubled with each loss of the last hour."""
+"""Before a lost worker is started again; doubled with each loss of the last hour."""
+SIGN_OF_LIFE_S = 20.0
+"""How long after one answer of `is_alive` it is called again, seconds."""
+SILENCE_S = 60.0
+"""After how long without that answer a worker counts as lost, seconds of a loop that does not stand still."""
 _HOUR_S = 3600.0
-_OBITUARY_S = 10.0
-"""How long a worker may take to say that it lives, or Ray how it died."""
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One trajectory to score.
-
-    Attributes:
-        label: What it is called in messages.
-        body: The task and the trajectory, pickled once.
-        is_sent: To the worker that has it.
-        losses: Workers that were lost while they had it.
-    """
-
-    number: int
-    label: str
-    task_id: TaskId
-    body: bytes
-    answer: asyncio.Future[Score]
-    is_sent: bool = False
-    losses: int = 0
+class _WorkerLostError(Exception):
+    """The worker was lost while it had the trajectory."""
 
 
 class _Worker:
     """One worker as the client sees it, through all the processes that it has.
 
-    Consumes: jobs. Waits for: its messages. Unblocked by: each of them, the end of its process, or `SILENCE_S`.
+    Invariant: calls are under way only while it is up. `_lose` fails them all at once, so that each is made again by
+    another worker, and what the lost process answers later is ignored.
 
     Attributes:
-        is_up: It is not known to be lost. One that is not is being started again, unless `given_up` says why not.
+        is_up: Its present process has answered and is not known to be lost.
+        given_up: Why it is not started again; None while it is.
     """
 
-    def __init__(self, name: str, start: Callable[[], ActorHandle], give_back: Callable[[_Job], None]) -> None:
+    def __init__(self, name: str, start: Callable[[], ActorHandle], on_change: Callable[[], None]) -> None:
         """Start its process.
 
         Args:
             name: For messages.
             start: Starts a process.
-            give_back: Takes the jobs that it has when it is lost.
+            on_change: Called when it comes up, and when it is given up.
         """
         self.name = name
         self.actor = start()
-        self.is_up = True
+        self.is_up = False
         self.given_up: str | None = None
         self._start = start
-        self._give_back = give_back
-        self._jobs: dict[int, _Job] = {}
-        self._outgoing: list[_Job] = []
-        self._connection: Connection | None = None
-        self._talk: asyncio.Task[None] | None = None
+        self._on_change = on_change
+        self._calls: set[asyncio.Future[Result]] = set()
+        self._is_lost = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
         self._losses: deque[float] = deque()
-        self._lost_tasks: set[TaskId] = set()
 
-    def submit(self, job: _Job) -> None:
-        """Have it scored; its answer fails with a `TrajectoryError` if that cannot be."""
-        self._jobs[job.number] = job
-        self._outgoing.append(job)
-        if len(self._outgoing) == 1:
-            asyncio.get_running_loop().call_soon(self._flush)
-        if self._talk is None:
-            self._talk = asyncio.create_task(self._serve(), name=f"talk to {self.name}")
+    def watch(self) -> None:
+        """Keep a process for it, from now on. Safe to call again."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._keep_a_process(), name=f"watch {self.name}")
+
+    async def score(self, label: str, body: bytes) -> Result:
+        """Have a trajectory scored.
+
+        Raises:
+            _WorkerLostError: With the cause.
+        """
+        loop, actor = asyncio.get_running_loop(), self.actor
+        answer: asyncio.Future[Result] = loop.create_future()
+
+        def settle_in_loop(call: concurrent.futures.Future[Result]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._settle, actor, label, answer, call)
+
+        actor.score.remote(label, body).future().add_done_callback(settle_in_loop)
+        self._calls.add(answer)
+        try:
+            return await answer
+        finally:
+            self._calls.discard(answer)
 
     def close(self) -> None:
-        if self._talk is not None:
-            self._talk.cancel()
-        if self._connection is not None:
-            self._connection.close()
+        if self._watch is not None:
+            self._watch.cancel()
 
-    async def _serve(self) -> None:
-        """Talk to it, and to the processes that follow, until it is given up."""
+    def _settle(
+        self,
+        actor: ActorHandle,
+        label: str,
+        answer: asyncio.Future[Result],
+        call: concurrent.futures.Future[Result],
+    ) -> None:
+        error = call.exception()
+        if isinstance(error, ray.exceptions.RayActorError) and actor is self.actor:
+            self._lose(first_line(error))
+        if answer.done():  # its trajectory was cancelled, or it was given back
+            return
+        if error is None:
+            answer.set_result(call.result())
+        else:
+            what = f"{label}: its score cannot be read: {type(error).__name__}: {first_line(error)}"
+            answer.set_result(TrajectoryError("reward", what))
+
+    async def _keep_a_process(self) -> None:
+        """Watch its process; start another when it is lost, until it is given up."""
         try:
             while self.given_up is None:
-                broken = await self._conversation()
-                self.is_up = False
-                died = await self._how_it_died()
-                self._count_loss((died or broken).rstrip("."))
+                await self._watch_process()
                 if self.given_up is None:
-                    await self._recover(is_dead=died is not None)
-        except Exception as error:  # noqa: BLE001  Ray itself is gone; its jobs must not wait forever
+                    await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (len(self._losses) - 1), LONGEST_PAUSE_S))
+                    ray.kill(self.actor)
+                    self.actor = self._start()
+                    self._is_lost.clear()
+        except Exception as error:  # noqa: BLE001  Ray itself is gone; nothing must wait for this worker forever
             self.given_up = f"{self.name} cannot be started again: {type(error).__name__}: {first_line(error)}"
-            self._give_jobs_back(self.given_up)
+            self._give_back(self.given_up)
 
-    async def _conversation(self) -> str:
-        """Send jobs and settle them by what comes back; returns what ended that."""
+    async def _watch_process(self) -> None:
+        """Ask the process whether it lives, until it is lost, whether this finds out or a call of `score`."""
         try:
-            async with silence_limit(SILENCE_S):
-                address = await self.actor.listen.remote()
-            self._connection = await connect(address, SILENCE_S)
-            self.is_up = True
-            self._flush()
             while True:
-                for number, result in await self._connection.receive(SILENCE_S):
-                    self._settle(number, result)
-                self._lost_tasks.clear()
+                async with silence_limit(SILENCE_S):
+                    await self.actor.is_alive.remote()
+                if not self._is_lost.is_set():
+                    self.is_up = True
+                    self._on_change()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._is_lost.wait(), SIGN_OF_LIFE_S)
+                    return
         except TimeoutError:
-            return f"it did not answer for {SILENCE_S:.0f} s"
-        except (ray.exceptions.RayError, EOFError, OSError) as error:
-            return f"its connection broke: {first_line(error)}"
-        except Exception as error:  # noqa: BLE001  whatever it sent: a score that never comes would be waited for
-            return f"what it sent cannot be read: {type(error).__name__}: {first_line(error)}"
-        finally:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-
-    async def _how_it_died(self) -> str | None:
-        """None if it lives."""
-        try:
-            async with silence_limit(_OBITUARY_S):
-                await self.actor.is_alive.remote()
+            self._lose(f"it did not answer for {SILENCE_S:.0f} s")
         except ray.exceptions.RayError as error:
-            return first_line(error)
-        except TimeoutError:
-            return f"it did not answer for {_OBITUARY_S:.0f} s"
-        return None
+            self._lose(first_line(error))
 
-    def _count_loss(self, cause: str) -> None:
-        """Give its jobs back, and itself up if this was one loss too many."""
+    def _lose(self, cause: str) -> None:
+        """Give its trajectories back, and itself up if this was one loss too many. Only the first call counts."""
+        if self._is_lost.is_set():
+            return
+        self._is_lost.set()
+        cause = cause.rstrip(".")
         now = asyncio.get_running_loop().time()
         while self._losses and self._losses[0] < now - _HOUR_S:
             self._losses.popleft()
@@ -167,53 +169,19 @@ class _Worker:
                 f"not started again; the last time: {cause}."
             )
         logger.warning(
-            "%s with %d jobs is lost: %s. %s",
-            *(self.name, len(self._jobs), cause),
+            "%s with %d trajectories is lost: %s. %s",
+            *(self.name, len(self._calls), cause),
             self.given_up or "It is started again, and they are scored again.",
         )
-        self._give_jobs_back(cause)
+        self._give_back(cause)
 
-    def _give_jobs_back(self, cause: str) -> None:
-        """Have them scored elsewhere, but for those that were lost too often."""
-        jobs, self._jobs, self._outgoing = list(self._jobs.values()), {}, []
-        self._lost_tasks.update(job.task_id for job in jobs if job.is_sent)
-        for job in jobs:
-            job.losses += job.is_sent
-            job.is_sent = False
-            if job.losses < LOSSES_PER_JOB:
-                self._give_back(job)
-                continue
-            what = f"{job.label}: reward workers were lost while they scored it, {job.losses} times; the last: {cause}"
-            _fail(job, TrajectoryError("reward", what))
-
-    async def _recover(self, *, is_dead: bool) -> None:
-        """After a pause, start its process again if that is to blame: dead, or lost with two different tasks.
-
-        A process that lives and was lost with one task is connected to again: the task may be the cause.
-        """
-        await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (len(self._losses) - 1), LONGEST_PAUSE_S))
-        if is_dead or len(self._lost_tasks) > 1:
-            ray.kill(self.actor)
-            self.actor = self._start()
-            self._lost_tasks.clear()
-
-    def _flush(self) -> None:
-        """Send the jobs of this tick together."""
-        if self._connection is None or not self._outgoing:
-            return
-        jobs, self._outgoing = self._outgoing, []
-        for job in jobs:
-            job.is_sent = True
-        self._connection.send([(job.number, job.label, job.body) for job in jobs])
-
-    def _settle(self, number: int, result: Result) -> None:
-        job = self._jobs.pop(number, None)
-        if job is None:  # given back, and scored by another
-            return
-        if not isinstance(result, Score):
-            _fail(job, result)
-        elif not job.answer.done():  # else its trajectory was cancelled
-            job.answer.set_result(result)
+    def _give_back(self, cause: str) -> None:
+        """Fail its calls, so that they are made again elsewhere."""
+        self.is_up = False
+        for answer in self._calls:
+            if not answer.done():
+                answer.set_exception(_WorkerLostError(cause))
+        self._on_change()
 
 
 class RewardClient:
@@ -225,9 +193,11 @@ class RewardClient:
         Args:
             starts: Of each worker, what starts a process for it.
         """
-        self._workers = [_Worker(f"reward worker {index}", start, self._submit) for index, start in enumerate(starts)]
+        self._changed = asyncio.Event()
+        self._workers = [
+            _Worker(f"reward worker {index}", start, self._changed.set) for index, start in enumerate(starts)
+        ]
         self._next_worker = itertools.cycle(self._workers)
-        self._numbers = itertools.count()
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every worker has its place and has loaded the reward.
@@ -245,6 +215,8 @@ class RewardClient:
                 f"{ray.available_resources()} free of {ray.cluster_resources()}. Lower reward.num_workers, use "
                 "another reward.pool, or raise rollout.start_timeout_s."
             ) from None
+        for worker in self._workers:
+            worker.is_up = True
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """Score one trajectory. The worker's own time-out bounds the wait, and what is said above.
@@ -257,9 +229,20 @@ class RewardClient:
             body = pickle.dumps((task, trajectory), pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # user data: whatever its pickling raises is data
             raise TrajectoryError("reward", f"{label}: the task cannot be sent: {error!r}") from error
-        answer: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._submit(_Job(next(self._numbers), label, task.task_id, body, answer))
-        return await answer
+        losses = 0
+        while True:
+            worker = await self._available_worker()
+            try:
+                result = await worker.score(label, body)
+            except _WorkerLostError as lost:
+                losses += 1
+                if losses == LOSSES_PER_TRAJECTORY:
+                    what = f"reward workers were lost while they scored it, {losses} times; the last: {lost}"
+                    raise TrajectoryError("reward", f"{label}: {what}") from None
+                continue
+            if isinstance(result, Score):
+                return result
+            raise result
 
     async def close(self, timeout_s: float = 2.0) -> None:
         for worker in self._workers:
@@ -270,23 +253,20 @@ class RewardClient:
         except (TimeoutError, ray.exceptions.RayError):
             pass
 
-    def _submit(self, job: _Job) -> None:
-        """Give it to the next worker that is up; while there is none, to one that is being started."""
-        if job.answer.done():  # its trajectory was cancelled
-            return
-        chosen: _Worker | None = None
-        for _ in self._workers:
-            worker = next(self._next_worker)
-            if worker.given_up is None and (worker.is_up or chosen is None):
-                chosen = worker
-            if worker.is_up:
-                break
-        if chosen is None:
-            _fail(job, TrajectoryError("reward", f"no reward worker is left. {worker.given_up}"))
-        else:
-            chosen.submit(job)
+    async def _available_worker(self) -> _Worker:
+        """The next worker that is up; waits while there is none and one is being started.
 
-
-def _fail(job: _Job, error: Exception) -> None:
-    if not job.answer.done():
-        job.answer.set_exception(error)
+        Raises:
+            TrajectoryError: kind `reward`, if all are given up.
+        """
+        while True:
+            for worker in self._workers:
+                worker.watch()
+            for _ in self._workers:
+                worker = next(self._next_worker)
+                if worker.is_up:
+                    return worker
+            if all(worker.given_up for worker in self._workers):
+                raise TrajectoryError("reward", f"no reward worker is left. {worker.given_up}")
+            self._changed.clear()
+            await self._changed.wait()

@@ -8,7 +8,7 @@ concurrency: what one would do without a sandbox.
 
 Overhead per trajectory: a function that returns 1.0 and a trajectory of 512 tokens, one after the other (the latency of
 one call) and all at once (the cost of one among many). Through `RewardRunner` it is the worker's path: pickle, socket,
-child below its keeper, socket, score. With `--ray` also through `RewardClient` and a `RewardActor` of a local Ray.
+child below its keeper, socket, score. What Ray adds is measured by `reward_calls.py`.
 
 Printed are the median over the rounds (or calls), the quartiles and their number.
 """
@@ -111,28 +111,6 @@ async def measure_rewards(rounds: int, num_trajectories: int) -> tuple[list[floa
     return single, many
 
 
-async def measure_ray(rounds: int, num_trajectories: int) -> tuple[list[float], list[float]]:
-    """As `measure_rewards`, through an actor and its client."""
-    from penstock.actors.cluster import Resources, start_rewards
-
-    client = start_rewards(RewardConfig(fn="sandbox:one", timeout_s=60), SandboxConfig(), [Resources()])
-    job = pair()
-    for _ in range(50):
-        await client.score(*job)
-    single = []
-    for _ in range(num_trajectories):
-        started = time.perf_counter()
-        await client.score(*job)
-        single.append(1e3 * (time.perf_counter() - started))
-    many = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        await asyncio.gather(*(client.score(*job) for _ in range(num_trajectories)))
-        many.append(1e3 * (time.perf_counter() - started) / num_trajectories)
-    await client.close()
-    return single, many
-
-
 def line(what: str, values: list[float], unit: str) -> str:
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{what:<58} {middle:9.3f} {unit}  quartiles {low:.3f} .. {high:.3f}  n={len(values)}"
@@ -143,7 +121,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--checks", type=int, default=300)
     parser.add_argument("--trajectories", type=int, default=2000)
-    parser.add_argument("--ray", action="store_true", help="also through a Ray actor")
     arguments = parser.parse_args()
     sys.path.append(str(Path(__file__).parent))  # for the processes that import `sandbox:one`
     print(*provenance(), f"load before: {os.getloadavg()[0]:.1f}", sep="\n")
@@ -155,14 +132,6 @@ def main() -> None:
     single, many = asyncio.run(measure_rewards(arguments.rounds, arguments.trajectories))
     print(line("reward, one after the other", single, "ms"))
     print(line("reward, all at once, per trajectory", many, "ms"))
-    if arguments.ray:
-        import ray
-
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        single, many = asyncio.run(measure_ray(arguments.rounds, arguments.trajectories))
-        print(line("reward through Ray, one after the other", single, "ms"))
-        print(line("reward through Ray, all at once, per trajectory", many, "ms"))
-        ray.shutdown()
 
 
 if __name__ == "__main__":

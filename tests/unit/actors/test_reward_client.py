@@ -1,11 +1,12 @@
-"""The driver's side of the reward workers: every job is answered or fails, and lost workers are started again."""
+"""The driver's side of the reward workers: every trajectory is scored or fails, and lost workers are started again."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,17 +15,40 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors import direct, reward_client
-from penstock.actors.direct import Address, Listener
+from penstock.actors import reward_client
 from penstock.actors.reward import RewardActor
 from penstock.actors.reward_client import RewardClient
 from penstock.dataflow.errors import TrajectoryError
-from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
+
+ELSEWHERE = asyncio.new_event_loop()
+"""Where workers run: a loop of its own, as a process has."""
+threading.Thread(target=ELSEWHERE.run_forever, daemon=True).start()
+
+
+class Call:
+    """What a Ray actor's call gives: awaitable, and a `concurrent.futures.Future` on request."""
+
+    def __init__(self, answer: Awaitable[Any]) -> None:
+        async def wait() -> Any:
+            return await answer
+
+        self._future = asyncio.run_coroutine_threadsafe(wait(), ELSEWHERE)
+
+    def future(self) -> concurrent.futures.Future[Any]:
+        return self._future
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self._future).__await__()
+
+
+def method(answer: Callable[..., Awaitable[Any]]) -> Any:
+    """As a method of an actor's handle: called by `.remote(...)`."""
+    return SimpleNamespace(remote=lambda *arguments: Call(answer(*arguments)))
 
 
 @pytest.fixture(autouse=True)
@@ -41,37 +65,41 @@ class Process:
     """A reward worker's process: scores all with 1. `actor` is what the client would have from Ray."""
 
     def __init__(self) -> None:
-        self.listener = Listener(self.score)
-        self.actor: Any = SimpleNamespace(
-            listen=SimpleNamespace(remote=self._listen), is_alive=SimpleNamespace(remote=self._is_alive)
-        )
-        self.num_messages = 0
+        self.actor: Any = SimpleNamespace(score=method(self.count), is_alive=method(self.is_alive))
+        self.labels: list[str] = []
         self.is_dead = False
 
-    async def _listen(self) -> Address:
-        await self._is_alive()
-        return await self.listener.listen("127.0.0.1")
+    async def count(self, label: str, body: bytes) -> Any:
+        await self.is_alive()
+        self.labels.append(label)
+        return await self.score(label, body)
 
-    async def _is_alive(self) -> None:
+    async def score(self, label: str, body: bytes) -> Any:
+        return Score(1.0)
+
+    async def is_alive(self) -> None:
         if self.is_dead:
             raise ray.exceptions.ActorDiedError
 
-    def score(self, jobs: list[Any]) -> None:
-        self.num_messages += 1
-        self.listener.send([(number, Score(1.0, {})) for number, *_ in jobs])
-
-    async def die(self) -> None:
-        self.is_dead = True
-        await self.listener.close()
-
 
 class Mortal(Process):
-    """Dies of its first jobs, unscored."""
+    """Dies of its first calls, unscored."""
 
-    def score(self, jobs: list[Any]) -> None:
-        self.num_messages += 1
+    async def score(self, label: str, body: bytes) -> Any:
+        await asyncio.sleep(0.05)  # all calls of a tick come before it
         self.is_dead = True
-        self.dying = asyncio.ensure_future(self.die())
+        raise ray.exceptions.ActorDiedError
+
+
+class Hanging(Process):
+    """Answers nothing any more from its first call on."""
+
+    async def is_alive(self) -> None:
+        if self.labels:
+            await asyncio.Event().wait()
+
+    async def score(self, label: str, body: bytes) -> Any:
+        await asyncio.Event().wait()
 
 
 class Place:
@@ -94,12 +122,16 @@ def client_of(*places: Place) -> Iterator[RewardClient]:
         worker.close()
 
 
-async def test_a_task_that_cannot_be_sent_fails_alone_and_jobs_of_a_tick_travel_together() -> None:
+async def all_up(client: RewardClient) -> None:
+    for worker in client._workers:
+        worker.watch()
+    while not all(worker.is_up for worker in client._workers):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def test_a_task_that_cannot_be_sent_fails_alone() -> None:
     place = Place(Process)
     with client_of(place) as client:
-        assert (await client.score(*pair("!"))).reward == 1.0
-        await asyncio.gather(*(client.score(*pair("!")) for _ in range(10)))
-        assert place.processes[0].num_messages == 2
         task, trajectory = pair("!")
         odd = replace(task, fields={"answer": lambda: None})
         results = await asyncio.gather(
@@ -109,6 +141,27 @@ async def test_a_task_that_cannot_be_sent_fails_alone_and_jobs_of_a_tick_travel_
     assert [getattr(result, "reward", None) for result in results] == [1.0, None, 1.0]
     assert isinstance(results[1], TrajectoryError)
     assert "the task cannot be sent" in results[1].detail
+
+
+class SlowOfOne(Process):
+    """Scores the first trajectory when all others are scored."""
+
+    async def score(self, label: str, body: bytes) -> Any:
+        while label == self.labels[0] and len(self.labels) < 9:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return Score(float(len(self.labels)))
+
+
+async def test_a_slow_reward_delays_no_other() -> None:
+    place = Place(SlowOfOne)
+    with client_of(place) as client:
+        task, trajectory = pair("!")
+        slow = asyncio.ensure_future(client.score(task, replace(trajectory, trajectory_id="slow")))
+        await asyncio.sleep(0.05)
+        for _ in range(8):
+            assert not slow.done()
+            await asyncio.wait_for(client.score(task, trajectory), 10.0)
+        await asyncio.wait_for(slow, 10.0)
 
 
 def not_there() -> None:
@@ -128,10 +181,9 @@ async def test_a_task_that_the_worker_cannot_read_fails_with_the_cause_and_costs
     async def score(*_: object) -> Score:
         return Score(1.0)
 
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(RewardRunner, "score", score)
     actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig(), "cpu")
-    handle: Any = SimpleNamespace(listen=SimpleNamespace(remote=actor.listen))
+    handle: Any = SimpleNamespace(score=method(actor.score), is_alive=method(actor.is_alive))
     client = RewardClient([lambda: handle])
     task, trajectory = pair("!")
     odd = replace(task, fields={"answer": Unreadable()})
@@ -140,7 +192,7 @@ async def test_a_task_that_the_worker_cannot_read_fails_with_the_cause_and_costs
         TrajectoryError, match=r"cannot be read in the .*: ModuleNotFoundError: No module named 'my_rows"
     ):
         await asyncio.wait_for(client.score(odd, trajectory), 10.0)
-    assert isinstance(await good, Score), "it travelled with the other, and is scored"
+    assert isinstance(await good, Score)
     assert not killed
     client._workers[0].close()
     await actor.shutdown()
@@ -153,23 +205,24 @@ async def test_the_only_worker_dies_and_the_next_process_scores_what_it_had(kill
         assert [score.reward for score in scores] == [1.0] * 5
         assert (await client.score(*pair("!"))).reward == 1.0
     first, second = place.processes
-    assert (first.num_messages, second.num_messages) == (1, 2)
+    assert (len(first.labels), len(second.labels)) == (5, 6)
     assert killed == [first.actor], "nothing of it is left"
 
 
 async def test_another_worker_scores_what_a_dead_one_had_and_it_comes_back() -> None:
     dying, living = Place(Mortal, Process), Place(Process)
     with client_of(dying, living) as client:
+        await all_up(client)
         scores = await asyncio.wait_for(asyncio.gather(*(client.score(*pair("!")) for _ in range(4))), 10.0)
         assert [score.reward for score in scores] == [1.0] * 4
-        assert living.processes[0].num_messages == 2
-        while not all(worker.is_up for worker in client._workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        assert len(dying.processes[0].labels) == 2
+        await asyncio.wait_for(all_up(client), 10.0)
+        before = len(living.processes[0].labels)
         await asyncio.gather(*(client.score(*pair("!")) for _ in range(4)))
-    assert dying.processes[1].num_messages == 1, "every other job is for it again"
+    assert len(living.processes[0].labels) == before + 2, "every other one is for the new process"
 
 
-async def test_a_job_that_two_workers_died_of_fails_and_says_so() -> None:
+async def test_a_trajectory_that_two_workers_died_of_fails_and_says_so() -> None:
     place = Place(Mortal, Mortal, Process)
     with client_of(place) as client:
         with pytest.raises(TrajectoryError, match=r"0/0 \(t/0\): reward workers were lost while they scored it, 2 t"):
@@ -177,7 +230,7 @@ async def test_a_job_that_two_workers_died_of_fails_and_says_so() -> None:
         assert (await client.score(*pair("!"))).reward == 1.0, "the next one is served"
 
 
-async def test_a_worker_that_keeps_dying_is_given_up_and_jobs_then_fail_with_the_cause() -> None:
+async def test_a_worker_that_keeps_dying_is_given_up_and_trajectories_then_fail_with_the_cause() -> None:
     place = Place(Mortal)
     with client_of(place) as client:
         while client._workers[0].given_up is None:
@@ -188,59 +241,68 @@ async def test_a_worker_that_keeps_dying_is_given_up_and_jobs_then_fail_with_the
     assert len(place.processes) == 1 + reward_client.LOSSES_PER_HOUR
 
 
-class Babbling(Process):
-    """Answers jobs of the task `odd` with what is no list of results."""
+class Garbled(Process):
+    """Its scores of the task `odd` cannot be read."""
 
-    def score(self, jobs: list[Any]) -> None:
-        if any("(odd)" in label for _, label, _ in jobs):
-            self.listener.send("no list of results")
-        else:
-            super().score(jobs)
+    async def score(self, label: str, body: bytes) -> Any:
+        if "(odd)" in label:
+            raise ray.exceptions.RaySystemError("no such class: Oddity")
+        return Score(1.0)
 
 
-async def test_a_living_worker_that_is_lost_with_one_task_is_kept_and_with_two_tasks_it_is_replaced(
-    killed: list[Any],
-) -> None:
-    place = Place(Babbling)
+async def test_a_score_that_cannot_be_read_fails_alone_and_costs_no_worker(killed: list[Any]) -> None:
+    place = Place(Garbled)
     task, trajectory = pair("!")
-    odd = replace(task, task_id=TaskId("odd"))
     with client_of(place) as client:
-        with pytest.raises(TrajectoryError, match=r"2 times; the last: what it sent cannot be read: ValueError"):
-            await asyncio.wait_for(client.score(odd, trajectory), 10.0)
-        assert (await client.score(task, trajectory)).reward == 1.0
-        assert (len(place.processes), killed) == (1, []), "the task is to blame"
-        odd_again = asyncio.ensure_future(client.score(odd, trajectory))
-        with pytest.raises(TrajectoryError, match="2 times"):
-            await asyncio.wait_for(client.score(replace(odd, task_id=TaskId("other")), trajectory), 10.0)
-        with pytest.raises(TrajectoryError, match="2 times"):
-            await odd_again
-        assert (await asyncio.wait_for(client.score(task, trajectory), 10.0)).reward == 1.0
-    assert killed, "it was lost with two different tasks"
+        good = asyncio.ensure_future(client.score(task, trajectory))
+        with pytest.raises(TrajectoryError, match=r"\(odd\): its score cannot be read: RaySystemError: .*Oddity"):
+            await asyncio.wait_for(client.score(replace(task, task_id="odd"), trajectory), 10.0)
+        assert (await good).reward == 1.0
+    assert (len(place.processes), killed) == (1, [])
+
+
+async def test_a_worker_that_hangs_is_replaced_and_what_it_had_is_scored(
+    monkeypatch: pytest.MonkeyPatch, killed: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reward_client, "SIGN_OF_LIFE_S", 0.05)
+    monkeypatch.setattr(reward_client, "SILENCE_S", 0.5)
+    place = Place(Hanging, Process)
+    with client_of(place) as client:
+        scores = await asyncio.wait_for(asyncio.gather(*(client.score(*pair("!")) for _ in range(3))), 20.0)
+    assert [score.reward for score in scores] == [1.0] * 3
+    assert killed == [place.processes[0].actor]
+    assert "reward worker 0 with 3 trajectories is lost: it did not answer for 0 s" in caplog.text
+
+
+async def test_a_trajectory_that_is_cancelled_disturbs_nobody_when_its_worker_dies() -> None:
+    place = Place(Mortal, Process)
+    with client_of(place) as client:
+        given_up, kept = (asyncio.ensure_future(client.score(*pair("!"))) for _ in range(2))
+        while not place.processes[0].labels:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        given_up.cancel()
+        assert (await asyncio.wait_for(kept, 10.0)).reward == 1.0
+    assert given_up.cancelled()
+    assert len(place.processes[1].labels) == 1
 
 
 async def test_a_driver_that_stood_still_takes_no_living_worker_for_dead(
     monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
-    monkeypatch.setattr(direct, "SIGN_OF_LIFE_S", 0.2)
+    monkeypatch.setattr(reward_client, "SIGN_OF_LIFE_S", 0.05)
     monkeypatch.setattr(reward_client, "SILENCE_S", 1.0)
-    elsewhere = asyncio.new_event_loop()
-    threading.Thread(target=elsewhere.run_forever, daemon=True).start()
-    place = Place(Process)
+
+    class Unhurried(Process):
+        async def is_alive(self) -> None:
+            await asyncio.sleep(0.4)
+
+    place = Place(Unhurried)
     with client_of(place) as client:
-        process = place.processes[0]
-        listening = asyncio.run_coroutine_threadsafe(process.listener.listen("127.0.0.1"), elsewhere)
-        address = await asyncio.wrap_future(listening)
-
-        async def listen() -> Address:
-            return address
-
-        process.actor.listen.remote = listen
         assert (await client.score(*pair("!"))).reward == 1.0
+        await asyncio.sleep(0.2)  # a question is under way
         time.sleep(2.5)  # noqa: ASYNC251  the loop stands still; the worker's goes on
         await asyncio.sleep(0.3)
         assert (await client.score(*pair("!"))).reward == 1.0
         assert not client._workers[0]._losses
         assert len(place.processes) == 1
     assert not killed
-    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(process.listener.close(), elsewhere))
-    elsewhere.call_soon_threadsafe(elsewhere.call_later, 0.05, elsewhere.stop)
