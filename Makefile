@@ -47,11 +47,13 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true
 	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
 
-SWEEP := grpo,dr_grpo,rloo,reinforce_pp,dapo,cispo,gspo,sapo,dppo,topr,online_dpo
-sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; days on two cores, goes on where it stopped (SEED=0)
+RATIO_LOSSES := grpo,dr_grpo,rloo,reinforce_pp,dapo,cispo,gspo,sapo
+sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; days on two cores, continues where it stopped (SEED=0)
 	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true
-	@$(BIN)/penstock sweep staleness experiment=arithmetic --algorithms $(SWEEP) --staleness 0,1,4,8,16 \
-		--seeds $(SEED):$$(($(SEED) + 1))
+	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES),dppo,topr,online_dpo \
+		dataflow.max_staleness=0,1,4,8,16 seeds=$(SEED) --folder runs/sweep-staleness
+	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES) dataflow.max_staleness=1,4,8,16 seeds=$(SEED) \
+		algorithm.correction=none algorithm.proximal=target --folder runs/sweep-staleness-uncorrected
 
 TWO_AT_A_TIME := -n 2 --dist worksteal
 # Tests that start Ray, vLLM or DeepSpeed (marked `integration`) take both cores, and run one after the other.

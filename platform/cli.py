@@ -71,6 +71,48 @@ def sample(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: 
     _run("sample", overrides, config_dir, _sample, dry_run=dry_run)
 
 
+@app.command(no_args_is_help=True)
+def sweep(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="experiment=NAME KEY=A,B [seeds=FIRST:END] [KEY=VALUE]...",
+            help="KEY=A,B or GROUP=A,B: one run for each combination of the values. Other overrides hold for all runs.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Runs, logs and results.")] = Path("runs/sweep"),
+    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all runs and list them; start none.")] = False,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Train once for each combination of values, e.g. sweep experiment=arithmetic algorithm=grpo,rloo seeds=0:3.
+
+    All runs are checked before the first one starts. Runs that have completed are skipped, so the same command
+    continues an interrupted sweep. A run that fails is named at the end; the others go on.
+
+    DIR/sweep.md, .csv, .json and .html hold final accuracy, gain, mean lag, status and run directory, and are written
+    after every run.
+    """
+
+    def body() -> int:
+        from rich.console import Console
+
+        from penstock.platform.sweep import run_sweep
+
+        return run_sweep(
+            overrides or [],
+            folder=folder,
+            cell_timeout_s=cell_timeout_s,
+            dry_run=dry_run,
+            config_dir=config_dir,
+            console=Console(soft_wrap=True),
+        )
+
+    exit_with(body)
+
+
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> None:
     """Write report.html of a run and print its path."""

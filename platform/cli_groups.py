@@ -1,9 +1,8 @@
-"""The commands of `penstock` that come in groups: weights, sweep, sandbox, env. Thin, as cli.py."""
+"""The commands of `penstock` that come in groups: weights, sandbox, env. Thin, as cli.py."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,10 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
-sweep = typer.Typer(help="Many runs that differ in one thing.", no_args_is_help=True)
 sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
 environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
-GROUPS = {"weights": weights, "sweep": sweep, "sandbox": sandbox, "env": environments}
+GROUPS = {"weights": weights, "sandbox": sandbox, "env": environments}
 
 Rights = Annotated[
     str | None,
@@ -27,38 +25,6 @@ Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock
 EnvArgs = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
 ]
-
-
-@sweep.command("staleness")
-def sweep_staleness(
-    overrides: Overrides = None,
-    *,
-    algorithms: Annotated[str, typer.Option(metavar="A,B,…", help="Presets of conf/algorithm.")] = "grpo",
-    staleness: Annotated[str, typer.Option(metavar="0,4,…", help="Bounds: dataflow.max_staleness.")] = "0,4,16",
-    seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds of each cell.")] = "0:1",
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Runs and results.")] = Path("runs/sweep-staleness"),
-    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
-    uncorrected: Annotated[bool, typer.Option(help="Also train as if nothing were stale.")] = True,
-) -> None:
-    """Final accuracy over algorithm x staleness bound: one table, one plot; goes on where it was interrupted."""
-
-    def body() -> int:
-        from rich.console import Console
-
-        from penstock.platform.cli_sweep import run_staleness_sweep
-
-        return run_staleness_sweep(
-            overrides or [],
-            algorithms=algorithms,
-            staleness=staleness,
-            seeds=seeds,
-            folder=folder,
-            cell_timeout_s=cell_timeout_s,
-            with_uncorrected=uncorrected,
-            console=Console(),
-        )
-
-    exit_with(body)
 
 
 @weights.command("plan")

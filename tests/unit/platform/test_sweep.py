@@ -1,86 +1,140 @@
+"""`penstock sweep`: how overrides become runs, what is run again, and what is written about them."""
+
 from __future__ import annotations
 
-import dataclasses
+import csv
 import json
 import re
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.platform import cli_sweep
-from penstock.platform.cli_sweep import _numbers
+from penstock.platform import sweep
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.load import load_config
-from penstock.platform.sweep import runner
-from penstock.platform.sweep.grid import Cell, grid
-from penstock.platform.sweep.results import Found, table, write
-from penstock.platform.sweep.runner import check_cells, completed, run_cells
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.sweep import (
+    Grid,
+    Result,
+    check_cells,
+    find_completed,
+    parse_grid,
+    result_rows,
+    run_cells,
+    run_sweep,
+    write_results,
+)
 from penstock.platform.trackers.jsonl import JsonlTracker
 
-ETAS = [0, 4, 16]
-OVERRIDES = ["experiment=arithmetic"]
+TWO = ["experiment=arithmetic", "dataflow.max_staleness=0,2"]
 
 
-def accuracy_of(cell: Cell) -> float:
-    return round(0.9 - 0.01 * cell.staleness - (0.2 if not cell.is_corrected else 0) + 0.02 * cell.seed, 3)
+def names(*overrides: str) -> list[str]:
+    return [cell.name for cell in parse_grid(overrides).cells]
 
 
-def results(seeds: list[int]) -> dict[Cell, Found]:
-    cells = grid(["grpo", "gspo"], ETAS, seeds, with_uncorrected=True)
-    return {cell: Found(accuracy_of(cell), 0.3, cell.staleness / 2, cell.staleness) for cell in cells}
+def test_lists_make_a_grid_and_other_overrides_hold_for_all_cells() -> None:
+    grid = parse_grid(["experiment=arithmetic", "trainer.optimizer.lr=1e-4,3e-4", "algorithm=grpo,rloo", "seeds=0:2"])
+    assert grid.fixed == ("experiment=arithmetic",)
+    assert list(grid.axes) == ["trainer.optimizer.lr", "algorithm", "seed"]
+    assert grid.cells[1].overrides == ("trainer.optimizer.lr=0.0001", "algorithm=rloo", "seed=0")
+    assert [cell.name for cell in grid.cells] == [
+        f"lr-{lr}--algorithm-{algorithm}--seed-{seed}"
+        for seed in (0, 1)
+        for lr in ("0.0001", "0.0003")
+        for algorithm in ("grpo", "rloo")
+    ], "the first seed is whole before the second begins"
 
 
-def test_the_first_seed_is_whole_before_the_second_begins() -> None:
-    cells = list(grid(["grpo"], ETAS, [0, 1], with_uncorrected=True))
-    assert [cell.seed for cell in cells] == [0] * 5 + [1] * 5
-    assert len({cell.name for cell in cells}) == 10
+@pytest.mark.parametrize(
+    "fixed", ["key=[1,2]", "key={a: 1, b: 2}", "key='a,b'", 'key="[a,b],c"', "~key", "key=3", "key='--x 1,2 --y'"]
+)
+def test_commas_in_brackets_and_quotes_are_no_lists(fixed: str) -> None:
+    grid = parse_grid([fixed, "seeds=3"])
+    assert grid.fixed == (fixed,)
+    assert len(grid.cells) == 1
+    assert grid.cells[0].overrides == ("seed=3",)
 
 
-def test_nothing_is_corrected_at_bound_0_so_it_is_run_once() -> None:
-    cells = list(grid(["grpo"], ETAS, [0], with_uncorrected=True))
-    assert [(cell.staleness, cell.is_corrected) for cell in cells] == [
-        (0, True), (4, True), (4, False), (16, True), (16, False)
-    ]  # fmt: skip
-    assert len(list(grid(["grpo"], ETAS, [0], with_uncorrected=False))) == 3
+def test_elements_of_a_list_may_be_quoted_or_lists_themselves() -> None:
+    grid = parse_grid(["+key='a,b',c,[1,2]"])
+    assert [cell.overrides for cell in grid.cells] == [("+key='a,b'",), ("+key=c",), ("+key=[1,2]",)]
+    assert len({cell.name for cell in grid.cells}) == 3
+    assert all(re.fullmatch(r"[\w.+-]+", cell.name) for cell in grid.cells), "they are names of folders"
 
 
-def test_losses_that_correct_themselves_are_not_run_twice() -> None:
-    assert [cell.is_corrected for cell in grid(["topr"], ETAS, [0], with_uncorrected=True)] == [True] * 3
+def test_values_that_a_folder_cannot_be_named_by_are_told_apart() -> None:
+    one, other = names("model.path=a/b,a_b")
+    assert one != other
+    assert names("model.path=a/b,a_b") == [one, other], "the same every time: finished cells are found by it"
 
 
-def test_a_table_has_a_line_per_algorithm_and_correction_with_the_spread_over_seeds() -> None:
-    header, *rows = table(results([0, 1]), ETAS)
-    assert header == ["algorithm", "η = 0", "η = 4", "η = 16"]
-    assert [row[0] for row in rows] == [
-        "grpo", "grpo, uncorrected", "gspo", "gspo, uncorrected", "mean lag of trained tokens, versions",
-    ]  # fmt: skip
-    assert rows[0][1:] == ["0.910 (0.900 … 0.920)", "0.870 (0.860 … 0.880)", "0.750 (0.740 … 0.760)"]
-    assert rows[1][1] == rows[0][1], "one run serves both lines at bound 0"
-    assert rows[-1][1:] == ["0.00", "2.00", "8.00"]
+def test_a_range_of_seeds_is_that_of_a_slice_and_one_number_is_one_seed() -> None:
+    assert names("seeds=2:4") == ["seed-2", "seed-3"]
+    assert names("seeds=7") == ["seed-7"]
+    assert names("seed=7,9") == ["seed-7", "seed-9"]
 
 
-def test_what_is_missing_is_a_dash() -> None:
-    some = {cell: found for cell, found in results([0]).items() if cell.staleness != 16}
-    assert table(some, ETAS)[1][-1] == "–"
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["seeds=3:1"], "FIRST < END"),
+        (["seeds=a"], "write seeds=FIRST:END"),
+        (["key=interval(0,1)"], "an interval has no values"),
+        (["key=1,2", "key=3,4"], "key has values already"),
+        (["seed=1,2", "seeds=0:3"], "seed has values already"),
+        (["key=1,1"], "listed twice"),
+        (["name=a,b"], "names its run directories"),
+        (["run_dir=x", "seeds=3"], "names its run directories"),
+        (["experiment=arithmetic"], "nothing to sweep over"),
+        (["staleness", "seeds=3"], "no override"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(overrides: list[str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        parse_grid(overrides)
 
 
-def test_all_three_files_are_written(tmp_path: Path) -> None:
-    write(results([0]), ETAS, tmp_path)
-    assert "| grpo | 0.900 | 0.860 | 0.740 |" in (tmp_path / "sweep.md").read_text()
-    assert json.loads((tmp_path / "sweep.json").read_text())["grpo-uncorrected-eta4-seed0"]["accuracy"] == 0.66
-    assert "greedy held-out accuracy" in (tmp_path / "sweep.html").read_text()
+def test_all_that_cannot_be_read_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_grid(["seeds=3:1", "name=x", "key=1,1"])
+    assert len(refused.value.violations) == 3
 
 
-def cells_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Two cells, composed without looking at the machine."""
-    monkeypatch.setattr(runner, "load_config", lambda command, overrides: load_config(command, overrides, dry_run=True))
-    return check_cells(list(grid(["grpo"], [0, 2], [0], with_uncorrected=False)), OVERRIDES, folder)
+@pytest.fixture(autouse=True)
+def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are checked without looking at the machine."""
+    monkeypatch.setattr(
+        sweep, "load_config", lambda command, overrides, config_dir: load_config(command, overrides, dry_run=True)
+    )
 
 
-def finish(config, accuracy: float = 0.8, status: str = "completed") -> None:
+def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: Path) -> None:
+    grid = parse_grid(
+        ["experiment=arithmetic", "algorithm=grpo,gspoo", "dataflow.max_staleness=0,-1", "total_stepps=3"]
+    )
+    with pytest.raises(ConfigError) as refused:
+        check_cells(grid, tmp_path)
+    text = "\n".join(refused.value.violations)
+    assert re.search(
+        r"^algorithm-gspoo--max_staleness-0, algorithm-gspoo--max_staleness--1: .*gspoo", text, re.MULTILINE
+    )
+    assert re.search(
+        r"^algorithm-grpo--max_staleness--1, algorithm-gspoo--max_staleness--1: .*max_staleness", text, re.MULTILINE
+    )
+    assert text.count("total_stepps") == 1, "what is wrong with every cell is said once"
+
+
+def two_cells(folder: Path) -> tuple[Grid, dict[Any, RunConfig]]:
+    grid = parse_grid(TWO)
+    return grid, check_cells(grid, folder)
+
+
+def finish(config: RunConfig, accuracy: float | None = 0.8, status: str = "completed") -> None:
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -89,98 +143,145 @@ def finish(config, accuracy: float = 0.8, status: str = "completed") -> None:
     tracker = JsonlTracker(run_dir)
     for lag in (0.0, 1.0):
         tracker.log(1, {"staleness/mean_versions": lag})
-    tracker.log(2, {"eval/accuracy": accuracy})
+    tracker.log(2, {"eval/accuracy": 0.7})
     tracker.close()
 
 
-def test_only_what_is_not_there_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = cells_at(tmp_path, monkeypatch)
+def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, configs = two_cells(tmp_path)
     first, second = configs.values()
     finish(first)
     started = []
 
-    def run(arguments, log, timeout_s, name):
-        started.append(name)
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str) -> None:
+        started.append(arguments)
         finish(second, 0.7)
 
-    monkeypatch.setattr(runner, "_run", run)
+    monkeypatch.setattr(sweep, "_run", run)
     notes: list[str] = []
-    found: dict[Cell, Found] = {}
-    assert run_cells(configs, OVERRIDES, tmp_path, 10.0, notes.append, found.update) == []
-    assert started == ["grpo-eta2-seed0"]
-    assert [one.accuracy for one in found.values()] == [0.8, 0.7]
-    assert next(iter(found.values())).mean_lag == 0.5
-    assert re.search(r"\[2/2\] grpo-eta2-seed0: accuracy 0\.700 \(\+0\.200\)", notes[-1])
+    sizes: list[int] = []
+    results = run_cells(grid, configs, tmp_path, 10.0, notes.append, lambda found: sizes.append(len(found)))
+    assert started == [
+        [
+            "experiment=arithmetic", "dataflow.max_staleness=2", "name=max_staleness-2",
+            f"run_dir={tmp_path}/max_staleness-2", "overwrite=true",
+        ]
+    ]  # fmt: skip
+    assert [result.accuracy for result in results.values()] == [0.8, 0.7]
+    assert [result.mean_lag for result in results.values()] == [0.5, 0.5]
+    assert notes[-1] == "[2/2] max_staleness-2: accuracy 0.700, gain 0.200, mean lag 0.500 versions"
+    assert sizes == [1, 2], "results are kept after every cell"
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = cells_at(tmp_path, monkeypatch)
-    _, second = configs.values()
+    _, second = two_cells(tmp_path)[1].values()
 
-    def run(arguments, log, timeout_s, name):
-        if name == "grpo-eta0-seed0":
+    def run(arguments: list[str], log: Path, timeout_s: float, name: str) -> None:
+        if name == "max_staleness-0":
             raise PenstockError("planted")
         finish(second, 0.7)
 
-    monkeypatch.setattr(runner, "_run", run)
-    monkeypatch.setattr(cli_sweep, "check_cells", lambda *_: configs)
-    options = {"algorithms": "grpo", "staleness": "0,2", "seeds": "0:1", "with_uncorrected": False}
+    monkeypatch.setattr(sweep, "_run", run)
     told = StringIO()
-    with pytest.raises(PenstockError, match="1 of 2 cells failed: grpo-eta0-seed0"):
-        cli_sweep.run_staleness_sweep(
-            OVERRIDES, **options, folder=tmp_path, cell_timeout_s=1.0, console=Console(file=told, width=200)
-        )
-    assert "grpo-eta0-seed0: planted" in told.getvalue()
-    assert "| grpo | – | 0.700 |" in (tmp_path / "sweep.md").read_text()
+    console = Console(file=told, width=200)
+    with pytest.raises(PenstockError, match=r"1 of 2 cells failed: max_staleness-0\."):
+        run_sweep(TWO, folder=tmp_path, cell_timeout_s=1.0, dry_run=False, config_dir=None, console=console)
+    assert "max_staleness-0: planted" in told.getvalue()
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").open()))
+    assert [(row["dataflow.max_staleness"], row["status"], row["accuracy"]) for row in rows] == [
+        ("0", "failed", ""), ("2", "completed", "0.7"),
+    ]  # fmt: skip
 
 
-def test_the_table_is_written_after_every_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = cells_at(tmp_path, monkeypatch)
-    for config in configs.values():
-        finish(config)
-    sizes: list[int] = []
-    run_cells(configs, OVERRIDES, tmp_path, 1.0, lambda _: None, lambda found: sizes.append(len(found)))
-    assert sizes == [1, 2]
+def test_a_cell_that_ends_without_completing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, configs = two_cells(tmp_path)
+    monkeypatch.setattr(sweep, "_run", lambda *_: None)
+    notes: list[str] = []
+    results = run_cells(grid, configs, tmp_path, 10.0, notes.append, lambda _: None)
+    assert {result.status for result in results.values()} == {"failed"}
+    assert "ended without completing" in notes[-1]
+
+
+def test_a_dry_run_says_what_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(next(iter(two_cells(tmp_path / "sweep")[1].values())))
+    monkeypatch.setattr(sweep, "_run", lambda *_: pytest.fail("it ran"))
+    told = StringIO()
+    folder, console = tmp_path / "sweep", Console(file=told, width=200)
+    assert run_sweep(TWO, folder=folder, cell_timeout_s=1.0, dry_run=True, config_dir=None, console=console) == 0
+    assert told.getvalue().splitlines() == ["max_staleness-0: completed", "max_staleness-2: to run"]
+    assert not (folder / "sweep.csv").exists()
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
-def test_a_run_that_did_not_complete_is_run_again(tmp_path: Path, monkeypatch, status: str) -> None:
-    config = next(iter(cells_at(tmp_path, monkeypatch).values()))
+def test_a_run_that_did_not_complete_is_run_again(tmp_path: Path, status: str) -> None:
+    config = next(iter(two_cells(tmp_path)[1].values()))
     finish(config, status=status)
-    assert completed(config) is None
+    assert find_completed(config) is None
 
 
-def test_a_completed_run_of_another_configuration_does_not_count(tmp_path: Path, monkeypatch) -> None:
-    config = next(iter(cells_at(tmp_path, monkeypatch).values()))
+def test_a_completed_run_of_another_configuration_does_not_count(tmp_path: Path) -> None:
+    config = next(iter(two_cells(tmp_path)[1].values()))
     finish(config)
-    assert completed(config) is not None
-    assert completed(config.model_copy(update={"total_steps": config.total_steps + 1})) is None
+    assert find_completed(config) is not None
+    assert find_completed(config.model_copy(update={"total_steps": config.total_steps + 1})) is None
 
 
-def test_all_that_is_wrong_is_said_before_anything_runs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "load_config", lambda command, overrides: load_config(command, overrides, dry_run=True))
-    cells = list(grid(["grpo", "gspoo"], [0], [0], with_uncorrected=False))
-    with pytest.raises(ConfigError, match=r"gspoo-eta0-seed0: .*gspoo"):
-        check_cells(cells, OVERRIDES, tmp_path)
+def test_a_run_without_an_evaluation_completes_too(tmp_path: Path) -> None:
+    config = next(iter(two_cells(tmp_path)[1].values()))
+    finish(config, accuracy=None)
+    found = find_completed(config)
+    assert found is not None
+    assert (found.status, found.accuracy, found.gain) == ("completed", None, None)
+
+
+def two_seeds() -> tuple[Grid, dict[Any, Result]]:
+    """Everything but one failed cell and one that has not run."""
+    grid = parse_grid(["algorithm=grpo,rloo", "dataflow.max_staleness=0,4", "seeds=0:2"])
+    results = {}
+    for cell in grid.cells[:-1]:
+        values = dict(cell.values)
+        accuracy = 0.9 - 0.01 * int(values["dataflow.max_staleness"]) + 0.02 * int(values["seed"])
+        results[cell] = Result("completed", f"runs/sweep/{cell.name}", round(accuracy, 3), 0.3, 1.5, 2)
+    results[grid.cells[0]] = Result("failed", f"runs/sweep/{grid.cells[0].name}")
+    return grid, results
+
+
+def test_a_table_has_a_row_for_each_combination_with_the_spread_over_seeds() -> None:
+    header, *rows = result_rows(*two_seeds())
+    assert header[:4] == ["algorithm", "dataflow.max_staleness", "completed", "accuracy"]
+    assert [row[:6] for row in rows] == [
+        ["grpo", "0", "1 of 2, 1 failed", "0.920", "0.300", "1.500"],
+        ["grpo", "4", "2 of 2", "0.870 (0.860 to 0.880)", "0.300", "1.500"],
+        ["rloo", "0", "2 of 2", "0.910 (0.900 to 0.920)", "0.300", "1.500"],
+        ["rloo", "4", "1 of 2", "0.860", "0.300", "1.500"],
+    ]
+
+
+def test_a_sweep_over_seeds_alone_has_one_row() -> None:
+    grid = parse_grid(["seeds=0:3"])
+    assert [row[0] for row in result_rows(grid, {})] == ["completed", "0 of 3"]
+
+
+def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
+    write_results(*two_seeds(), tmp_path)
+    assert "| grpo | 4 | 2 of 2 | 0.870 (0.860 to 0.880) |" in (tmp_path / "sweep.md").read_text()
+    records = json.loads((tmp_path / "sweep.json").read_text())
+    assert records[1] == {
+        "algorithm": "grpo", "dataflow.max_staleness": "4", "seed": "0", "status": "completed",
+        "run_dir": "runs/sweep/algorithm-grpo--max_staleness-4--seed-0",
+        "accuracy": 0.86, "gain": 0.3, "mean_lag": 1.5, "max_lag": 2,
+    }  # fmt: skip
+    assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == len(records) == 7
+    assert "greedy held-out accuracy" in (tmp_path / "sweep.html").read_text()
 
 
 def test_a_run_that_fails_is_named_with_the_end_of_its_output(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "_PROGRAM", "import sys; print('what went wrong'); sys.exit(3)")
+    monkeypatch.setattr(sweep, "_PROGRAM", "import sys; print('what went wrong'); sys.exit(3)")
     with pytest.raises(PenstockError, match=r"(?s)a-cell failed with exit code 3.*what went wrong"):
-        runner._run(["x"], tmp_path / "log", 60.0, "a-cell")
+        sweep._run(["x"], tmp_path / "log", 60.0, "a-cell")
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "_PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(sweep, "_PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(PenstockError, match=r"a-cell took longer than 1 s"):
-        runner._run(["x"], tmp_path / "log", 1.0, "a-cell")
-
-
-@pytest.mark.parametrize("text", ["", "four", "0,-1", "1.5"])
-def test_a_list_of_bounds_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no list of bounds"):
-        _numbers(text)
-
-
-def test_cells_are_values() -> None:
-    assert dataclasses.replace(Cell("grpo", 4, is_corrected=True, seed=0), seed=1).name == "grpo-eta4-seed1"
+        sweep._run(["x"], tmp_path / "log", 1.0, "a-cell")
