@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.algorithms.other_losses import value
+from penstock.trainer.algorithms.losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.packing import TrainingSequence

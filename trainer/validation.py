@@ -32,16 +32,24 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
         violations.append(
             "trainer.offload_optimizer=true has no effect with trainer.zero_stage=0. Use trainer.zero_stage=1, 2 or 3."
         )
-    violations += [message for message, _ in lora_violations(trainer)]
-    violations += [message for message, _ in shared_prompt_violations(model, trainer)]
-    violations += [message for message, _ in compile_violations(trainer)]
     if trainer.backend == "torch":
-        violations += _torch_violations(model, trainer)
-    return violations + [message for message, _ in parallel_violations(model, trainer)]
+        unsupported = {
+            f"trainer.num_ranks={trainer.num_ranks}": trainer.num_ranks != 1,
+            f"trainer.zero_stage={trainer.zero_stage}": trainer.zero_stage != 0,
+            f"model.dtype={model.dtype}": model.dtype != "float32",
+        }
+        violations += [
+            f"{setting} with trainer.backend=torch, which is one float32 process without ZeRO. "
+            "Use trainer.backend=deepspeed."
+            for setting, is_set in unsupported.items()
+            if is_set
+        ]
+    combined = (*combination_violations(model, trainer), *parallel_violations(model, trainer))
+    return violations + [message for message, _ in combined]
 
 
-def lora_violations(trainer: TrainerConfig) -> Iterator[Violation]:
-    """What adapters cannot be trained with."""
+def combination_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:
+    """What adapters, shared prompts and compiled layers cannot be trained with."""
     if trainer.lora is not None and trainer.tensor_parallel_size > 1:
         yield Violation(
             f"trainer.lora with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: AutoTP splits linear "
@@ -49,39 +57,29 @@ def lora_violations(trainer: TrainerConfig) -> Iterator[Violation]:
             "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state.",
             ("trainer.lora", "trainer.tensor_parallel_size"),
         )
-
-
-def shared_prompt_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:
-    """Answers behind one prompt need a mask: by position ids alone each would see those before it."""
-    if not trainer.share_prompts:
-        return
-    if model.attention != "sdpa":
+    # Answers behind one prompt need a mask: by position ids alone each would see those before it.
+    if trainer.share_prompts and model.attention != "sdpa":
         yield Violation(
             f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask, and finds sequences "
             "by positions that restart at 0, so answers behind one prompt would see each other. Use "
             "model.attention=sdpa or share_prompts=false.",
             ("trainer.share_prompts", "model.attention"),
         )
-    if trainer.sequence_parallel_size > 1:
+    if trainer.share_prompts and trainer.sequence_parallel_size > 1:
         yield Violation(
             f"trainer.share_prompts=true with trainer.sequence_parallel_size={trainer.sequence_parallel_size}: Ulysses "
             "drops attention masks, so answers behind one prompt would see each other. Use sequence_parallel_size=1 or "
             "share_prompts=false.",
             ("trainer.share_prompts", "trainer.sequence_parallel_size"),
         )
-
-
-def compile_violations(trainer: TrainerConfig) -> Iterator[Violation]:
-    """Compiled layers are shown to be right under plain torch only."""
-    if not trainer.compile:
-        return
+    # Compiled layers are shown to be right under plain torch only.
     untested = {
         f"trainer.backend={trainer.backend}": trainer.backend != "torch",
         "trainer.lora": trainer.lora is not None,
         "trainer.gradient_checkpointing=true": trainer.gradient_checkpointing,
     }
     for setting, is_set in untested.items():
-        if is_set:
+        if trainer.compile and is_set:
             yield Violation(
                 f"trainer.compile=true with {setting}: compiled layers have been compared with uncompiled ones on "
                 "trainer.backend=torch alone, without adapters or recomputed activations. Use compile=false.",
@@ -164,18 +162,3 @@ def parallel_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[
             "ranks for tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3.",
             (sp_key, "trainer.zero_stage", "model.dtype"),
         )
-
-
-def _torch_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
-    """The torch backend is one float32 process without ZeRO."""
-    unsupported = {
-        f"trainer.num_ranks={trainer.num_ranks}": trainer.num_ranks != 1,
-        f"trainer.zero_stage={trainer.zero_stage}": trainer.zero_stage != 0,
-        f"model.dtype={model.dtype}": model.dtype != "float32",
-    }
-    return [
-        f"{setting} with trainer.backend=torch, which is one float32 process without ZeRO. "
-        "Use trainer.backend=deepspeed."
-        for setting, is_set in unsupported.items()
-        if is_set
-    ]

@@ -9,12 +9,7 @@ from safetensors import safe_open
 
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.trainer.validation import lora_violations, unmatched_targets
-
-
-def check_lora(config: RunConfig) -> Iterator[Finding]:
-    """What adapters cannot be trained with."""
-    yield from (error(message, *keys) for message, keys in lora_violations(config.trainer))
+from penstock.trainer.validation import unmatched_targets
 
 
 def check_no_lora(config: RunConfig) -> Iterator[Finding]:

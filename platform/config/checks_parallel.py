@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.validation import compile_violations, parallel_violations, shared_prompt_violations
+from penstock.trainer.validation import combination_violations, parallel_violations
 
 
 def check_parallel(config: RunConfig) -> Iterator[Finding]:
-    """Heads and ranks divide evenly; what needs a mask; what is compiled; what makes Ulysses slow."""
+    """Heads and ranks divide evenly; adapters; what needs a mask; what is compiled; what makes Ulysses slow."""
     trainer = config.trainer
-    yield from (error(message, *keys) for message, keys in parallel_violations(config.model, trainer))
-    yield from (error(message, *keys) for message, keys in shared_prompt_violations(config.model, trainer))
-    yield from (error(message, *keys) for message, keys in compile_violations(trainer))
+    for violations in (parallel_violations, combination_violations):
+        yield from (error(message, *keys) for message, keys in violations(config.model, trainer))
     if trainer.sequence_parallel_size > 1 and config.model.attention == "sdpa":
         yield warning(
             f"trainer.sequence_parallel_size={trainer.sequence_parallel_size} with model.attention=sdpa: Ulysses drops "

@@ -1,20 +1,105 @@
-"""Advantages from the rewards of one group: `(rewards [G] float64, AlgorithmConfig) -> [G] float64`. Numpy.
+"""Advantages per token, from all that the groups of a batch earned. Numpy, float64.
 
-A group whose rewards are all equal (up to rounding, dataflow/equal_rewards.py) gives exactly 0, never NaN, whatever the
-estimator.
+An estimator of a group is `(rewards [G] float64, AlgorithmConfig) -> [G] float64`, one of a batch takes a
+`RewardBatch`. A group whose rewards are all equal (up to rounding, dataflow/equal_rewards.py) gives exactly 0, never
+NaN, whatever the estimator.
+
+Shape legend: N sequences of the batch, n_i sampled tokens of one, G attempts of a group: trajectories, most of which
+are one sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from penstock.dataflow.equal_rewards import are_equal
+from penstock.dataflow.errors import ShapeError
+from penstock.kernels.segment_scan import reverse_scan
+from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.config import AlgorithmConfig
 
+Tokens = Sequence[NDArray[np.float64]]
+"""One array `[n_i]` per sequence."""
 GroupEstimator = Callable[[NDArray[np.float64], AlgorithmConfig], NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBatch:
+    """What advantages are made of.
+
+    Attributes:
+        rewards: `[N]`, already with the overlong penalty.
+        groups: `[N] int`, whom each sequence is compared with.
+        penalties: `[n_i]` each: β · k of every sampled token (`kl_in: reward`), else zeros.
+        carries_loss: `[n_i] bool` each; what was trimmed or masked does not.
+        parts: Named part of the reward -> `[N]`.
+        values: `[n_i]` each: V of a critic before each sampled token; empty: none.
+        attempts: `[N] int`, sequences of equal attempt share one reward, which counts once in its group; None: each has
+            its own.
+    """
+
+    rewards: NDArray[np.float64]
+    groups: NDArray[np.int64]
+    penalties: Tokens
+    carries_loss: Sequence[NDArray[np.bool_]]
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    values: Tokens = ()
+    attempts: NDArray[np.int64] | None = None
+
+    @property
+    def members(self) -> list[NDArray[np.intp]]:
+        """Per group, the indices of its sequences."""
+        return [np.flatnonzero(self.groups == group) for group in np.unique(self.groups)]
+
+    def attempts_of(self, members: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Of the sequences of a group: `[G]` one of each attempt, and per sequence which attempt, below G."""
+        if self.attempts is None:
+            return members, np.arange(len(members))
+        _, first, whose = np.unique(self.attempts[members], return_index=True, return_inverse=True)
+        return members[first], whose
+
+
+def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`[n_i]` each: by the estimator that `config.advantage` names.
+
+    Raises:
+        ShapeError: If a user's own estimator does not give one number per member.
+    """
+    entry = find("advantage", config.advantage)
+    if entry.level != "group":
+        return list(entry.load()(batch, config))
+    estimate: GroupEstimator = entry.load()
+    per_sequence = np.zeros(len(batch.rewards))
+    for members in batch.members:
+        attempts, whose = batch.attempts_of(members)
+        if config.reward_weights:
+            values = per_head(estimate, {name: part[attempts] for name, part in batch.parts.items()}, config)
+        else:
+            penalties = np.bincount(whose, [batch.penalties[one].sum() for one in members])
+            values = np.asarray(estimate(batch.rewards[attempts] - penalties, config), np.float64)
+        if values.shape != attempts.shape:
+            raise ShapeError(
+                f"algorithm.advantage={config.advantage}: it gave shape {values.shape} for a group of {len(attempts)}. "
+                "Return one number per member."
+            )
+        per_sequence[members] = values[whose]
+    return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_sequence, strict=True)]
+
+
+def per_head(
+    estimate: GroupEstimator, parts: Mapping[str, NDArray[np.float64]], config: AlgorithmConfig
+) -> NDArray[np.float64]:
+    """`Σ_h weight_h · A(R^h)`: every part of the reward is normalised in its group before they are summed.
+
+    So a part of small spread is not drowned by one of large spread. GDPO, arXiv 2601.05242.
+    """
+    heads = [weight * estimate(parts[name], config) for name, weight in config.reward_weights.items()]
+    return np.sum(heads, axis=0, dtype=np.float64)
 
 
 def grpo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
@@ -46,3 +131,89 @@ def scaled(centred: NDArray[np.float64], values: NDArray[np.float64], config: Al
     if config.advantage_std == "none" or not centred.any():
         return centred
     return centred / (values.std(ddof=1 if config.advantage_std == "sample" else 0) + config.std_epsilon)
+
+
+def reinforce_pp(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`A_{i,t} = R_i − β Σ_{s≥t} k1_s`, whitened (`whiten: batch`). REINFORCE++, arXiv 2501.03262."""
+    return whitened(_returns_to_go(batch.rewards, batch.penalties), batch.carries_loss, config)
+
+
+def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """As `reinforce_pp`, with the mean reward of the group subtracted first.
+
+    Members of a group of equal rewards and without penalties get exactly 0 after the whitening, as in every estimator
+    with a baseline of the group.
+    """
+    centred, is_silent = np.zeros_like(batch.rewards), np.zeros(len(batch.rewards), dtype=bool)
+    for members in batch.members:
+        attempts, whose = batch.attempts_of(members)
+        centred[members] = dr_grpo(batch.rewards[attempts], config)[whose]
+        has_penalty = any(batch.penalties[one].any() for one in members)
+        is_silent[members] = are_equal(batch.rewards[members]) and not has_penalty
+    found = whitened(_returns_to_go(centred, batch.penalties), batch.carries_loss, config)
+    return [np.zeros_like(one) if silent else one for one, silent in zip(found, is_silent, strict=True)]
+
+
+def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`); V is 0 after the end."""
+    return whitened(_discounted_surprises(batch, config), batch.carries_loss, config)
+
+
+def gae_returns(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`A + V`, what the critic learns, with A before it is whitened: returns are in the units of the reward."""
+    advantages = _discounted_surprises(batch, config)
+    return [advantage + value for advantage, value in zip(advantages, batch.values, strict=True)]
+
+
+def _discounted_surprises(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+    """`A_t = Σ_k (γλ)^k δ_{t+k}`.
+
+    Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
+    skipped, not zeros. The reward comes at the last one. All sequences lie one after another under one scan.
+    """
+    ends = np.cumsum([len(values) for values in batch.values], dtype=np.int64)
+    lasts = ends[[len(values) > 0 for values in batch.values]] - 1
+    per_token = -np.concatenate([np.zeros(0), *batch.penalties])
+    per_token[lasts] += batch.rewards[[len(values) > 0 for values in batch.values]]
+    values = np.concatenate([np.zeros(0), *batch.values])
+    following = np.append(values[1:], 0.0)[: len(values)]
+    following[lasts] = 0.0
+    surprises = per_token + config.gae_gamma * following - values
+    decay = np.full_like(values, config.gae_gamma * config.gae_lambda)
+    bounds = torch.from_numpy(np.append(0, ends))
+    advantages = reverse_scan(torch.from_numpy(surprises), torch.from_numpy(decay), bounds)
+    return np.split(advantages.numpy(), ends[:-1])
+
+
+def whitened(
+    values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: AlgorithmConfig
+) -> list[NDArray[np.float64]]:
+    """`(A − mean) / (std + ε)`, mean and deviation over all tokens of the batch that carry loss; A if `whiten: none`.
+
+    Every rank has the whole batch here, so the statistics are global whatever it trains of it (I9).
+    """
+    if config.whiten == "none":
+        return list(values)
+    counted = [one[mask] for one, mask in zip(values, carries_loss, strict=True)]
+    pool = np.concatenate(counted) if counted else np.zeros(0)
+    if not len(pool) or are_equal(pool):
+        return [np.zeros_like(one) for one in values]
+    return [scaled(one - pool.mean(), pool, config) for one in values]
+
+
+def _returns_to_go(rewards: NDArray[np.float64], penalties: Tokens) -> Tokens:
+    """`R_i − Σ_{s≥t} penalty_s`."""
+    return [reward - penalty[::-1].cumsum()[::-1] for reward, penalty in zip(rewards, penalties, strict=True)]
+
+
+def overlong_penalty(num_tokens: int, max_new_tokens: int, cache_share: float) -> float:
+    """0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond. DAPO, arXiv 2503.14476, eq. 13.
+
+    Args:
+        num_tokens: Sampled tokens of the answer.
+        max_new_tokens: L_max.
+        cache_share: L_cache / L_max in (0, 1], length of the ramp; the paper has 4096 of 20480 tokens.
+    """
+    cache_tokens = cache_share * max_new_tokens
+    excess = num_tokens - (max_new_tokens - cache_tokens)
+    return -min(max(excess / cache_tokens, 0.0), 1.0)

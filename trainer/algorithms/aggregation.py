@@ -3,13 +3,16 @@
 A weight is a share divided by a normaliser. The normaliser is computed once over the whole batch, before any rejection
 (I9), so the same batch gives the same gradient however the work is split.
 
-Shape legend: N sequences of the whole batch (all ranks). All tokens of a sequence weigh the same.
+Shape legend: N sequences of the whole batch (all ranks), all tokens of which weigh the same; T loss tokens and S
+sequences of one micro-batch, in which single tokens may count less, or not at all (`lag_factors`, `is_low_entropy`).
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.trainer.algorithms.catalog import find
 
@@ -60,3 +63,29 @@ def token_weights(
 def batch_normaliser(num_loss_tokens: NDArray[np.int64], mode: str) -> float:
     """What the shares of a whole batch are divided by; those of its parts add up to it."""
     return float(num_loss_tokens.sum() if mode == "token_mean" else len(num_loss_tokens))
+
+
+def lag_factors(lags: Tensor, decay: float) -> Tensor:
+    """`decay^lag`, `[T] float64`: staler tokens count less. Lag is the staleness in versions, `[T] int64` ≥ 0."""
+    return torch.as_tensor(decay, dtype=torch.float64, device=lags.device).pow(lags.clamp(min=0))
+
+
+def is_low_entropy(entropies: Tensor, segments: Tensor, num_segments: int, top_share: float) -> Tensor:
+    """`[T] bool`: not among the ⌈q n_i⌉ tokens of highest entropy of its sequence. Source: arXiv 2506.01939.
+
+    The paper takes the top share of a batch; a sequence's own is the same for any split into micro-batches.
+
+    Args:
+        entropies: `[T]` of the policy at each token, nats; among equals the earlier token counts.
+        segments: `[T] int64`, which sequence each token belongs to.
+        num_segments: S.
+        top_share: q in (0, 1].
+    """
+    by_entropy = torch.sort(entropies.detach(), descending=True, stable=True).indices
+    order = by_entropy[torch.sort(segments[by_entropy], stable=True).indices]
+    counts = torch.bincount(segments, minlength=num_segments)
+    starts = counts.cumsum(0) - counts
+    ranks = torch.empty_like(segments)
+    ranks[order] = torch.arange(len(segments), device=segments.device) - starts[segments[order]]
+    num_kept = (counts.double() * top_share - 1e-9).ceil()
+    return ranks >= num_kept[segments]

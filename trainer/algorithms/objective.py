@@ -15,10 +15,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
+from penstock.trainer.algorithms.aggregation import is_low_entropy, lag_factors
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.corrections import correct
 from penstock.trainer.algorithms.proximal import ProximalInputs
-from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp
 from penstock.trainer.batches.collate import MicroBatch
 from penstock.trainer.config import AlgorithmConfig

@@ -5,19 +5,11 @@ What also depends on other sections (streaming, expiry, token budget) is in plat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from penstock.trainer.algorithms.catalog import Algorithm, find
 from penstock.trainer.config import AlgorithmConfig
-
-
-class Violation(NamedTuple):
-    """One sentence, and the keys below `algorithm` that it is about."""
-
-    message: str
-    keys: tuple[str, ...]
-
+from penstock.trainer.validation import Violation
 
 SEQUENCE_MEANS = ("seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
 LOSSES_OF_RATIO = ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "sapo")
@@ -29,27 +21,17 @@ _COMPARE_PROXIMAL = ("mis_seq_geo", "veto")
 
 
 def algorithm_violations(config: AlgorithmConfig) -> list[Violation]:
-    """All of them at once; empty if the algorithm is sound."""
-    return [violation for rule in _RULES for violation in rule(config)]
+    """All of them at once, their keys below `algorithm`; empty if the algorithm is sound."""
+    return [*_of_corrections(config), *_of_terms(config), *_of_what_is_unused(config)]
 
 
 def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
     """Those of the correction chain that weigh."""
-    return [entry for entry in map(_correction, config.correction) if entry.is_weight]
+    return [entry for entry in (find("correction", name) for name in config.correction) if entry.is_weight]
 
 
-def _critics_loss(config: AlgorithmConfig) -> Iterator[Violation]:
-    """A policy has no values."""
-    if config.loss == "value":
-        yield Violation(
-            "algorithm.loss=value is what a critic is trained with, beside any loss of the policy. Use "
-            "algorithm.advantage=gae with a loss such as ppo_clip.",
-            ("loss",),
-        )
-
-
-def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
-    """At most one weight; no name twice."""
+def _of_corrections(config: AlgorithmConfig) -> Iterator[Violation]:
+    """At most one weight, counted once, of a loss that it can weigh."""
     chain = "[" + ", ".join(config.correction) + "]"
     weights = [entry.name for entry in weights_in(config)]
     if len(weights) > 1:
@@ -63,59 +45,37 @@ def _chain(config: AlgorithmConfig) -> Iterator[Violation]:
             f"algorithm.correction={chain} names a correction twice, or none beside others. Name each once.",
             ("correction",),
         )
-
-
-def _several_updates(config: AlgorithmConfig) -> Iterator[Violation]:
-    """A trust region that moves with the policy is none."""
-    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss in LOSSES_OF_RATIO:
-        yield Violation(
-            f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
-            f"algorithm.loss={config.loss}: from the second update on the centre of its ratio would be the policy "
-            "itself, so that ρ is 1 and clips do nothing. Use proximal=recompute (one forward more per batch), "
-            "interpolate (none) or behavior.",
-            ("proximal", "mini_batches", "epochs", "loss"),
-        )
-
-
-def _double_correction(config: AlgorithmConfig) -> Iterator[Violation]:
-    """At proximal=behavior the ratio carries all of w, and w is 1."""
-    if config.proximal != "behavior":
-        return
-    if not find("loss", config.loss).has_ratio:
+    loss = find("loss", config.loss)
+    # At proximal=behavior the ratio carries all of w, and w is 1.
+    if config.proximal == "behavior" and not loss.has_ratio:
         yield Violation(
             f"algorithm.proximal=behavior with algorithm.loss={config.loss}: it has no ρ that could carry the step "
             "from the behavior policy, so stale tokens would not be corrected at all. Use proximal=target with "
             "correction=tis_token.",
             ("proximal", "loss"),
         )
-        return
-    for entry in weights_in(config):
-        yield Violation(
-            f"algorithm.correction={entry.name} with algorithm.proximal=behavior counts the step from the behavior "
-            "policy twice: ρ = exp(c − b) carries it already. Use correction=none, or proximal=target.",
-            ("correction", "proximal"),
-        )
-    for name in _COMPARE_PROXIMAL:
-        if name in config.correction:
+    elif config.proximal == "behavior":
+        for entry in weights_in(config):
             yield Violation(
-                f"algorithm.correction={name} with algorithm.proximal=behavior never acts: it compares p with b, and "
-                "they are the same. Use proximal=target, or opsm, which compares with the policy itself.",
+                f"algorithm.correction={entry.name} with algorithm.proximal=behavior counts the step from the behavior "
+                "policy twice: ρ = exp(c − b) carries it already. Use correction=none, or proximal=target.",
                 ("correction", "proximal"),
             )
-
-
-def _weight_and_loss(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Losses that look at b themselves, or have no token to weigh."""
-    loss = find("loss", config.loss)
-    if loss.level == "pair":
-        if config.correction != ("none",):
-            yield Violation(
-                f"algorithm.correction=[{', '.join(config.correction)}] with algorithm.loss={loss.name}: a correction "
-                "judges one token or sequence, and would weigh the two halves of a pair apart. Use correction=none.",
-                ("correction", "loss"),
-            )
-        return
-    for entry in weights_in(config):
+        for name in _COMPARE_PROXIMAL:
+            if name in config.correction:
+                yield Violation(
+                    f"algorithm.correction={name} with algorithm.proximal=behavior never acts: it compares p with b, "
+                    "and they are the same. Use proximal=target, or opsm, which compares with the policy itself.",
+                    ("correction", "proximal"),
+                )
+    # Losses that look at b themselves, or have no token to weigh.
+    if loss.level == "pair" and config.correction != ("none",):
+        yield Violation(
+            f"algorithm.correction={chain} with algorithm.loss={loss.name}: a correction judges one token or sequence, "
+            "and would weigh the two halves of a pair apart. Use correction=none.",
+            ("correction", "loss"),
+        )
+    for entry in weights_in(config) if loss.level != "pair" else ():
         if not loss.takes_weight:
             why = "it has no ratio to correct" if loss.name == "sft" else "it looks at the behavior policy itself"
             yield Violation(
@@ -132,8 +92,9 @@ def _weight_and_loss(config: AlgorithmConfig) -> Iterator[Violation]:
             )
 
 
-def _aggregation(config: AlgorithmConfig) -> Iterator[Violation]:
-    """What is a number of a sequence counts once per sequence."""
+def _of_terms(config: AlgorithmConfig) -> Iterator[Violation]:
+    """What the loss is made of goes together, and is averaged over what it is a number of."""
+    # What is a number of a sequence counts once per sequence.
     if config.loss == "gspo" and config.aggregation != "seq_mean_token_mean":
         yield Violation(
             f"algorithm.aggregation={config.aggregation} with algorithm.loss=gspo: its one term per sequence stands at "
@@ -148,10 +109,16 @@ def _aggregation(config: AlgorithmConfig) -> Iterator[Violation]:
                 f"sequences, so they are what is averaged. Use one of {', '.join(SEQUENCE_MEANS)}.",
                 ("aggregation", kind),
             )
-
-
-def _kl(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Each estimator where its gradient is that of a divergence."""
+    # Factors of tokens need terms of tokens.
+    factors = {"lag_decay": config.lag_decay, "entropy_top_share": config.entropy_top_share}
+    for key, value in factors.items():
+        if value < 1 and (find("loss", config.loss).level == "pair" or config.loss == "gspo"):
+            yield Violation(
+                f"algorithm.{key}={value:g} with algorithm.loss={config.loss}: it chooses among tokens of a sequence, "
+                f"and their terms are all the same one. Use {key}=1.",
+                (key, "loss"),
+            )
+    # Each estimator of the divergence where its gradient is that of a divergence.
     keys = ("kl_estimator", "kl_in", "kl_coefficient")
     if config.kl_in_loss and config.kl_estimator == "k1":
         yield Violation(
@@ -178,12 +145,16 @@ def _kl(config: AlgorithmConfig) -> Iterator[Violation]:
             "(pair_beta) holds the policy to the reference. Use kl_coefficient=0.",
             ("kl_coefficient", "loss"),
         )
-
-
-def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Parts of the reward can be normalised apart only by an estimator of groups, and only if nothing else is added."""
-    if not config.reward_weights:
-        return
+    # A trust region that moves with the policy is none.
+    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss in LOSSES_OF_RATIO:
+        yield Violation(
+            f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
+            f"algorithm.loss={config.loss}: from the second update on the centre of its ratio would be the policy "
+            "itself, so that ρ is 1 and clips do nothing. Use proximal=recompute (one forward more per batch), "
+            "interpolate (none) or behavior.",
+            ("proximal", "mini_batches", "epochs", "loss"),
+        )
+    # Parts of the reward can be normalised apart only by an estimator of groups, and only if nothing else is added.
     others = {
         "advantage": find("advantage", config.advantage).level != "group",
         "overlong": config.overlong == "penalty",
@@ -191,7 +162,7 @@ def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
         "loss": config.compares_pairs,
     }
     for key, is_in_the_way in others.items():
-        if is_in_the_way:
+        if config.reward_weights and is_in_the_way:
             value = config.model_dump(include={key})[key]
             yield Violation(
                 f"algorithm.reward_weights with algorithm.{key}={value}: each part is normalised in its group and then "
@@ -200,28 +171,23 @@ def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
             )
 
 
-def _token_factors(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Factors of tokens need terms of tokens."""
-    loss = find("loss", config.loss)
-    factors = {"lag_decay": config.lag_decay, "entropy_top_share": config.entropy_top_share}
-    for key, value in factors.items():
-        if value < 1 and (loss.level == "pair" or loss.name == "gspo"):
-            yield Violation(
-                f"algorithm.{key}={value:g} with algorithm.loss={loss.name}: it chooses among tokens of a sequence, "
-                f"and their terms are all the same one. Use {key}=1.",
-                (key, "loss"),
-            )
+def _of_what_is_unused(config: AlgorithmConfig) -> Iterator[Violation]:
+    """A policy has no values; losses of pairs and of a teacher read no advantage, and a pair has no ratio to centre.
 
-
-def _without_advantage(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Losses that look at no advantage; only the default, which costs nothing, may stand beside them."""
-    is_of_pairs = config.compares_pairs
-    if not is_of_pairs and not config.needs_teacher:
-        return
-    instead = "it compares the rewards of a pair" if is_of_pairs else "a teacher's logprobs stand in its place"
-    if config.advantage != _UNUSED_ADVANTAGE:
+    Only the defaults, which cost nothing, may stand beside them.
+    """
+    if config.loss == "value":
         yield Violation(
-            f"algorithm.advantage={config.advantage} with algorithm.loss={config.loss} has no effect: {instead}. "
+            "algorithm.loss=value is what a critic is trained with, beside any loss of the policy. Use "
+            "algorithm.advantage=gae with a loss such as ppo_clip.",
+            ("loss",),
+        )
+    of_pair, of_teacher = "it compares the rewards of a pair", "a teacher's logprobs stand in its place"
+    has_none = config.compares_pairs or config.needs_teacher
+    if has_none and config.advantage != _UNUSED_ADVANTAGE:
+        yield Violation(
+            f"algorithm.advantage={config.advantage} with algorithm.loss={config.loss} has no effect: "
+            f"{of_pair if config.compares_pairs else of_teacher}. "
             f"Use advantage={_UNUSED_ADVANTAGE}, the default, which costs nothing.",
             ("advantage", "loss"),
         )
@@ -232,31 +198,16 @@ def _without_advantage(config: AlgorithmConfig) -> Iterator[Violation]:
                 f"advantage, and this loss has none. Use mis_seq_geo, veto or a weight.",
                 ("correction", "loss"),
             )
-
-
-def _pairs_alone(config: AlgorithmConfig) -> Iterator[Violation]:
-    """A loss of pairs is a mean over pairs and has no ratio: what aggregates or centres has nothing to act on."""
-    if not config.compares_pairs:
-        return
-    if config.aggregation != _UNUSED_AGGREGATION:
+    # A loss of pairs is a mean over pairs.
+    if config.compares_pairs and config.aggregation != _UNUSED_AGGREGATION:
         yield Violation(
             f"algorithm.aggregation={config.aggregation} with algorithm.loss={config.loss} has no effect: the loss is "
             f"the mean over the pairs of a batch. Use aggregation={_UNUSED_AGGREGATION}, the default.",
             ("aggregation", "loss"),
         )
-    if config.proximal in ("recompute", "interpolate"):
+    if config.compares_pairs and config.proximal in ("recompute", "interpolate"):
         yield Violation(
             f"algorithm.proximal={config.proximal} with algorithm.loss={config.loss} has no effect: a pair is compared "
             "with the reference, and has no ratio to centre. Use proximal=target.",
             ("proximal", "loss"),
         )
-
-
-def _correction(name: str) -> Algorithm:
-    return find("correction", name)
-
-
-_RULES: tuple[Callable[[AlgorithmConfig], Iterator[Violation]], ...] = (
-    _critics_loss, _chain, _several_updates, _double_correction, _weight_and_loss, _aggregation, _kl,
-    _reward_weights, _token_factors, _without_advantage, _pairs_alone,
-)  # fmt: skip

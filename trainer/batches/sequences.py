@@ -25,11 +25,10 @@ from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, GroupPayload, Trajectory, has_thread_rewards
 from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
-from penstock.trainer.algorithms.batch_advantages import RewardBatch, gae_returns, token_advantages
+from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
 from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.losses import preference_pairs
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
-from penstock.trainer.algorithms.pair_losses import preference_pairs
-from penstock.trainer.algorithms.shaping import overlong_penalty
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.config import AlgorithmConfig
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import ShapeError
-from penstock.trainer.algorithms.batch_advantages import RewardBatch, gae_returns, token_advantages
+from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
 from penstock.trainer.algorithms.catalog import find
-from penstock.trainer.algorithms.shaping import overlong_penalty
 from penstock.trainer.config import AlgorithmConfig
 
 REWARDS = np.array([1.0, 0.0, 0.0, 2.0])

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.algorithms.aggregation import batch_normaliser, token_weights
+from penstock.trainer.algorithms.aggregation import batch_normaliser, is_low_entropy, lag_factors, token_weights
 from penstock.trainer.algorithms.catalog import names
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenFacts, TokenMetrics
-from penstock.trainer.algorithms.token_weighting import is_low_entropy, lag_factors
 
 COUNTS = np.array([3, 1, 0, 4])
 EXPECTED = {

@@ -9,7 +9,7 @@ import torch
 from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
-from penstock.trainer.algorithms.pair_losses import online_dpo, pair_margins, preference_pairs
+from penstock.trainer.algorithms.losses import online_dpo, pair_margins, preference_pairs
 from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
 from penstock.trainer.config import AlgorithmConfig
 
