@@ -36,8 +36,8 @@ class DeviceExport:
         """
         if not is_one_node(trainer, cast("list[RemoteEngine]", pool.engines())):
             raise PlacementError(
-                "weights: weights.memory=device goes from device to device within one node, but the trainer and the "
-                "engines are on several. Set weights.transport=group."
+                "weights: weights.transport=cuda_ipc goes from device to device within one node, but the trainer and "
+                "the engines are on several. Set weights.transport=auto."
             )
         self._trainer = trainer
         self._pool = pool
@@ -75,7 +75,7 @@ class DeviceExport:
             async with asyncio.timeout(self._timeout_s):
                 handles = await engine.make_slots(buffers, self._dtype, len(devices))
         except TimeoutError:
-            failure = f"weights.memory=device: {engine.engine_id} has made no slots after {self._timeout_s:.0f} s"
+            failure = f"publish: {engine.engine_id} has made no slots after {self._timeout_s:.0f} s"
         except (EngineLostError, WeightSyncError) as error:
             failure = str(error)
         else:
@@ -83,7 +83,7 @@ class DeviceExport:
             transfer = await asyncio.to_thread(
                 ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at, self._plans
             )
-            what = f"weights.memory=device: slots of {engine.engine_id}"
+            what = f"publish: slots of {engine.engine_id}"
             opening = ("open_slots", engine.engine_id, transfer, handles)
             refusals = await self._trainer.leg(what, self._timeout_s, *opening)
             failure = next(filter(None, refusals), "")

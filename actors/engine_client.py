@@ -119,7 +119,7 @@ class RemoteEngine:
         try:
             handles: list[list[SlotHandle]] = await self._actor.make_slots.remote(buffers, dtype, num_writers)
         except ray.exceptions.RayTaskError as error:
-            raise WeightSyncError(f"weights.memory=device: {self.engine_id}: {error.cause}") from error
+            raise WeightSyncError(f"publish: {self.engine_id}: {error.cause}") from error
         except ray.exceptions.RayError as error:
             raise self._lose(f"died when it was asked for device memory: {first_line(error)}") from error
         return handles

@@ -19,7 +19,7 @@ from penstock.dataflow.errors import PlacementError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool import EnginePool
 from penstock.weights.adapters import adapter_manifest
-from penstock.weights.config import NUM_SLOTS, WeightsConfig
+from penstock.weights.config import NUM_SLOTS
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
@@ -72,14 +72,13 @@ def departed(parcel: Parcel) -> Departure:
 class GatherExport:
     """Rank 0 gathers whole tensors into a file in shared memory; engines elsewhere get its bytes."""
 
-    def __init__(self, trainer: TrainerClient, pool: EnginePool, config: WeightsConfig) -> None:
+    def __init__(self, trainer: TrainerClient, pool: EnginePool) -> None:
         self._trainer = trainer
         self._pool = pool
-        self._config = config
 
     async def begin(self, version: int) -> Departure:
         manifest = await self._trainer.export(version)
-        if _is_elsewhere(self._trainer, self._pool, self._config):
+        if _is_elsewhere(self._trainer, self._pool):
             return arrived(manifest, self._trainer.read_back(manifest))
         return arrived(manifest)
 
@@ -90,14 +89,11 @@ class GatherExport:
 class AdapterExport:
     """Rank 0 gathers the adapters into a file in shared memory; engines elsewhere get its bytes. They have the rest."""
 
-    def __init__(
-        self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType, config: WeightsConfig
-    ) -> None:
+    def __init__(self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType) -> None:
         self._trainer = trainer
         self._pool = pool
         self._layout = layout
         self._dtype: DType = dtype
-        self._config = config
         self._base: tuple[TensorEntry, ...] = ()
         self._held: Layout | None = None
 
@@ -105,7 +101,7 @@ class AdapterExport:
         held = self._held or await self._plan()
         sent = await self._trainer.export_adapters(version)
         manifest = adapter_manifest(sent, self._base, held, self._layout.tp_size)
-        if _is_elsewhere(self._trainer, self._pool, self._config):
+        if _is_elsewhere(self._trainer, self._pool):
             return arrived(manifest, self._trainer.read_back(sent))
         return arrived(manifest)
 
@@ -122,10 +118,10 @@ class AdapterExport:
         pass
 
 
-def _is_elsewhere(trainer: TrainerClient, pool: EnginePool, config: WeightsConfig) -> bool:
+def _is_elsewhere(trainer: TrainerClient, pool: EnginePool) -> bool:
     """Whether a file of rank 0 has to go through the object store."""
     engines = cast("list[RemoteEngine]", pool.engines())
-    return config.transport == "object_store" or any(engine.node_id != trainer.node_id for engine in engines)
+    return any(engine.node_id != trainer.node_id for engine in engines)
 
 
 class SharedMemoryExport:

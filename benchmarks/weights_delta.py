@@ -153,7 +153,13 @@ class Sampler:
 def measure(policy: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Train `NUM_STEPS` steps and publish after each; one entry per step."""
     config = compose_config(
-        ["experiment=arithmetic", f"model.path={policy}", "trainer.backend=torch", "weights.mode=gather", *overrides]
+        [
+            "experiment=arithmetic",
+            f"model.path={policy}",
+            "trainer.backend=torch",
+            "weights.transport=gather",
+            *overrides,
+        ]
     )
     trainer = build_trainer(
         str(policy),

@@ -14,7 +14,7 @@ from rich.table import Table
 from penstock.dataflow.ids import POLICY
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.placement import plan_placement
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import way_of
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
@@ -114,10 +114,10 @@ def plan_report(config: RunConfig) -> PlanReport:
 def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Devices of the training ranks, and of the ranks of each engine that the training side writes to by itself.
 
-    Through files of shared memory or landings that is the first engine, and nothing stays on a device. Into device
-    memory it is every engine: what its device has already, because a training rank is on it, need not be sent.
+    Through files of shared memory or a process group that is the first engine, and nothing stays on a device. By CUDA
+    IPC it is every engine: what its device has already, because a training rank is on it, need not be sent.
     """
-    if slots_on(config) == "host":
+    if way_of(config) != "cuda_ipc":
         return (), [()]
     at: dict[str, list[tuple[str, ...]]] = {"trainer": [], "engine": []}
     for one in plan_placement(config):
@@ -166,9 +166,11 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
         ("planned in", f"{report.planning_s:.2f} s"),
     ):
         console.print(f"  {name:<36}{value}")
-    if config.weights.mode == "gather":
-        console.print("  weights.mode=gather: this plan is not used, whole tensors go through rank 0.")
+    if way_of(config) == "gather":
+        console.print("  weights.transport=gather: this plan is not used, whole tensors go through rank 0.")
+    elif way_of(config) == "adapters":
+        console.print("  trainer.lora: this plan is not used, only adapters travel (weights.transport=auto).")
     elif report.num_planned_engines > 1:
         console.print(f"  The training side writes to the devices of all {report.num_planned_engines} engines.")
-    elif report.relayed_bytes:
+    elif report.relayed_bytes and way_of(config) == "shared_memory":
         console.print("  On one node engines map the same shared memory, so nothing is passed on.")

@@ -15,7 +15,7 @@ from penstock.platform.config.load import LoadedConfig
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.memory import Part, published_gib, shared_gib
 from penstock.platform.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import SLOT_WAYS, way_of
 
 _LEAST_GIB = 0.005
 
@@ -75,11 +75,12 @@ def load_lines(config: RunConfig, placements: Sequence[RolePlacement]) -> list[s
 
 
 def weights_line(config: RunConfig) -> str:
-    """How versions travel within a node, and what that takes."""
-    if slots_on(config) == "device":
+    """How versions travel, and what that takes."""
+    way = way_of(config)
+    if way in SLOT_WAYS:
         gib = published_gib(config) / config.rollout.engine.tensor_parallel_size
-        return f"weights within a node: into device memory, 1 slot of {gib:.2f} GiB for each rank of an engine"
-    return f"weights within a node: through shared memory, {shared_gib(config):.2f} GiB of it"
+        return f"weights by {way}: 1 slot of {gib:.2f} GiB for each rank of an engine"
+    return f"weights by {way}: {shared_gib(config):.2f} GiB of shared memory"
 
 
 def _rows(placements: Sequence[RolePlacement]) -> Iterable[list[RolePlacement]]:

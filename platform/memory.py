@@ -11,13 +11,13 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
-    engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more with weights.stage_on=device
-                       (64 MiB with weights.staging=bucket)
+    engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for an arriving version
+                       (64 MiB with weights.staging=bucket, none with weights.transport=gather)
     critic               as a second policy; activations are of one of them at a time
-    published            P·b in shared memory, twice with weights.mode=direct; or P·b / tp on each device of an engine,
-                         also while it sleeps (weights.memory=device)
-    with adapters        of A parameters: gradients, masters and moments are of A; plus P·b while a version is merged.
-                         With weights.codec=lora not that, 4·A in shared memory, P·b of main memory beside each engine
+    published            P·b in shared memory, twice but with weights.transport=gather; or P·b / tp on each device of an
+                         engine, also while it sleeps (weights.transport=cuda_ipc)
+    with adapters        of A parameters: gradients, masters and moments are of A. 4·A in shared memory, P·b of main
+                         memory beside each engine; where all weights travel all the same, P·b while a version is merged
     reference, teacher   4·P (of its own) + activations of one layer; so for a reward worker with a pool
     base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.platform.config.schema import PoolConfig, RunConfig
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import SLOT_WAYS, way_of
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.model_config import DTYPE_BYTES
@@ -82,7 +82,7 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     trained = parameters * num_models
     if config.trainer.lora is not None:
         trained += adapter_parameters(config) - parameters
-    merged = parameters if config.trainer.lora is not None and config.weights.codec != "lora" else 0
+    merged = parameters if config.trainer.lora is not None and way_of(config) != "adapters" else 0
     parameters, activations = parameters * num_models, _activation_bytes(config)
     optimizer = (8 + 4 * has_masters) * trained / (ranks if stage >= 1 else 1) / GIB
     parts: dict[Part, float] = {
@@ -102,10 +102,10 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one rollout engine: on each of its devices, and in main memory in all."""
     engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
     num_devices = engine.tensor_parallel_size
-    kept = weights if config.weights.codec == "lora" else 0.0
+    kept = weights if way_of(config) == "adapters" else 0.0
     if pool.device == "cpu":
         base = BASE_HOST_GIB[engine.type] * num_devices
-        slots = weights * (slots_on(config) == "device")
+        slots = weights * (way_of(config) in SLOT_WAYS)
         parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": slots}
         return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
@@ -145,21 +145,22 @@ def published_gib(config: RunConfig) -> float:
 
 def staged_gib(config: RunConfig) -> float:
     """What a version that has arrived takes on each device of a GPU engine until its swap, GiB."""
-    weights = config.weights
-    if weights.mode != "direct" or weights.stage_on == "host":
+    way, streams = way_of(config), config.weights.staging == "bucket"
+    if way == "gather" or (way == "adapters" and streams):  # staged in main memory
         return 0.0
     shard = published_gib(config) / config.rollout.engine.tensor_parallel_size
-    return min(shard, BUCKET_BYTES / GIB) if weights.staging == "bucket" else shard
+    return min(shard, BUCKET_BYTES / GIB) if streams else shard
 
 
 def shared_gib(config: RunConfig) -> float:
-    """Published versions in shared memory, GiB: with `direct`, one is written while another is still read."""
+    """Published versions in shared memory, GiB: one may be written while another is still read."""
     of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
-    if config.weights.codec == "lora":
+    way = way_of(config)
+    if way == "adapters":
         return 4 * adapter_parameters(config) / GIB + of_partner
-    if slots_on(config) == "device":
+    if way in (*SLOT_WAYS, "live_parameters"):
         return of_partner
-    return published_gib(config) * (config.weights.num_slots if config.weights.mode == "direct" else 1) + of_partner
+    return published_gib(config) * (1 if way == "gather" else config.weights.num_slots) + of_partner
 
 
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:

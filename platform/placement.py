@@ -21,7 +21,7 @@ from penstock.platform.memory import (
     shared_gib,
     trainer_memory,
 )
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import SLOT_WAYS, way_of
 
 Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
 
@@ -186,7 +186,7 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     )
     engines = [placement.memory for placement in here if placement.role == "engine"]
     others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
-    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (slots_on(config) == "device")
+    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (way_of(config) in SLOT_WAYS)
     turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
     return turns + others
 

@@ -34,7 +34,7 @@ from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.placement import Role, plan_placement, shared_bundles
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import GROUP_WAYS, way_of
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
@@ -85,22 +85,20 @@ class RunActors:
     def _export(self, pool: EnginePool, config: RunConfig) -> Export:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
         weights, layout, dtype = config.weights, engine_side(config), config.model.dtype
-        if weights.codec == "lora":
-            return AdapterExport(self.trainer, pool, layout, dtype, weights)
-        if weights.mode == "gather":
-            return GatherExport(self.trainer, pool, weights)
-        is_shared = weights.transport == "auto" and is_one_node(self.trainer, self.engines)
-        if is_shared and weights.codec != "full":
-            logger.warning("weights.codec=%s has no effect: trainer and engines are on one node", weights.codec)
-        on_devices = slots_on(config) == "device"
-        if on_devices and is_shared:
+        way, first = way_of(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
+        if weights.codec != "full" and way not in GROUP_WAYS:
+            logger.warning("weights.codec=%s has no effect: versions go by %s", weights.codec, way)
+        if way == "adapters":
+            return AdapterExport(self.trainer, pool, layout, dtype)
+        if way == "gather":
+            return GatherExport(self.trainer, pool)
+        if way == "cuda_ipc":
             return DeviceExport(self.trainer, pool, layout, dtype, weights)
-        if is_shared or weights.transport == "shared_memory":
+        if way == "shared_memory":
             return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_slots)
-        first = self.trainer.node_id
-        if on_devices and weights.staging == "bucket":
+        if way == "live_parameters":
             return StreamExport(self.trainer, EngineSlots(pool, first), layout, dtype, weights)
-        ends = EngineSlots(pool, first) if on_devices else Landings(pool, first, weights)
+        ends = EngineSlots(pool, first) if way == "engine_devices" else Landings(pool, first, weights)
         return GroupExport(self.trainer, ends, layout, dtype, weights)
 
 
@@ -249,7 +247,6 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
             engine=config.rollout.engine,
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
-            stage_on=config.weights.stage_on,
             bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,
             stage_timeout_s=0.9 * config.weights.timeout_s,  # it tells more than the driver, who waits for all of it
             publish_in=config.weights.directory,

@@ -66,7 +66,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
 def _publish(config: RunConfig, folder: str) -> WeightManifest:
     """Write the checkpoint as version 0, in the way that training would."""
     tensors = checkpoint_tensors(Path(model_path(config)))
-    if config.weights.mode == "gather":
+    if config.weights.transport == "gather":
         return write_version(tensors, 0, config.model.dtype, Path(folder))
     whole = {name: tensor for name, tensor in tensors if not _is_tied(name, config)}
     training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))

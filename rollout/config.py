@@ -20,8 +20,8 @@ class VllmEngineConfig(BaseModel):
         tensor_parallel_size: Devices that one engine is split over.
         kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None lets vLLM take what
             `gpu_memory_utilization` leaves, and is `CPU_KV_CACHE_GIB` on a CPU, which has no device memory to share.
-        gpu_memory_utilization: Share of a device's memory for the engine in all: weights, KV cache, and with
-            `weights.stage_on=device` the version that waits there for its swap.
+        gpu_memory_utilization: Share of a device's memory for the engine in all: weights, KV cache, and the
+            version that waits there for its swap.
         enforce_eager: Skip CUDA graphs and compilation. A CPU engine is always eager.
         journal_interval_tokens: Tokens of a trajectory are reported at least this often.
     """
@@ -53,7 +53,7 @@ class VllmEngineConfig(BaseModel):
                     f"rollout.engine.gpu_memory_utilization={self.gpu_memory_utilization:g} of "
                     f"{device_bytes / 2**30:.1f} GiB is less than the {staged_bytes / 2**30:.1f} GiB that the next "
                     "version takes while it waits for its swap. Raise it, use a larger tensor_parallel_size, or "
-                    "weights.stage_on=host."
+                    "weights.staging=bucket."
                 ]
             )
         return left

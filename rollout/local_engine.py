@@ -28,7 +28,6 @@ class EngineSpec:
         update_mode: `keep_kv` keeps running requests' KV cache over a weight update, `recompute_kv` recomputes it.
         threads: CPU threads of this process.
         publish_in: Parent of the folder for versions that come through the object store; None: shared memory.
-        stage_on: Where a version that has arrived waits for the swap.
         bucket_bytes: Stage no more than this of a version, which streams through it under the freeze; None: all of it.
         stage_timeout_s: Longest wait for a version to be fetched and compared, seconds.
     """
@@ -41,7 +40,6 @@ class EngineSpec:
     update_mode: Literal["keep_kv", "recompute_kv"]
     seed: int
     threads: int
-    stage_on: Literal["device", "host"] = "device"
     bucket_bytes: int | None = None
     stage_timeout_s: float = 120.0
     publish_in: str | None = None

@@ -75,7 +75,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
     """vLLM's arguments for one engine."""
     cache_gib = config.cache_gib(spec.device)
     utilization = config.gpu_memory_utilization
-    if spec.device == "cuda" and spec.stage_on == "device":
+    if spec.device == "cuda":
         shard = spec.model.shape.num_parameters * DTYPE_BYTES[spec.model.dtype] / config.tensor_parallel_size
         staged = shard if spec.bucket_bytes is None else min(shard, spec.bucket_bytes)
         utilization = config.utilization_without(staged, current_platform.get_device_total_memory())

@@ -1,6 +1,6 @@
 """Where a live vLLM model holds what was published, and proof that it holds it.
 
-Whole tensors (`weights.mode=gather`) go through the model's own loader, which may fuse, stack, rename, transpose and
+Whole tensors (`weights=gather`) go through the model's own loader, which may fuse, stack, rename, transpose and
 pad. A tensor whose place is known is compared by itself, with its position-sensitive checksum. Of all others together
 the loader keeps the elements, wherever it puts them: so two sums over words, Σ w and Σ w², which no order changes, must
 be those of the parameters that no known tensor accounts for. That proves content; their places are the loader's word,

@@ -165,7 +165,7 @@ def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -
         if live.get(name) != planned.get(name):
             return (
                 f"{name} is {_words(live.get(name))} in rank {rank} of this engine and {_words(planned.get(name))} in "
-                "the plan: vLLM lays this model out otherwise than we know. Set weights.mode=gather."
+                "the plan: vLLM lays this model out otherwise than we know. Set weights.transport=gather."
             )
     return ""
 
@@ -242,7 +242,7 @@ class WorkerExtension:
         _, beside = _arrival[self.model_runner.get_model()]
         return beside.is_done, beside.error()
 
-    def penstock_stage(self, update: Mapping[str, Any], stage_on: str, bucket_bytes: int | None) -> str:
+    def penstock_stage(self, update: Mapping[str, Any], bucket_bytes: int | None) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
         manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
         _staging.clear()  # one that was given up
@@ -251,8 +251,9 @@ class WorkerExtension:
         if not wrong and manifest.location == ON_THE_WAY:
             return "" if model in _arrival else f"it is streamed, and rank {rank} has joined no crossing."
         if not wrong:
-            is_whole = not manifest.num_shards  # the loader copies tensor by tensor: two models would not fit
-            in_main_memory = is_whole or (stage_on == "host" and bucket_bytes is None)
+            # A second model would not fit on the device: the loader copies whole tensors one by one, and adapters are
+            # added up elsewhere where no more than a bucket may be staged.
+            in_main_memory = not manifest.num_shards or (manifest.adapters is not None and bucket_bytes is not None)
             device = torch.device("cpu") if in_main_memory else self.device
             base = _base.setdefault(model, BaseWeights(rank))
             live = dict(model.named_parameters())

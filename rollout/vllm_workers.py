@@ -36,8 +36,7 @@ class Workers:
         Raises:
             WeightSyncError: If the engine cannot take it, or what arrived is not what was sent.
         """
-        asked = (update, self._spec.stage_on, self._spec.bucket_bytes)
-        refusals = await self._call("penstock_stage", args=asked)
+        refusals = await self._call("penstock_stage", args=(update, self._spec.bucket_bytes))
         if any(refusals):
             why = next(filter(None, refusals))
             raise WeightSyncError(f"publish v{manifest.version} on {self._spec.engine_id}: {why}")

@@ -98,7 +98,7 @@ class BaseWeights:
                 raise WeightSyncError(
                     f"publish v{manifest.version}: {entry.name} of rank {self._rank} was loaded with other values than "
                     "the trainer has under its adapters, so they cannot be added to it. Start both from one "
-                    "model.path and model.dtype, or use weights.codec=full."
+                    "model.path and model.dtype, or use weights.transport=gather."
                 )
 
 

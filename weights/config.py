@@ -7,39 +7,31 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 NUM_SLOTS = 2
-"""Versions kept in shared memory by `direct`: one is written while another may still be read. Of memory=device, and
-with staging=bucket: 1."""
+"""Versions kept in shared memory: one is written while another may still be read. With staging=bucket: 1."""
 UpdateMode = Literal["keep_kv", "recompute_kv", "drain", "multi_version"]
 CodecName = Literal["full", "delta", "int8_delta"]
-"""Those of messages between nodes; `lora` is none, since it is not the weights that travel."""
 
 
 class WeightsConfig(BaseModel):
     """How published weights travel from trainer to engines (docs/concepts/weight-updates.md).
 
     Attributes:
-        mode: `direct` sends each engine rank exactly what it holds, from whichever trainer rank has it; `gather` sends
-            whole tensors through rank 0 and the engine's own loader: for models whose layout is not known.
-        transport: `auto` is shared memory where trainer and engines are on one node; across nodes it is a process group
-            of its own for `direct` and Ray's object store for `gather`. The others force one of them.
+        transport: `auto` takes the one way that fits: adapters where the trainer trains adapters (LoRA); within a node
+            CUDA IPC where trainer and engines have GPUs, else shared memory; across nodes a process group. The others
+            force one, and send all weights: `shared_memory` (files that the engines of a node map), `cuda_ipc` (into
+            memory of the engines' own devices, within a node), `process_group` (NCCL between GPUs, gloo between CPUs),
+            `gather` (whole tensors through training rank 0 and the engine's own loader, for models whose layout is not
+            known; to other nodes they go through Ray's object store). platform/transports.py has the table.
         codec: What crosses nodes by a process group: everything, what has changed (bit-exact), or the difference in 8
             bits (not exact; engines of one device only, since replicated parameters would differ between devices).
-            `lora`, also within a node: only adapters, which engines add to the weights that they were loaded with.
         overlap: Training goes on once a version has left the training ranks, while engines take it. Until the first of
             them has, no request starts.
-        memory: Where a version is written: `host` is files in shared memory, which all engines of a node map; `device`
-            is memory of each engine's own devices (CUDA IPC within a node, NCCL across nodes), its shard's size once,
-            kept for the run.
-            `auto` is `device` where all ranks and engines have GPUs of one machine (platform/slots.py), else `host`.
         directory: Parent of the folders that versions are published in; None: shared memory where there is some, else
             the temporary folder.
-        stage_on: Where a GPU engine keeps an arrived version until the swap: `device` needs its shard's size of GPU
-            memory once more, and freezes for a copy within the device; `host` needs none, and freezes for longer, and
-            is for versions in shared memory.
         staging: What of an arriving version an engine holds beside its live parameters: `shard` is all of it, so that
             requests go on until it is there; `bucket` is one bucket (64 MiB), and requests stand still while the
-            version streams through it (weights/streaming.py). Of shared memory it takes one slot instead of two; from
-            device to device it needs transport=group, and no slot at all.
+            version streams through it (weights/streaming.py): out of one slot in shared memory instead of two, or by a
+            process group straight into the parameters. Adapters are then added up in main memory.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
@@ -51,13 +43,10 @@ class WeightsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    mode: Literal["direct", "gather"] = "direct"
-    transport: Literal["auto", "shared_memory", "group", "object_store"] = "auto"
-    codec: CodecName | Literal["lora"] = "full"
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "process_group", "gather"] = "auto"
+    codec: CodecName = "full"
     overlap: bool = False
-    memory: Literal["auto", "host", "device"] = "auto"
     directory: str | None = None
-    stage_on: Literal["device", "host"] = "device"
     staging: Literal["shard", "bucket"] = "shard"
     update_mode: UpdateMode = "keep_kv"
     probe_every: int = Field(default=20, ge=0)
@@ -66,7 +55,7 @@ class WeightsConfig(BaseModel):
 
     @property
     def num_slots(self) -> int:
-        """Versions kept in shared memory by `direct`."""
+        """Versions kept in shared memory."""
         return 1 if self.staging == "bucket" else NUM_SLOTS
 
     @property

@@ -33,7 +33,7 @@ from penstock.platform.config.checks_flow import (
     check_streams,
     check_surplus,
 )
-from penstock.platform.config.checks_lora import check_lora_publishing, check_no_lora
+from penstock.platform.config.checks_lora import check_lora_reference, check_no_lora
 from penstock.platform.config.checks_parallel import check_parallel, split_models, unequal_work
 from penstock.platform.config.checks_partner import check_partner
 from penstock.platform.config.checks_without_effect import check_without_effect
@@ -223,7 +223,7 @@ _CHECKS: dict[Command, tuple[Check, ...]] = {
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
         check_pass_rate,
         check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits, check_critic,
-        check_teacher, check_algorithm_bias, check_without_effect, check_lora_publishing, check_partner,
+        check_teacher, check_algorithm_bias, check_without_effect, check_lora_reference, check_partner,
     ),
     "sft": (check_model, check_sft_section, check_trainer, check_parallel),
     "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel, check_no_lora),

@@ -8,12 +8,11 @@ from difflib import get_close_matches
 from math import ceil
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.platform.config.checks_weights import check_staging
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
+from penstock.platform.config.checks_weights import check_weights
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
-from penstock.platform.slots import against_device
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.vllm import vllm_layout
@@ -31,11 +30,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_tensor_parallel(config)
     if command == "train":
         yield from check_colocated(config)
-        yield from check_update_mode(config)
-        yield from check_transport(config)
-        yield from check_weights_memory(config)
-        yield from check_overlap(config)
-        yield from check_staging(config)
+        yield from check_weights(config)
 
 
 def check_pools(config: RunConfig) -> Iterator[Finding]:
@@ -97,28 +92,6 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
             "cluster.colocated",
             "cluster.trainer_pool",
             "cluster.rollout_pool",
-        )
-
-
-def check_update_mode(config: RunConfig) -> Iterator[Finding]:
-    """Modes that keep engines serving during a publish need engines that are free to."""
-    mode, num_engines = config.weights.update_mode, config.rollout.num_engines
-    if mode not in ("drain", "multi_version"):
-        return
-    if config.cluster.colocated:
-        yield error(
-            f"weights.update_mode={mode} with cluster.colocated=true: the engines sleep while the trainer computes, so "
-            "at a publish no request runs that could be drained, and no engine may serve meanwhile. "
-            "Use weights.update_mode=keep_kv.",
-            "weights.update_mode",
-            "cluster.colocated",
-        )
-    if mode == "multi_version" and num_engines < 2:
-        yield error(
-            f"weights.update_mode=multi_version with rollout.num_engines={num_engines}: while one engine is updated "
-            "the others serve, and there are none. Use 2 or more engines, or weights.update_mode=drain.",
-            "weights.update_mode",
-            "rollout.num_engines",
         )
 
 
@@ -211,82 +184,11 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
         )
 
 
-def check_transport(config: RunConfig) -> Iterator[Finding]:
-    """How weights travel fits to where they go."""
-    weights = config.weights
-    wrong = {"direct": "object_store", "gather": "group"}[weights.mode]
-    if weights.transport == wrong or (weights.mode == "gather" and weights.transport == "shared_memory"):
-        fitting = {"direct": "shared_memory or group", "gather": "object_store"}[weights.mode]
-        yield error(
-            f"weights.mode={weights.mode} with weights.transport={weights.transport}: only {fitting} can be forced "
-            "there. Use weights.transport=auto.",
-            "weights.mode",
-            "weights.transport",
-        )
-    tp_size = config.rollout.engine.tensor_parallel_size
-    if weights.codec == "int8_delta" and tp_size > 1:
-        yield error(
-            f"weights.codec=int8_delta with rollout.engine.tensor_parallel_size={tp_size}: it rounds for each "
-            "device on its own, so parameters that all devices hold would differ between them. Use delta.",
-            "weights.codec",
-            "rollout.engine",
-        )
-    is_one_node = weights.transport == "auto" and config.cluster.address == "local"
-    is_message = weights.mode == "direct" and weights.transport != "shared_memory" and not is_one_node
-    if weights.codec not in ("full", "lora") and not is_message:
-        yield warning(
-            f"weights.codec={weights.codec} has no effect with weights.mode={weights.mode}, weights.transport="
-            f"{weights.transport} and cluster.address={config.cluster.address}: only a process group "
-            "across nodes uses it.",
-            "weights.codec",
-            "weights.mode",
-            "weights.transport",
-        )
-
-
-def check_weights_memory(config: RunConfig) -> Iterator[Finding]:
-    """Versions can be written into the engines' own devices, where that is asked for."""
-    if config.weights.memory != "device":
-        return
-    for key, value, reason in against_device(config):
-        yield error(
-            f"weights.memory=device with {key}={value}: {reason}. Use weights.memory=auto.", "weights.memory", key
-        )
-
-
-def check_overlap(config: RunConfig) -> Iterator[Finding]:
-    """Overlapped publishes are for engines that take a version at once, beside the trainer."""
-    if not config.weights.overlap:
-        return
-    if config.weights.update_mode in ("drain", "multi_version"):
-        yield error(
-            f"weights.overlap=true with weights.update_mode={config.weights.update_mode}: requests that start wait for "
-            "the first engine to have the version, which would be until its requests have ended, and its slots would "
-            "stand empty. Use keep_kv or recompute_kv.",
-            "weights.overlap",
-            "weights.update_mode",
-        )
-    if config.cluster.colocated:
-        yield error(
-            "weights.overlap=true with cluster.colocated=true: the engines sleep while the trainer computes. Use "
-            "weights.overlap=false.",
-            "weights.overlap",
-            "cluster.colocated",
-        )
-
-
 def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
     """The policy can be split over the devices of an engine, and what arrives there compared."""
     tp_size = config.rollout.engine.tensor_parallel_size
     if tp_size == 1:
         return
-    if config.weights.mode == "gather":
-        yield error(
-            f"weights.mode=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be compared "
-            "with what each of the ranks holds of them. Use weights.mode=direct.",
-            "weights.mode",
-            "rollout.engine",
-        )
     try:
         vllm_layout(decoder_tensors(config.model.shape), config.model.shape, tp_size)
     except WeightSyncError as refusal:

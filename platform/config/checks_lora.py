@@ -1,4 +1,4 @@
-"""Checks of adapters (LoRA): what they are trained with, how they travel, and whether the model has their targets."""
+"""Checks of adapters (LoRA): what they are trained with, their reference, and whether the model has their targets."""
 
 from __future__ import annotations
 
@@ -22,25 +22,9 @@ def check_no_lora(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_lora_publishing(config: RunConfig) -> Iterator[Finding]:
-    """Adapters travel by themselves only where there are some, and by one way; their reference is the policy itself."""
-    weights, reference = config.weights, config.reference
-    if weights.codec == "lora" and config.trainer.lora is None:
-        yield error(
-            "weights.codec=lora with trainer.lora=null: there are no adapters to send, all weights are trained. Use "
-            "trainer=lora, or another weights.codec.",
-            "weights.codec",
-            "trainer.lora",
-        )
-    if weights.codec == "lora" and (weights.mode == "gather" or weights.transport != "auto"):
-        yield error(
-            f"weights.codec=lora with weights.mode={weights.mode} and weights.transport={weights.transport}: adapters "
-            "are small, so they go whole, through shared memory and to other nodes through the object store, and "
-            "engines must know which parts of their weights they belong to. Use mode=direct and transport=auto.",
-            "weights.codec",
-            "weights.mode",
-            "weights.transport",
-        )
+def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
+    """The reference of adapters is the policy itself."""
+    reference = config.reference
     is_own = config.trainer.lora is not None and reference.path is None and config.algorithm.needs_reference
     if is_own and (reference.pool is not None or reference.num_workers > 1):
         yield warning(

@@ -18,10 +18,10 @@ from penstock.platform.config.checks_lora import check_lora_targets
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
-from penstock.platform.memory import GIB, published_gib
+from penstock.platform.memory import GIB, published_gib, shared_gib
 from penstock.platform.placement import host_load_gib, plan_placement
 from penstock.platform.run_dir import is_finished, occupied
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import SLOT_WAYS, way_of
 from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.allocator import expandable_segments
 
@@ -194,17 +194,18 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
     """Two published versions, the new and the one still being read, fit where they are published; or can be shared."""
-    if slots_on(config) == "device":
-        has_gpus = config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
-        if has_gpus and (refusal := expandable_segments(os.environ)):
-            yield error(refusal, "weights.memory")
+    way, has_gpus = way_of(config), config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+    if way in SLOT_WAYS and has_gpus and (refusal := expandable_segments(os.environ)):
+        yield error(refusal, "weights.transport")
+    if way in (*SLOT_WAYS, "live_parameters"):
         return
     folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
     if not folder.is_dir():
         if config.weights.directory:
             yield error(f"weights.directory={folder} is no folder. Make it, on every node.", "weights.directory")
         return
-    needed, free = 2 * published_gib(config), hardware.free_disk_bytes(folder) / GIB
+    needed = shared_gib(config) if way == "adapters" else 2 * published_gib(config)
+    free = hardware.free_disk_bytes(folder) / GIB
     if needed > free:
         yield absent(
             f"weights.directory: two versions of the policy need {needed:.2f} GiB in {folder}, {free:.2f} GiB are "

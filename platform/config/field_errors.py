@@ -13,6 +13,15 @@ from pydantic_core import ErrorDetails
 from penstock.platform.config.schema_tree import Place, all_paths, expectation, locate, nearest_key, range_words
 
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_RENAMED = {
+    "weights.mode": "weights.transport=gather for mode=gather, weights.transport=auto for mode=direct",
+    "weights.memory": "weights.transport: shared_memory for memory=host, cuda_ipc or process_group for memory=device",
+    "weights.stage_on": "weights.staging=bucket for stage_on=host, weights.staging=shard for stage_on=device",
+    "weights.transport=group": "weights.transport=process_group",
+    "weights.transport=object_store": "weights.transport=gather, which takes the object store to other nodes by itself",
+    "weights.codec=lora": "weights.transport=auto, by which adapters travel wherever the trainer trains them",
+}
+"""Keys, and values of keys, that were replaced -> by what."""
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
 REMOVED = {
@@ -67,6 +76,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
 def _unknown_key(place: Place, origin: str) -> str:
     if place.path in REMOVED:
         return f"{place.path}{origin}: this key is gone. {REMOVED[place.path]} Leave it out."
+    if new := _RENAMED.get(place.path):
+        return f"{place.path}{origin}: this key was replaced. Use {new}."
     nearest = nearest_key(place.path, place.siblings)
     hint = f" Did you mean {nearest}?" if nearest else ""
     if not hint and place.path in set(all_paths()):
@@ -77,6 +88,8 @@ def _unknown_key(place: Place, origin: str) -> str:
 
 def _unknown_choice(where: str, details: ErrorDetails) -> str:
     value, context = details["input"], details.get("ctx", {})
+    if new := _RENAMED.get(where.partition(" (")[0].replace('"', "")):
+        return f"{where}: this value was replaced. Use {new}."
     if details["type"] == "union_tag_invalid":
         value = context["tag"]
         where = f"{where.partition('=')[0]}.type={_show(value)}"

@@ -213,7 +213,7 @@ class Simulation:
             timeout_s=PUBLISH_TIMEOUT_S,
             drain_timeout_s=DRAIN_TIMEOUT_S,
         )
-        export = GatherExport(cast("TrainerClient", trainer), pool, weights)
+        export = GatherExport(cast("TrainerClient", trainer), pool)
         publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export), weights, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
         side = Side(

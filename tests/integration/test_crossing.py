@@ -22,7 +22,7 @@ from penstock.actors.crossing import GroupExport
 from penstock.actors.ends import EngineSlots, Landings
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import Departure, is_one_node
+from penstock.actors.exports import Departure, GatherExport, is_one_node
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.stream_export import StreamExport
@@ -129,9 +129,19 @@ async def started(model: ModelConfig) -> Nodes:
     return Nodes(trainer, engines, EnginePool(engines, 4), model)
 
 
+async def test_gathered_versions_reach_engines_on_every_node_through_the_object_store(nodes: Nodes) -> None:
+    trainer, _, pool, _ = nodes
+    publisher = ActorWeightPublisher(
+        pool, WeightsConfig(transport="gather", timeout_s=60.0), GatherExport(trainer, pool)
+    )
+    report = await publisher.publish(0)  # acknowledged is what was read back from live parameters
+    assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
+    await publisher.close()
+
+
 async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes: Nodes) -> None:
     trainer, _, pool, model = nodes
-    config = WeightsConfig(transport="group", memory="device", timeout_s=60.0)
+    config = WeightsConfig(transport="process_group", timeout_s=60.0)
     export = GroupExport(
         trainer, EngineSlots(pool, trainer.node_id), EngineSide("torch", model.shape), "float32", config
     )
@@ -165,7 +175,7 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
     nodes: Nodes,
 ) -> None:
     trainer, engines, pool, model = nodes
-    config = WeightsConfig(transport="group", memory="device", staging="bucket", timeout_s=60.0)
+    config = WeightsConfig(transport="process_group", staging="bucket", timeout_s=60.0)
     ends = EngineSlots(pool, trainer.node_id)
     export = DamagedOnce(trainer, ends, EngineSide("torch", model.shape), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)

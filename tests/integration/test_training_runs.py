@@ -21,7 +21,6 @@ ADAPTERS = [
     "trainer.lora.rank=4",
     "trainer.optimizer.lr=1e-3",
     "trainer.optimizer.warmup_steps=0",
-    "weights.codec=lora",
     "algorithm.kl_coefficient=0.01",
 ]
 SMALL = ["dataflow.batch_groups=8", "total_steps=3", "evaluation.num_tasks=32"]
@@ -60,7 +59,7 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
             [
                 "rollout.engine.tensor_parallel_size=2",
                 "trainer.tensor_parallel_size=2",
-                "weights.memory=device",  # on CPU a file per engine rank
+                "weights.transport=cuda_ipc",  # on CPU a file per engine rank
             ],
             marks=pytest.mark.full,
         ),
@@ -69,8 +68,7 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
             [
                 "trainer.tensor_parallel_size=2",
                 "weights.staging=bucket",
-                "weights.transport=group",
-                "weights.memory=device",
+                "weights.transport=process_group",
             ],
             marks=pytest.mark.full,
         ),
@@ -97,11 +95,10 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
 
 OVERLAPPED = [
     "rollout.num_engines=2",
-    "weights.memory=device",
     "algorithm.kl_coefficient=0.05",
     "trainer.num_ranks=2",
     "trainer.zero_stage=3",
-    "weights.transport=group",
+    "weights.transport=process_group",
     "weights.codec=delta",
     "weights.overlap=true",
     "tracker=[jsonl,wandb,tensorboard]",
@@ -112,12 +109,12 @@ OVERLAPPED = [
     ("name", "overrides"),
     [
         (
-            "zero3_two_ranks_overlapped_into_the_slots_of_two_engines_all_trackers_held_to_a_reference",
+            "zero3_two_ranks_overlapped_by_a_landing_into_two_engines_all_trackers_held_to_a_reference",
             [*OVERLAPPED, "rollout/engine=torch"],
         ),
         pytest.param("the_same_with_two_vllm_engines", OVERLAPPED, marks=pytest.mark.full),
         pytest.param(
-            "two_torch_engines_through_the_object_store_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
+            "two_torch_engines_gathered_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
             [
                 "reward.pool=cpu",
                 "dataflow.stream_micro_batches=true",
@@ -125,7 +122,6 @@ OVERLAPPED = [
                 "rollout/engine=torch",
                 "rollout.num_engines=2",
                 "weights=gather",
-                "weights.transport=object_store",
                 "weights.update_mode=recompute_kv",
                 "trainer.backend=torch",
             ],
@@ -170,7 +166,7 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     is_streamed = "dataflow.stream_micro_batches=true" in overrides
     assert all((parts > 1) == is_streamed for parts in read_metric(run_dir, "trainer/batch_parts"))
     sent_bytes = read_metric(run_dir, "weights/sent_bytes")
-    if "weights.transport=group" in overrides:
+    if "weights.transport=process_group" in overrides:
         assert 0 < sent_bytes[-1] < 1.1 * read_metric(run_dir, "weights/bytes")[-1], "more than one policy was sent"
     if "weights.codec=delta" in overrides:
         assert all(0.5 < share <= 1.0 for share in read_metric(run_dir, "weights/changed_share")), "float32"

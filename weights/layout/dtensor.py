@@ -62,7 +62,7 @@ def _check_placements(name: str, tensor: DTensor) -> None:
             raise WeightSyncError(
                 f"weights: {name} is placed as {placement!r} on a mesh of {tuple(tensor.device_mesh.mesh.shape)}, and "
                 "only Replicate() and Shard(d) are known: its elements would be sent to wrong places. Set "
-                "weights.mode=gather."
+                "weights.transport=gather."
             )
 
 
@@ -73,5 +73,5 @@ def _check_local(name: str, tensor: DTensor, held: list[Shard]) -> None:
         raise WeightSyncError(
             f"weights: rank {mine.rank} holds {name} as {local}, and its placements {tensor.placements} of "
             f"{tuple(tensor.shape)} say {extents(mine.box)}: what it sends would land in wrong places. Set "
-            "weights.mode=gather."
+            "weights.transport=gather."
         )

@@ -57,6 +57,6 @@ def role_of(name: str) -> Role:
         return Role.REPLICATED
     raise WeightSyncError(
         f"weights: {name} is no tensor of a decoder whose layout is known, so it cannot go piece by piece from the "
-        "training layout to the engine's tensor-parallel layout. Set weights.mode=gather: it sends whole tensors "
+        "training layout to the engine's tensor-parallel layout. Set weights.transport=gather: it sends whole tensors "
         "through the engine's own loader, at the price of more bytes."
     )

@@ -131,7 +131,7 @@ def tensor_parallel_box(tensor: TensorSpec, rank: int, size: int, num_kv_heads: 
     if role in {Role.EXPERTS_IN, Role.EXPERTS_OUT}:
         raise WeightSyncError(
             f"weights: {tensor.name}: how AutoTP splits stacked experts is not known, so it cannot be sent from there. "
-            "Train it without tensor parallelism (ZeRO-3), or set weights.mode=gather."
+            "Train it without tensor parallelism (ZeRO-3), or set weights.transport=gather."
         )
     axis = 1 if role is Role.ROW_PARALLEL else 0
     units = tensor.shape[axis]

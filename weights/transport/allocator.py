@@ -13,8 +13,9 @@ def expandable_segments(environment: Mapping[str, str]) -> str:
         fields = (field.partition(":") for field in environment.get(name, "").split(","))
         if {key.strip(): value.strip().lower() for key, _, value in fields}.get("expandable_segments") == "true":
             return (
-                f"weights.memory=device with {name}={environment[name]}: torch shares expandable segments by file "
-                "descriptors that it takes out of the other process (pidfd_getfd), which containers forbid. Take "
-                "expandable_segments:True out of it, or set weights.memory=host."
+                f"weights: {name}={environment[name]}, and versions are written into memory of the engines' devices: "
+                "torch shares expandable segments by file descriptors that it takes out of the other process "
+                "(pidfd_getfd), which containers forbid. Take expandable_segments:True out of it, or set "
+                "weights.transport=shared_memory."
             )
     return ""

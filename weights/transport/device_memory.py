@@ -79,7 +79,7 @@ class DeviceSlot:
             try:
                 reserve(self._file, size * dtype.itemsize)
             except OSError as error:
-                raise WeightSyncError(f"weights.memory=device: {self._file}: {error.strerror}.") from error
+                raise WeightSyncError(f"weights: {self._file}: {error.strerror}.") from error
             self._flat = _map_file(str(self._file), size, dtype)
         self.buffers = cut_slot(self._flat, sizes)
 
@@ -128,7 +128,7 @@ class OpenedSlots:
         for rank, slot in opened.items():
             if slot.numel() != (planned := slot_size(sizes[rank], slot.dtype)):
                 raise WeightSyncError(
-                    f"weights.memory=device: the slot of rank {rank} has {slot.numel()} elements, the plan needs "
+                    f"weights: the slot of rank {rank} has {slot.numel()} elements, the plan needs "
                     f"{planned}. It was made for another model."
                 )
         self._devices = {slot.device for slot in opened.values()}
@@ -147,11 +147,13 @@ def open_slot(handle: SlotHandle, engine_rank: int) -> torch.Tensor:
     Raises:
         WeightSyncError: If the handle is damaged, its owner has ended, or the device is out of reach.
     """
-    where = f"weights.memory=device: the slot of rank {engine_rank} on {handle.device}"
+    where = f"weights: the slot of rank {engine_rank} on {handle.device}"
     if zlib.crc32(handle.rebuild) != handle.checksum:
         raise WeightSyncError(f"{where}: its handle was damaged on the way ({len(handle.rebuild)} bytes).")
     if handle.device != CPU and not torch.cuda.is_available():
-        raise WeightSyncError(f"{where}: this process has no GPU to reach it from. Set weights.memory=host.")
+        raise WeightSyncError(
+            f"{where}: this process has no GPU to reach it from. Set weights.transport=shared_memory."
+        )
     try:
         function, arguments = pickle.loads(handle.rebuild)  # noqa: S301 - from a process of this run, over Ray as all
         if handle.device != CPU:
@@ -162,7 +164,7 @@ def open_slot(handle: SlotHandle, engine_rank: int) -> torch.Tensor:
     except (RuntimeError, OSError) as error:
         raise WeightSyncError(
             f"{where} cannot be opened: {type(error).__name__}: {error}. Its engine has ended, or this process cannot "
-            "reach that device from its own. If the engine is up, set weights.memory=host."
+            "reach that device from its own. If the engine is up, set weights.transport=shared_memory."
         ) from error
     return slot
 

@@ -138,5 +138,5 @@ async def test_the_only_engine_that_comes_back_has_its_slots_written_at_the_vers
 
 
 async def test_several_nodes_are_refused():
-    with pytest.raises(PlacementError, match=r"weights\.transport=group"):
+    with pytest.raises(PlacementError, match=r"weights\.transport=auto"):
         export_to(FakeTrainer(nodes=("node-a", "node-b")), FakeEngine(EngineId("e0"), "GPU-a"))

@@ -50,13 +50,11 @@ class Receiver:
         return WeightAck(self.engine_id, manifest.version, 7, 0.0, 0.01 * len(self.received))
 
 
-def publisher(
-    *engines: Receiver, transport: str = "shared_memory", mode: str = "keep_kv"
-) -> tuple[ActorWeightPublisher, EnginePool, FakeTrainer]:
+def publisher(*engines: Receiver, mode: str = "keep_kv") -> tuple[ActorWeightPublisher, EnginePool, FakeTrainer]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     trainer = FakeTrainer()
-    config = WeightsConfig(transport=transport, timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
-    export = GatherExport(trainer, pool, config)  # type: ignore[arg-type]
+    config = WeightsConfig(timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
+    export = GatherExport(trainer, pool)  # type: ignore[arg-type]
     return ActorWeightPublisher(pool, config, export), pool, trainer
 
 
@@ -93,8 +91,8 @@ async def test_a_refusal_is_tried_again(mode: str) -> None:
 class CountedExport(GatherExport):
     """Keeps the versions that the trainer was asked to write."""
 
-    def __init__(self, trainer: FakeTrainer, pool: EnginePool, config: WeightsConfig) -> None:
-        super().__init__(trainer, pool, config)  # type: ignore[arg-type]
+    def __init__(self, trainer: FakeTrainer, pool: EnginePool) -> None:
+        super().__init__(trainer, pool)  # type: ignore[arg-type]
         self.written: list[int] = []
 
     async def begin(self, version: int) -> Departure:
@@ -120,7 +118,7 @@ async def test_a_version_that_is_damaged_where_all_read_it_is_written_once_more_
     engines = [Shared(EngineId(name)) for name in "abc"]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     config = WeightsConfig(timeout_s=5.0, update_mode=mode)  # type: ignore[arg-type]
-    export = CountedExport(FakeTrainer(), pool, config)
+    export = CountedExport(FakeTrainer(), pool)
     for engine in engines:
         engine.written = export.written
     publish = ActorWeightPublisher(pool, config, export)
@@ -179,10 +177,9 @@ async def test_an_engine_that_joins_is_part_of_the_next_publish() -> None:
     assert late.version == 2
 
 
-@pytest.mark.parametrize("remote", [False, True])
-async def test_other_nodes_get_the_bytes_through_the_object_store(remote: bool) -> None:
-    engine = Receiver(EngineId("a"), node_id="node-b" if remote else "node-a")
-    publish, _, _ = publisher(engine, transport="shared_memory" if remote else "object_store")
+async def test_other_nodes_get_the_bytes_through_the_object_store() -> None:
+    engine = Receiver(EngineId("a"), node_id="node-b")
+    publish, _, _ = publisher(engine)
     await publish.publish(5)
     assert engine.received == [(5, "bytes of v5")]
 
@@ -204,7 +201,7 @@ async def on_the_way() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
     engine.may_take.set()
     pool = EnginePool([engine], 4)  # type: ignore[list-item]
     config = WeightsConfig(timeout_s=0.2, overlap=True)
-    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool, config))  # type: ignore[arg-type]
+    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool))  # type: ignore[arg-type]
     assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
     engine.may_take.clear()
     assert (await publish.publish(1)).version == 0, "the newest that is over"
@@ -255,7 +252,7 @@ async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_
     engine.may_take.set()
     pool = EnginePool([engine], 4)  # type: ignore[list-item]
     config = WeightsConfig(timeout_s=0.2, overlap=True)
-    publish = ActorWeightPublisher(pool, config, Broken(FakeTrainer(), pool, config))  # type: ignore[arg-type]
+    publish = ActorWeightPublisher(pool, config, Broken(FakeTrainer(), pool))  # type: ignore[arg-type]
     await publish.publish(0)
     await publish.publish(1)
     with pytest.raises(EngineLostError, match="the landing is lost"):
@@ -288,7 +285,7 @@ async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is
     pool.when_fenced(lambda _engine_id: True)
     await pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
-    export = FailingExport(FakeTrainer(), pool, config)  # type: ignore[arg-type]
+    export = FailingExport(FakeTrainer(), pool)  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="a process died"):
         await asyncio.wait_for(ActorWeightPublisher(pool, config, export).publish(1), 5.0)
     assert export.num_tries == 1
@@ -298,7 +295,7 @@ async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_
     pool = EnginePool([Receiver(EngineId("a"), refuse=9)], 4)  # type: ignore[list-item]
     pool.when_fenced(lambda _engine_id: True)
     config = WeightsConfig(timeout_s=5.0)
-    export = CountedExport(FakeTrainer(), pool, config)
+    export = CountedExport(FakeTrainer(), pool)
     publish = ActorWeightPublisher(pool, config, export)
     publishing = asyncio.create_task(publish.publish(1))
     await asyncio.sleep(0.05)
@@ -326,7 +323,7 @@ async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_b
     pool.when_fenced(lambda _engine_id: True)
     await pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
-    export = FailsOnce(FakeTrainer(), pool, config)  # type: ignore[arg-type]
+    export = FailsOnce(FakeTrainer(), pool)  # type: ignore[arg-type]
     publishing = asyncio.create_task(ActorWeightPublisher(pool, config, export).publish(1))
     await asyncio.sleep(0.05)
     assert export.num_tries == 1, "it does not spin, although an engine is in service"

@@ -61,9 +61,12 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         ),
         (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
         (["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"], ["8 trajectories", "0.001 GiB", "preempted"]),
-        (["weights.codec=lora"], ["trainer.lora=null", "no adapters", "trainer=lora"]),
-        (["trainer=lora", "weights.codec=lora", "weights.mode=gather"], ["weights.mode=gather", "transport=auto"]),
-        (["trainer=lora", "weights.codec=lora", "weights.transport=group"], ["weights.transport=group", "are small"]),
+        (["weights.codec=lora"], ['weights.codec="lora"', "was replaced", "weights.transport=auto"]),
+        (["weights.mode=gather"], ["weights.mode: this key was replaced", "weights.transport=gather for mode=gather"]),
+        (["weights.memory=device"], ["weights.memory: this key was replaced", "cuda_ipc or process_group"]),
+        (["weights.stage_on=host"], ["weights.stage_on: this key was replaced", "weights.staging=bucket"]),
+        (["weights.transport=group"], ['weights.transport="group"', "Use weights.transport=process_group"]),
+        (["weights.transport=object_store"], ["was replaced", "Use weights.transport=gather"]),
         (
             ["trainer=lora", "trainer.num_ranks=2", "trainer.tensor_parallel_size=2"],
             ["trainer.lora", "tensor_parallel_size=2", "AutoTP", "trainer.zero_stage=3"],
@@ -151,49 +154,30 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["rollout.engine.tensor_parallel_size=3", "rollout.num_engines=1"],
             ["down_proj", "18944 heads", "over 3"],
         ),
-        (["weights.transport=object_store"], ["weights.mode=direct", "shared_memory or group"]),
-        (
-            ["weights.mode=gather", "weights.transport=group"],
-            ["weights.mode=gather", "only object_store can be forced"],
-        ),
         (
             ["weights.codec=int8_delta", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
             ["weights.codec=int8_delta", "tensor_parallel_size=2", "Use delta"],
         ),
         (["weights.overlap=true", "weights.update_mode=drain"], ["weights.overlap=true", "update_mode=drain"]),
-        (["weights.memory=device", "weights.mode=gather"], ["weights.mode=gather", "through a file", "memory=auto"]),
-        (
-            ["weights.memory=device", "weights.transport=shared_memory"],
-            ["weights.transport=shared_memory", "that is main memory"],
-        ),
-        (["weights.staging=bucket", "weights.mode=gather"], ["weights.mode=gather", "whole tensors", "staging=shard"]),
-        (
-            ["weights.staging=bucket", "weights.codec=delta"],
-            ["weights.codec=delta", "has written over"],
-        ),
-        (
-            ["weights.staging=bucket", "trainer=lora", "weights.codec=lora"],
-            ["weights.codec=lora", "adapters"],
-        ),
+        (["weights.staging=bucket", "weights.codec=delta"], ["weights.codec=delta", "has written over"]),
         (["weights.staging=bucket", "weights.overlap=true"], ["weights.overlap=true", "stand still"]),
         (
-            [
-                "weights.staging=bucket",
-                "weights.memory=device",
-                "weights.transport=group",
-                "weights.update_mode=multi_version",
-            ],
+            ["weights.staging=bucket", "weights.transport=process_group", "weights.update_mode=multi_version"],
             ["weights.update_mode=multi_version", "none would serve"],
         ),
-        (["weights.staging=bucket", "weights.memory=device"], ["weights.staging=bucket", "a second shard"]),
-        (["weights.memory=device", "weights.stage_on=host"], ["weights.stage_on=host", "where it lies"]),
+        (["weights.staging=bucket", "weights.transport=cuda_ipc"], ["weights.staging=bucket", "second shards"]),
         (
-            ["weights.memory=device", "trainer=lora", "weights.codec=lora"],
-            ["weights.codec=lora", "adapters go through a file"],
+            [
+                "weights.transport=cuda_ipc",
+                "cluster.pools.generate.device=cpu",
+                "cluster.pools.generate.memory_gib=900",
+                "rollout.engine.kv_cache_gib=4",
+            ],
+            ["weights.transport=cuda_ipc", "different devices"],
         ),
         (
-            ["weights.mode=gather", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
-            ["weights.mode=gather", "tensor_parallel_size=2"],
+            ["weights=gather", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],
+            ["weights.transport=gather", "tensor_parallel_size=2"],
         ),
         (
             ["trainer.zero_stage=0", "dataflow.stream_micro_batches=false"],
@@ -209,11 +193,6 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
 def test_the_8_gpu_run_with_a_contradiction_is_refused(overrides, words):
     problem = refused("math_qwen_8gpu", *overrides)
     assert all(word in problem for word in words), problem
-
-
-def test_slots_of_colocated_engines_are_no_ends_of_a_group():
-    problem = refused("gsm8k_qwen_1gpu", "weights.memory=device", "weights.transport=group")
-    assert "weights.memory=device with cluster.colocated=true: NCCL takes no two processes of one GPU" in problem
 
 
 def test_colocated_roles_need_one_pool():
@@ -240,11 +219,6 @@ def test_reward_workers_have_no_place_on_gpus_that_others_fill_in_turns():
 def test_engines_that_take_turns_with_the_trainer_cannot_serve_during_a_publish(mode):
     problem = refused("gsm8k_qwen_1gpu", f"weights.update_mode={mode}", "rollout.num_engines=1", several=True)
     assert f"weights.update_mode={mode} with cluster.colocated=true" in problem
-
-
-def test_a_group_has_no_two_processes_of_one_gpu():
-    problem = refused("gsm8k_qwen_1gpu", "weights.memory=device", "weights.transport=group")
-    assert "cluster.colocated=true: NCCL takes no two processes of one GPU" in problem
 
 
 def test_rolling_needs_two_engines_and_is_fine_with_them():

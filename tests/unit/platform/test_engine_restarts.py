@@ -45,8 +45,8 @@ class Starter:
 class Written(GatherExport):
     """Says on each publish with which engines in the pool the trainer wrote which version."""
 
-    def __init__(self, trainer: FakeTrainer, pool: EnginePool, config: WeightsConfig) -> None:
-        super().__init__(trainer, pool, config)  # type: ignore[arg-type]
+    def __init__(self, trainer: FakeTrainer, pool: EnginePool) -> None:
+        super().__init__(trainer, pool)  # type: ignore[arg-type]
         self.trainer, self.written, self._engines_of = trainer, list[tuple[int, list[str]]](), pool
 
     async def begin(self, version: int) -> Departure:
@@ -67,7 +67,7 @@ async def service(
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     config = WeightsConfig(timeout_s=0.2, update_mode=mode, overlap=overlap)  # type: ignore[arg-type]
     trainer = FakeTrainer()
-    publisher = ActorWeightPublisher(pool, config, Written(trainer, pool, config), trainer)  # type: ignore[arg-type]
+    publisher = ActorWeightPublisher(pool, config, Written(trainer, pool), trainer)  # type: ignore[arg-type]
     async with EngineRestarts(pool, starter, publisher.catch_up, most).running():  # type: ignore[arg-type]
         yield publisher, pool
     await publisher.close()

@@ -15,7 +15,7 @@ from penstock.platform.memory import (
     trainer_memory,
 )
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
-from penstock.platform.slots import slots_on
+from penstock.platform.transports import way_of
 
 TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
 """Than what stays of it and an engine."""
@@ -190,39 +190,65 @@ def test_colocated_roles_take_turns_but_the_optimizer_stays():
     assert max(trainer.device_gib, engine.device_gib) < load < trainer.device_gib + engine.device_gib
 
 
-def test_versions_go_from_gpu_to_gpu_where_all_have_gpus_of_one_machine():
-    for overrides, expected in (
-        ([], "device"),
-        (["cluster.address=auto"], "host"),
-        (["weights.stage_on=host"], "host"),
-        (["weights.staging=bucket"], "host"),
-        (["weights.staging=bucket", "weights.transport=group", "weights.memory=device"], "device"),
-        (["weights.memory=host"], "host"),
-        (["weights=gather"], "host"),
-        (["weights.transport=group"], "host"),
-        (["weights.transport=group", "weights.memory=device"], "device"),
-        (ENGINES_ON_CPU, "host"),
-    ):
-        assert slots_on(compose_config(["experiment=math_qwen_8gpu", *overrides])) == expected, overrides
-    assert slots_on(compose_config(["experiment=arithmetic"])) == "host"
-    assert slots_on(compose_config(["experiment=arithmetic", "weights.memory=device"])) == "device"
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "way"),
+    [
+        ("math_qwen_8gpu", [], "cuda_ipc"),
+        ("math_qwen_8gpu", ["cluster.address=auto"], "engine_devices"),
+        ("math_qwen_8gpu", ["cluster.address=auto", "weights.staging=bucket"], "live_parameters"),
+        ("math_qwen_8gpu", ["weights.staging=bucket"], "shared_memory"),
+        ("math_qwen_8gpu", ["weights.staging=bucket", "weights.transport=process_group"], "live_parameters"),
+        ("math_qwen_8gpu", ["weights.transport=shared_memory"], "shared_memory"),
+        ("math_qwen_8gpu", ["weights.transport=process_group"], "engine_devices"),
+        ("math_qwen_8gpu", ["weights=gather"], "gather"),
+        ("math_qwen_8gpu", ["cluster.address=auto", "weights=gather"], "gather"),
+        ("math_qwen_8gpu", ENGINES_ON_CPU, "shared_memory"),
+        ("math_qwen_8gpu", [*ENGINES_ON_CPU, "cluster.address=auto"], "landings"),
+        ("gsm8k_qwen_1gpu", [], "cuda_ipc"),
+        ("gsm8k_qwen_1gpu", ["weights.transport=process_group"], "landings"),
+        ("gsm8k_qwen_1gpu", ["weights.transport=process_group", "weights.staging=bucket"], "landings"),
+        ("arithmetic", [], "shared_memory"),
+        ("arithmetic", ["weights.transport=cuda_ipc"], "cuda_ipc"),
+        ("arithmetic", ["cluster.address=auto"], "landings"),
+        ("arithmetic", ["weights.transport=process_group"], "landings"),
+        ("arithmetic", ["weights.transport=process_group", "weights.staging=bucket"], "live_parameters"),
+        ("arithmetic", ["trainer=lora"], "adapters"),
+        ("arithmetic", ["trainer=lora", "cluster.address=auto"], "adapters"),
+        ("arithmetic", ["trainer=lora", "weights.staging=bucket"], "adapters"),
+        ("arithmetic", ["trainer=lora", "weights=gather"], "gather"),
+        ("arithmetic", ["trainer=lora", "weights.transport=shared_memory"], "shared_memory"),
+    ],
+)
+def test_there_is_one_way_per_situation(experiment, overrides, way):
+    """Two processes of one GPU are in no NCCL group, so colocated ones take landings; the rest is the table of ADR."""
+    assert way_of(compose_config([f"experiment={experiment}", *overrides])) == way
+
+
+def test_nodes_that_ray_has_chosen_decide_before_the_address_does():
+    config = compose_config(["experiment=math_qwen_8gpu", "cluster.address=auto"])
+    assert way_of(config, is_one_node=True) == "cuda_ipc"
+    assert way_of(compose_config(["experiment=math_qwen_8gpu"]), is_one_node=False) == "engine_devices"
 
 
 def test_a_slot_stays_on_the_gpu_while_the_engine_sleeps():
     loads = {
-        memory: device_load_gib(config, plan_placement(config))["gpu"]
-        for memory in ("host", "device")
-        for config in [compose_config(["experiment=gsm8k_qwen_1gpu", *TRAINING_IS_LARGER, f"weights.memory={memory}"])]
+        transport: device_load_gib(config, plan_placement(config))["gpu"]
+        for transport in ("shared_memory", "cuda_ipc")
+        for config in [
+            compose_config(["experiment=gsm8k_qwen_1gpu", *TRAINING_IS_LARGER, f"weights.transport={transport}"])
+        ]
     }
     config = compose_config(["experiment=gsm8k_qwen_1gpu"])
-    assert loads["device"] - loads["host"] == pytest.approx(published_gib(config))
-    host = compose_config(["experiment=gsm8k_qwen_1gpu", "weights.memory=host"])
+    assert loads["cuda_ipc"] - loads["shared_memory"] == pytest.approx(published_gib(config))
+    host = compose_config(["experiment=gsm8k_qwen_1gpu", "weights.transport=shared_memory"])
     assert (shared_gib(config), shared_gib(host)) == (0, pytest.approx(2 * published_gib(config)))
 
 
 def test_staging_one_bucket_takes_half_of_the_shared_memory_and_hardly_any_of_the_gpus():
     both = {
-        staging: compose_config(["experiment=math_qwen_8gpu", "weights.memory=host", f"weights.staging={staging}"])
+        staging: compose_config(
+            ["experiment=math_qwen_8gpu", "weights.transport=shared_memory", f"weights.staging={staging}"]
+        )
         for staging in ("shard", "bucket")
     }
     assert shared_gib(both["bucket"]) == pytest.approx(shared_gib(both["shard"]) / 2)

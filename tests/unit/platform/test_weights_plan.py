@@ -58,7 +58,7 @@ def test_colocated_ranks_that_hold_a_quarter_send_the_rest():
     assert report.wire_bytes == report.lower_bound_bytes
     assert report.local_bytes + report.wire_bytes == pytest.approx(2 * report.model_bytes, rel=0.001)
     assert 0 < report.local_bytes < 0.5 * report.wire_bytes, "of its half, a device has at most the quarter of its rank"
-    through_files = plan_report(compose_config([*COLOCATED, "trainer.zero_stage=3", "weights.memory=host"]))
+    through_files = plan_report(compose_config([*COLOCATED, "trainer.zero_stage=3", "weights.transport=shared_memory"]))
     assert (through_files.local_bytes, through_files.num_planned_engines) == (0, 1)
     assert through_files.wire_bytes == pytest.approx(report.model_bytes, rel=0.001)
 
@@ -73,7 +73,7 @@ def test_engines_on_devices_of_their_own_each_get_everything():
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_a_mixture_of_experts_is_planned_from_its_shape(tp_size):
     pools = [f"cluster.pools.{pool}.memory_gib=4000" for pool in ("train", "generate")]
-    mixture = ["model=qwen3_30b_a3b", "weights.memory=host", *pools]
+    mixture = ["model=qwen3_30b_a3b", "weights.transport=shared_memory", *pools]
     engine = [f"rollout.engine.tensor_parallel_size={tp_size}", "rollout.num_engines=1"]
     config = compose_config(["experiment=math_qwen_8gpu", *mixture, *engine])
     assert config.model.shape.num_parameters == pytest.approx(30.53e9, rel=0.001), "as its model card has it"

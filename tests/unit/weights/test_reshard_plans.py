@@ -195,7 +195,7 @@ def test_what_the_training_side_lacks_is_named() -> None:
 
 def test_unknown_tensors_and_uneven_splits_are_named() -> None:
     model, tensors = tensors_of("qwen2")
-    with pytest.raises(WeightSyncError, match=r"model.layers.0.mixer.in_proj.weight .* weights.mode=gather"):
+    with pytest.raises(WeightSyncError, match=r"model.layers.0.mixer.in_proj.weight .* weights.transport=gather"):
         vllm_layout([*tensors, TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))], model, 1)
     with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 3"):
         vllm_layout([t for t in tensors if "q_proj" in t.name], model, 3)
@@ -230,7 +230,7 @@ def test_what_cannot_be_planned_names_the_tensor_both_layouts_and_the_way_out(
     foreign = TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))
     side = TrainingSide((*tensors, foreign), **training)
     with pytest.raises(
-        WeightSyncError, match=rf"mixer\.in_proj\.weight .*weights\.mode=gather.*Training layout: {told}"
+        WeightSyncError, match=rf"mixer\.in_proj\.weight .*weights\.transport=gather.*Training layout: {told}"
     ):
         ShardTransfer.between(side, EngineSide(engine[0], model, engine[1]), "float32", None)
 
