@@ -35,8 +35,8 @@ from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.config.compose import compose_config
 from penstock.rollout.tokenizers import load_codec
 from penstock.trainer.build import build_trainer
-from penstock.weights.codec.choice import CODECS, CodecName
 from penstock.weights.codec.codec import ReceiverState, SenderState, words
+from penstock.weights.codec.wire import CODECS, CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 
 NUM_STEPS, WARMUP_STEPS = 20, 10

@@ -1,7 +1,7 @@
 """Which words of a buffer differ from those of another: what weight deltas are made of.
 
 Words are integers of the width of a weight, so bits are compared: a NaN that stays is no change, 0.0 to -0.0 is one.
-The bitmap is that of the wire (weights/codec/positions.py): bit i % 8 of byte i // 8, least significant first.
+The bitmap is that of the wire (weights/codec/delta.py): bit i % 8 of byte i // 8, least significant first.
 
 Shape legend: n elements, k of them changed.
 """

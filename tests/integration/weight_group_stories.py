@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.checksum import tensor_checksum
-from penstock.weights.codec.choice import CODECS
+from penstock.weights.codec.wire import CODECS
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.training import training_layout
 from penstock.weights.layout.vllm import vllm_layout

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 
-Form = Literal["whole", "bitmap", "int32", "gaps8", "gaps16", "int8"]
-"""What the parts hold: all values, changed values with their positions in one of four codings, or quantised steps."""
+Form = Literal["whole", "bitmap", "gaps", "int8"]
+"""What the parts hold: all values, changed values with their positions in one of two codings, or quantised steps."""
 DTYPE_NAMES: Mapping[torch.dtype, DType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -150,3 +151,94 @@ def whole(values: Tensor, buffer: str, version: int, num_changed: int | None = N
 def words(values: Tensor) -> Tensor:
     """The bits of `[n]` values as integers of the same width: NaN equals itself, and -0.0 is not 0.0."""
     return values.detach().view(_WORDS[values.dtype])
+
+
+@dataclass(frozen=True)
+class FullCodec:
+    """`full`: every element, bit-exact; n · itemsize bytes. Needs no copy on the sender's side."""
+
+    @torch.no_grad()
+    def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:
+        check_sendable(current, state, version)
+        state.keep(version, None)  # nothing is compared later; a codec that compares starts with all elements
+        return whole(current, state.buffer, version)
+
+    @torch.no_grad()
+    def decode(self, encoded: Encoded, state: ReceiverState, previous: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return decode_whole(encoded, state, previous, out)
+
+
+def decode_whole(encoded: Encoded, state: ReceiverState, previous: Tensor, out: Tensor | None) -> Tensor:
+    """As `Codec.decode`, of the form `whole`.
+
+    Raises:
+        WeightSyncError: As `Codec.decode`, and if it has another form.
+    """
+    check_receivable(encoded, state, previous)
+    if encoded.form != "whole":
+        raise WeightSyncError(
+            f"publish v{encoded.version}: {encoded.buffer} was sent as {encoded.form}, this receiver's codec does not "
+            "read that. Give both sides the same codec."
+        )
+    values = check_part(encoded, "values", encoded.num_elements)
+    target = torch.empty_like(previous) if out is None else out
+    target.copy_(values)
+    state.version = encoded.version
+    return target
+
+
+def check_sendable(current: Tensor, state: SenderState, version: int) -> None:
+    """What must hold before a version is encoded.
+
+    Raises:
+        WeightSyncError: As `Codec.encode`.
+    """
+    assert state.version is None or version > state.version, f"{state.buffer}: v{version} after v{state.version}"
+    if current.ndim != 1 or not current.is_contiguous() or current.dtype not in DTYPE_NAMES:
+        raise WeightSyncError(
+            f"publish v{version}: {state.buffer} is {tuple(current.shape)} {current.dtype}, codecs take flat "
+            f"contiguous tensors of {' or '.join(TORCH_DTYPES)}. Flatten it and cast it to the wire dtype before."
+        )
+    held = state.values
+    if held is not None and (held.shape != current.shape or held.dtype != current.dtype):
+        raise WeightSyncError(
+            f"publish v{version}: {state.buffer} has {current.numel()} elements of {current.dtype}, v{state.version} "
+            f"had {held.numel()} of {held.dtype}. The layout has changed: start with a new SenderState."
+        )
+
+
+def check_receivable(encoded: Encoded, state: ReceiverState, previous: Tensor) -> None:
+    """What must hold before a version is decoded.
+
+    Raises:
+        WeightSyncError: As `Codec.decode`.
+    """
+    what = f"publish v{encoded.version}: {encoded.buffer}"
+    if state.buffer != encoded.buffer:
+        raise WeightSyncError(f"{what} arrived where {state.buffer} was expected. Sender and receiver differ in order.")
+    if previous.shape != (encoded.num_elements,) or previous.dtype != TORCH_DTYPES[encoded.dtype]:
+        raise WeightSyncError(
+            f"{what} was sent with {encoded.num_elements} elements of {encoded.dtype}, the receiver has "
+            f"{tuple(previous.shape)} {previous.dtype}. The two sides were planned for different layouts."
+        )
+    if encoded.base_version is not None and encoded.base_version != state.version:
+        held = "no version" if state.version is None else f"v{state.version}"
+        raise WeightSyncError(
+            f"{what} is the difference to v{encoded.base_version}, this receiver holds {held}: together they would be "
+            "weights of no version. Send it `full` (catch_up)."
+        )
+
+
+def check_part(encoded: Encoded, name: str, num_elements: int) -> Tensor:
+    """A part of the size that it must have.
+
+    Raises:
+        WeightSyncError: If it has another.
+    """
+    part = encoded.parts[name]
+    if part.shape != (num_elements,):
+        raise WeightSyncError(
+            f"publish v{encoded.version}: {encoded.buffer}: part {name!r} arrived with shape {tuple(part.shape)}, "
+            f"expected were {num_elements} elements. It was damaged on the way, or the two codecs are set differently."
+        )
+    return part

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.weights.codec.checks import check_part, check_receivable, check_sendable
 from penstock.weights.codec.codec import (
     DTYPE_NAMES,
     Encoded,
     ReceiverState,
     SenderState,
+    check_part,
+    check_receivable,
+    check_sendable,
+    decode_whole,
     whole,
 )
-from penstock.weights.codec.full import decode_whole
 
 BLOCK_ELEMENTS = 128
 _MAX_STEPS = 127

@@ -1,4 +1,4 @@
-"""Encoded buffers as bytes: a header of fixed size, then the parts, one after the other.
+"""Codecs by name, and encoded buffers as bytes: a header of fixed size, then the parts, one after the other.
 
 Whoever receives knows from the header how many bytes follow. Header, int64: form, version, base version, changed
 elements, bytes of each of up to two parts; -1 stands for none.
@@ -6,20 +6,24 @@ elements, bytes of each of up to two parts; -1 stands for none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.codec.codec import DTYPE_NAMES, Encoded, Form
+from penstock.weights.codec.codec import DTYPE_NAMES, Codec, Encoded, Form, FullCodec
+from penstock.weights.codec.delta import DeltaCodec
+from penstock.weights.codec.int8_delta import Int8DeltaCodec
+from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 
 HEADER_WORDS = 6
 _FORMS: tuple[Form, ...] = get_args(Form)
 _NONE = -1
-_POSITIONS = {"bitmap": torch.uint8, "int32": torch.int32, "gaps8": torch.uint8, "gaps16": torch.int16}
+CODECS: Mapping[CodecName, Codec] = {"full": FullCodec(), "delta": DeltaCodec(), "int8_delta": Int8DeltaCodec()}
 
 
 def to_wire(encoded: Encoded) -> tuple[Tensor, Tensor]:
@@ -91,4 +95,4 @@ def _part_dtypes(form: Form, dtype: DType) -> dict[str, torch.dtype]:
         return {"values": values}
     if form == "int8":
         return {"scales": torch.float32, "steps": torch.int8}
-    return {"values": values, "positions": _POSITIONS[form]}
+    return {"values": values, "positions": torch.uint8}

@@ -22,7 +22,7 @@ import torch
 
 from penstock.dataflow.ports import BucketSum
 from penstock.weights.checksum import PartialSum
-from penstock.weights.codec.choice import CODECS
+from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.planner.relay import relay_tree

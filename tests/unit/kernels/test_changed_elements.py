@@ -12,8 +12,7 @@ from penstock.dataflow.errors import ShapeError
 from penstock.kernels.changed_elements import find_changes
 from penstock.kernels.portable.changed_elements import FlaggedChanges
 from penstock.weights.codec.codec import ReceiverState, SenderState
-from penstock.weights.codec.delta import DeltaCodec
-from penstock.weights.codec.positions import pack_positions
+from penstock.weights.codec.delta import DeltaCodec, pack_positions
 from tests.tiers import examples
 
 

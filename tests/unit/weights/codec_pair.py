@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.weights.codec.choice import CODECS
 from penstock.weights.codec.codec import Encoded, ReceiverState, SenderState, words
-from penstock.weights.codec.wire import from_wire, payload_bytes, to_wire
+from penstock.weights.codec.wire import CODECS, from_wire, payload_bytes, to_wire
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUMPY_WORDS = {torch.float32: np.int32, torch.bfloat16: np.int16}

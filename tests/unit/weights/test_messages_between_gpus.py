@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.weights.checksum import check_arrived
-from penstock.weights.codec.choice import CODECS
+from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
