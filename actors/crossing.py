@@ -3,33 +3,225 @@
 Consumes: a new version of the trainer. Waits for: the training ranks to hold it, then for every end to have it.
 Unblocked by: those; or a time-out of a leg, which ends the crossing for everyone. Then ends that do not answer are
 given up with their engines, and the rest meets anew and gets the version once more.
+
+The ends are a landing on every node with engines, or the engines themselves.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import shutil
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.ends import Ends
-from penstock.actors.exports import Departure, Parcel
-from penstock.actors.ray_errors import together
+from penstock.actors.engine_client import Locations, RemoteEngine, Streaming
+from penstock.actors.exports import Departure, Parcel, departed
+from penstock.actors.ray_errors import ray_boundary, together
 from penstock.actors.trainer_client import TrainerClient
-from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.errors import EngineLostError, WeightSyncError
+from penstock.dataflow.ports import WeightManifest
+from penstock.rollout.pool import EnginePool
+from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
-from penstock.weights.transport.crossing import Crossing, changed_share
-from penstock.weights.transport.group import TransferGroup
-from penstock.weights.transport.links import serve_store
+from penstock.weights.streaming import ON_THE_WAY
+from penstock.weights.transport.crossing import Announced, Crossing, End, Landing, changed_share
+from penstock.weights.transport.group import TransferGroup, serve_store
 from penstock.weights.transport.shards import ShardTransfer
+from penstock.weights.transport.shared_memory import private_directory, remove_directories_of
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 GRACE_S = 10.0
 """What a call may take beyond the time-outs of what it does."""
+LEG_SHARE = 0.5
+"""Of `weights.timeout_s`, for each message: who hangs is found before the whole publish is late, for all engines."""
+PING_S = 30.0
+SHUTDOWN_S = 5.0
+
+
+class Ends(Protocol):
+    """Where versions arrive.
+
+    Attributes:
+        on_devices: In memory of the engines' devices; else in files that the engines of a node share.
+    """
+
+    on_devices: bool
+
+    def present(self) -> tuple[End, ...]:
+        """Those of the engines in service now, in relay order: the node of the first training rank first."""
+        ...
+
+    async def prepare(self) -> None:
+        """Start those that are new, end those that no engine needs any more."""
+        ...
+
+    def join(self, crossing: Any, end: End, place: int) -> Awaitable[Any]:
+        """Let one join a crossing (a handle of it), as its `place`-th end."""
+        ...
+
+    def receive(self, end: End, version: int) -> Awaitable[Any]:
+        """Let one receive a version; its answer is for `payload`."""
+        ...
+
+    def payload(self, answers: Mapping[End, Any]) -> Any:
+        """What engines are given beside the manifest to find it."""
+        ...
+
+    async def give_up_silent_ones(self, why: str) -> None:
+        """Fence off the engines of those that do not answer."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+def _on(node: str) -> dict[str, Any]:
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+class Landings:
+    """One process on every node with engines."""
+
+    on_devices = False
+
+    def __init__(self, pool: EnginePool, first_node: str, config: WeightsConfig) -> None:
+        self._pool = pool
+        self._first_node = first_node
+        self._config = config
+        self._type = ray.remote(concurrency_groups={"beside": 1})(LandingActor)
+        self._landings: dict[str, Any] = {}
+        self._pids: dict[str, int] = {}
+
+    def present(self) -> tuple[End, ...]:
+        nodes = {engine.node_id for engine in cast("list[RemoteEngine]", self._pool.engines())}
+        return tuple(
+            End(f"landing on node {node[:8]}", node)
+            for node in sorted(nodes, key=lambda node: (node != self._first_node, node))
+        )
+
+    async def prepare(self) -> None:
+        nodes = [end.node for end in self.present()]
+        for node in self._landings.keys() - set(nodes):
+            await self._end(node)
+        fresh = [node for node in nodes if node not in self._landings]
+        for node in fresh:
+            self._landings[node] = self._type.options(**_on(node)).remote(self._config.directory)
+        asked = [self._landings[node].pid.remote() for node in fresh]
+        pids = await together("weights: starting landings", self._config.timeout_s, *asked)
+        self._pids |= dict(zip(fresh, pids, strict=True))
+
+    def join(self, crossing: Any, end: End, place: int) -> Awaitable[Any]:  # noqa: ARG002 - a landing knows its node
+        joined: Awaitable[Any] = self._landings[end.node].join.remote(crossing, end.node)
+        return joined
+
+    def receive(self, end: End, version: int) -> Awaitable[Any]:
+        received: Awaitable[Any] = self._landings[end.node].receive.remote(version)
+        return received
+
+    def payload(self, answers: Mapping[End, Any]) -> Locations:
+        return Locations({end.node: folder for end, folder in answers.items()})
+
+    async def give_up_silent_ones(self, why: str) -> None:
+        for node, landing in list(self._landings.items()):
+            try:
+                with ray_boundary(WeightSyncError, "ping"):
+                    await asyncio.wait_for(landing.pid.remote(), PING_S)
+            except (WeightSyncError, TimeoutError):
+                await self._end(node)
+                for engine in cast("list[RemoteEngine]", self._pool.engines()):
+                    if engine.node_id == node:
+                        await self._pool.fence(engine.engine_id, f"the landing on its node is lost. {why}")
+
+    async def close(self) -> None:
+        """End the landings, and free what they hold in shared memory."""
+        calls = {asyncio.ensure_future(landing.shutdown.remote()): node for node, landing in self._landings.items()}
+        if calls:
+            _, busy = await asyncio.wait(calls, timeout=SHUTDOWN_S)
+            for call in busy:  # a version is on its way to them
+                call.cancel()
+                await self._end(calls[call])
+
+    async def _end(self, node: str) -> None:
+        """End a landing that may not answer, and remove what it leaves in shared memory."""
+        ray.kill(self._landings.pop(node))
+        sweep = ray.remote(remove_directories_of).options(**_on(node), max_retries=0)
+        with suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone too
+            await asyncio.wait_for(sweep.remote([self._pids.pop(node, 0)], self._config.directory), PING_S)
+
+
+class EngineSlots:
+    """The engines themselves: every rank receives into a slot on its own device, or into its live parameters.
+
+    Attributes:
+        lacking: A version that only those engines are to get that have not acknowledged it; None: all are.
+    """
+
+    on_devices = True
+
+    def __init__(self, pool: EnginePool, first_node: str) -> None:
+        self.lacking: int | None = None
+        self._pool = pool
+        self._first_node = first_node
+
+    def present(self) -> tuple[End, ...]:
+        some = [one for one in self._engines().values() if self.lacking is None or one.version != self.lacking]
+        engines = sorted(some, key=lambda one: (one.node_id != self._first_node, one.node_id))
+        return tuple(End(engine.engine_id, engine.node_id) for engine in engines)
+
+    async def prepare(self) -> None:
+        """They are there already."""
+
+    def join(self, crossing: Any, end: End, place: int) -> Awaitable[Any]:
+        return self._engines()[end.name].join_crossing(crossing, place)
+
+    def receive(self, end: End, version: int) -> Awaitable[Any]:
+        return self._engines()[end.name].receive(version)
+
+    def payload(self, answers: Mapping[End, Any]) -> None:
+        """The manifest says it all: it is in their slots."""
+
+    async def give_up_silent_ones(self, why: str) -> None:
+        for engine in self._engines().values():
+            try:
+                await asyncio.wait_for(engine.load(), PING_S)
+            except (EngineLostError, TimeoutError):
+                await self._pool.fence(engine.engine_id, f"it does not answer. {why}")
+
+    async def close(self) -> None:
+        """They are not ended here."""
+
+    def _engines(self) -> dict[str, RemoteEngine]:
+        return {engine.engine_id: engine for engine in cast("list[RemoteEngine]", self._pool.engines())}
+
+
+class LandingActor(Landing):
+    """A landing in its own process: one on every node with engines, where weights come from other nodes."""
+
+    def __init__(self, publish_in: str | None) -> None:
+        self._folder = private_directory(publish_in)
+        super().__init__(str(self._folder))
+
+    @ray.method(concurrency_group="beside")
+    def pid(self) -> int:
+        """Answers also while a version is on its way."""
+        return os.getpid()
+
+    def shutdown(self) -> None:
+        """Leave, and free the shared memory."""
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class GroupExport:
@@ -138,3 +330,50 @@ class GroupExport:
         folder = None if self._ends.on_devices else planned.directory
         self._transfer = replace(planned, directory=folder, num_slots=self._config.num_slots)
         return self._transfer
+
+
+class StreamExport(GroupExport):
+    """Training ranks send each version into the live parameters of frozen engines, which have no second shard.
+
+    Waits for: a crossing with the engines that lack it, then for the training ranks to sum what they will send.
+    Unblocked by: their answers; the version itself leaves when the engines are frozen (`Streaming`), and stays as it is
+    with the training ranks until then.
+    """
+
+    def __init__(
+        self, trainer: TrainerClient, ends: EngineSlots, layout: EngineSide, dtype: DType, config: WeightsConfig
+    ) -> None:
+        super().__init__(trainer, ends, layout, dtype, config)
+        self._engines = ends
+        self._leg_s = LEG_SHARE * config.timeout_s
+        self._streaming: Streaming | None = None
+
+    async def begin(self, version: int) -> Departure:
+        if self._streaming is not None:
+            await self._streaming.over()
+        self._engines.lacking = version  # on a second try those that have taken it serve, and are left alone
+        crossing = await self._get_ready(version)
+        await self._trainer.ask("hold_weights", self._config.overlap)
+        announced = await self._trainer.ask("announce_weights", timeout_s=self._config.timeout_s)
+        self._streaming = self._stream(version, crossing)
+        sent_bytes = sum(one.num_bytes for one in announced)
+        return departed(Parcel(_manifest(version, crossing, announced), self._streaming, sent_bytes))
+
+    def _stream(self, version: int, crossing: Crossing) -> Streaming:
+        num_before, self._num_sent = self._num_sent, self._num_sent + 1
+
+        async def send() -> None:
+            await self._trainer.ask("send_weights", version, timeout_s=self._config.timeout_s + GRACE_S)
+
+        def interrupt(cause: str) -> None:
+            if self._crossing is crossing:
+                self._crossing = None
+            TransferGroup.interrupt(self._store, crossing.generation, num_before, crossing.members, cause)
+
+        return Streaming(version, [end.name for end in crossing.ends], send, interrupt)
+
+
+def _manifest(version: int, crossing: Crossing, announced: list[Announced]) -> WeightManifest:
+    sums = tuple(one for rank in announced for one in rank.sums)
+    parts = [PartialSum(one.rank, one.buffer, one.checksum) for one in sums]
+    return replace(crossing.transfer.manifest(version, parts), location=ON_THE_WAY, bucket_sums=sums)

@@ -16,7 +16,6 @@ from dataclasses import replace
 import numpy as np
 import ray
 
-from penstock.actors.outbox import Outbox
 from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
@@ -28,6 +27,28 @@ from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
 Parcel = tuple[RequestId, Answer]
+
+
+class Outbox:
+    """Answers in order. Bounded by what the client has asked for and not yet collected."""
+
+    def __init__(self) -> None:
+        self._parcels: list[Parcel] = []
+        self._has_parcels = asyncio.Event()
+
+    def send(self, parcel: Parcel) -> None:
+        self._parcels.append(parcel)
+        self._has_parcels.set()
+
+    async def collect(self, wait_s: float) -> list[Parcel]:
+        """Everything sent since the last call; waits at most `wait_s` seconds for the first of it."""
+        try:
+            await asyncio.wait_for(self._has_parcels.wait(), wait_s)
+        except TimeoutError:
+            return []
+        self._has_parcels.clear()
+        parcels, self._parcels = self._parcels, []
+        return parcels
 
 
 def create_engine(spec: EngineSpec) -> LocalEngine:
@@ -49,7 +70,7 @@ class EngineActor:
         self._engine: LocalEngine | None = None
         self._requests: dict[RequestId, asyncio.Task[None]] = {}
         self._aborted: set[RequestId] = set()
-        self._outbox: Outbox[Parcel] = Outbox()
+        self._outbox = Outbox()
         self._inbound = private_directory(spec.publish_in)
 
     async def start(self) -> str:

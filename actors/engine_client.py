@@ -7,18 +7,17 @@ Unblocked by: a delta, or the engine's death, which fails every pending request 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.engine import Answer
-from penstock.actors.locations import at_node
 from penstock.actors.ray_errors import answer_of, first_line
 from penstock.actors.silence import silence_limit
-from penstock.actors.streaming import Streaming
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
@@ -28,6 +27,94 @@ from penstock.weights.transport.device_memory import SlotHandle
 POLL_S = 20.0
 SILENCE_S = 60.0  # a poll that takes longer than this beyond its own wait means that the actor hangs
 SWITCH_S = 300.0  # longest wait for an engine to free its device memory, or to take it back: a whole model may be moved
+
+
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """Node -> folder in its shared memory."""
+
+    by_node: Mapping[str, str]
+
+
+def at_node(manifest: WeightManifest, payload: Any, node_id: str) -> tuple[WeightManifest, Any]:
+    """What an engine on a node is told, and given.
+
+    Raises:
+        WeightSyncError: If the version has not come to its node.
+    """
+    if not isinstance(payload, Locations):
+        return manifest, payload
+    if node_id not in payload.by_node:
+        raise WeightSyncError(
+            f"publish v{manifest.version}: it went to {len(payload.by_node)} nodes, not to node {node_id}. Engines "
+            "may join where others are; a new node takes part from the next publish on."
+        )
+    return replace(manifest, location=payload.by_node[node_id]), None
+
+
+class Streaming:
+    """A version that engines take while they are frozen (`weights.staging=bucket`), once.
+
+    Consumes: the engines' updates. Waits for: nothing; the first update has the training ranks begin to send, since
+    only then engines begin to receive. Unblocked by: the acknowledgements. Whoever fails ends the crossing for
+    everyone: nobody waits for its messages any longer.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        engines: Collection[str],
+        send: Callable[[], Coroutine[Any, Any, None]],
+        interrupt: Callable[[str], None],
+    ) -> None:
+        """Wait for the first engine.
+
+        Args:
+            version: Of the policy.
+            engines: Who is in the crossing; each gets it once.
+            send: Has the training ranks send it.
+            interrupt: Ends the crossing, for a reason.
+        """
+        self._version = version
+        self._left = set(engines)
+        self._send = send
+        self._interrupt = interrupt
+        self._sending: asyncio.Task[None] | None = None
+
+    async def into(self, engine_id: EngineId, update: Awaitable[WeightAck]) -> WeightAck:
+        """Let an engine take it.
+
+        Args:
+            engine_id: The engine.
+            update: Its update, not begun.
+
+        Raises:
+            WeightSyncError: If it is not among the engines, or has had its try.
+        """
+        if engine_id not in self._left:
+            if isinstance(update, Coroutine):
+                update.close()
+            raise WeightSyncError(
+                f"publish v{self._version}: it is no longer on its way to {engine_id}, which gets the next version."
+            )
+        self._left.remove(engine_id)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send(), name=f"send v{self._version}")
+            self._sending.add_done_callback(self._sent)
+        try:
+            return await update
+        except BaseException as error:
+            self._interrupt(first_line(error))
+            raise
+
+    async def over(self) -> None:
+        """Wait until the training ranks send no more of it; that they failed is for their engines to say."""
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+
+    def _sent(self, sending: asyncio.Task[None]) -> None:
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            self._interrupt(first_line(error))
 
 
 class RemoteEngine:

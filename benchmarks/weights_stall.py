@@ -34,9 +34,8 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.planner.plan import BUCKET_BYTES
 from penstock.weights.staging import Staging
 from penstock.weights.streaming import Pieces
-from penstock.weights.transport.arrival import Arrival
-from penstock.weights.transport.crossing import Announced, Crossing, End, Sender
-from penstock.weights.transport.links import serve_store
+from penstock.weights.transport.crossing import Announced, Arrival, Crossing, End, Sender
+from penstock.weights.transport.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import private_directory
 

@@ -17,16 +17,13 @@ from penstock.actors.cluster import (
     start_rewards,
     start_trainer,
 )
-from penstock.actors.crossing import GroupExport
-from penstock.actors.device_export import DeviceExport
+from penstock.actors.crossing import EngineSlots, GroupExport, Landings, StreamExport
 from penstock.actors.devices import SharedDevices, reserve_devices
-from penstock.actors.ends import EngineSlots, Landings
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import AdapterExport, Export, GatherExport, SharedMemoryExport, is_one_node
+from penstock.actors.exports import AdapterExport, DeviceExport, Export, GatherExport, SharedMemoryExport, is_one_node
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
-from penstock.actors.stream_export import StreamExport
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId

@@ -34,8 +34,7 @@ from penstock.weights.adapters import BaseWeights
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.streaming import Incoming
-from penstock.weights.transport.arrival import Arrival
-from penstock.weights.transport.crossing import Crossing
+from penstock.weights.transport.crossing import Arrival, Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
 
 UNPUBLISHED = -1

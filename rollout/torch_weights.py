@@ -24,7 +24,7 @@ from penstock.weights.checksum import combine_checksums, entry_key, tensor_check
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.streaming import ON_THE_WAY, Incoming, Pieces
-from penstock.weights.transport.arrival import Arrival
+from penstock.weights.transport.crossing import Arrival
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,8 +30,7 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
 from penstock.weights.streaming import ON_THE_WAY, Pieces
-from penstock.weights.transport.arrival import Arrival, Beside
-from penstock.weights.transport.crossing import Crossing
+from penstock.weights.transport.crossing import Arrival, Beside, Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
 from penstock.weights.transport.shared_memory import read_version
 
@@ -226,7 +226,7 @@ class WorkerExtension:
     def penstock_receive(self, version: int) -> None:
         """Begin to receive a version, beside decoding."""
         arrival, beside = _arrival[self.model_runner.get_model()]
-        beside.begin(f"receive v{version}", lambda: arrival.receive(version))
+        beside.begin(f"receive v{version}", partial(arrival.receive, version))
 
     def penstock_stream(self, version: int, sums: Sequence[tuple[int, int, str, str]]) -> None:
         """Begin to receive a version into the live parameters; generation is paused."""
@@ -235,7 +235,7 @@ class WorkerExtension:
         expected = [BucketSum(bucket, rank, buffer, int(checksum, 16)) for bucket, rank, buffer, checksum in sums]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what still reads them was started on another stream
-        beside.begin(f"stream v{version}", lambda: arrival.stream(version, expected, flat_parameters(model)))
+        beside.begin(f"stream v{version}", partial(arrival.stream, version, expected, flat_parameters(model)))
 
     def penstock_beside(self) -> tuple[bool, str]:
         """Whether that has ended, and why it failed, if it has."""

@@ -25,8 +25,7 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
-from penstock.weights.transport.shared_memory import write_version
-from penstock.weights.transport.slots import Slots
+from penstock.weights.transport.shared_memory import Slots, write_version
 from tests.command_line import run_cli
 from tests.composed_once import compose_choices_once
 from tests.tiers import IS_FULL

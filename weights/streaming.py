@@ -11,24 +11,22 @@ then. Two sources fill the bucket:
 - `Pieces`, of a slot in shared memory. Beside decoding the slot is compared with the manifest, as always, and the sum
   of each piece is kept. So damage is found before the freeze; between then and the copy only an overwritten slot can
   be, since there is but one.
-- Messages from other processes (transport/transfer.py), which begin when the engines are frozen. `ExpectedBuckets` are
-  their senders' sums.
+- Messages from other processes (transport/transfer.py), which begin when the engines are frozen. `ExpectedBuckets`
+  there are their senders' sums.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.dataflow.ports import BucketSum, TensorEntry
+from penstock.dataflow.ports import TensorEntry
 from penstock.weights.checksum import compare_arrived, strided_sum
 from penstock.weights.copies import copy_values
-from penstock.weights.transport.messages import Message, sums_of
 
 ON_THE_WAY = "on the way"
 """`WeightManifest.location` of a version that its senders still hold: engines receive it while they are frozen."""
@@ -108,36 +106,3 @@ class Pieces:
 
 
 HALF_WRITTEN = "Its parameters are of no version now: it serves nothing until a whole version has come through."
-
-
-class ExpectedBuckets:
-    """What every bucket of a version must be, by the sums of those who send it."""
-
-    def __init__(self, sums: Iterable[BucketSum]) -> None:
-        self._sums: Counter[tuple[int, int, str]] = Counter()
-        for bucket, rank, buffer, checksum in sums:
-            self._sums[bucket, rank, buffer] += checksum
-
-    def check(self, version: int, number: int, messages: Iterable[Message], incoming: torch.Tensor) -> None:
-        """Compare a bucket.
-
-        Args:
-            version: For the message.
-            number: Of the bucket.
-            messages: That make it up.
-            incoming: Where they lie.
-
-        Raises:
-            WeightSyncError: If a sum differs.
-        """
-        found: Counter[tuple[int, str]] = Counter()
-        for message in messages:
-            for part in sums_of(message, incoming):
-                found[part.engine_rank, part.buffer] += part.checksum
-        for (rank, buffer), checksum in found.items():
-            sent = self._sums[number, rank, buffer] % _WORDS
-            if checksum % _WORDS != sent:
-                raise WeightSyncError(
-                    f"weights v{version}: bucket {number + 1}: what arrived of {buffer} for rank {rank} has sum "
-                    f"{checksum % _WORDS:x}, sent was {sent:x}. It was damaged on the way. {HALF_WRITTEN}"
-                )

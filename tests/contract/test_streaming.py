@@ -25,7 +25,7 @@ from penstock.rollout.torch_engine import TorchEngine
 from penstock.weights.checksum import PartialSum
 from penstock.weights.streaming import ON_THE_WAY
 from penstock.weights.transport.crossing import Crossing, Sender
-from penstock.weights.transport.links import serve_store
+from penstock.weights.transport.group import serve_store
 
 from .crossing import CPU, NUM_RANKS, make_crossing
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, StreamingRequests, prompt_of, within
@@ -134,7 +134,7 @@ def damage_behind_staging(harness: Harness, version: int, patch: pytest.MonkeyPa
 
         patch.setattr(torch_engine, "stage", staged)
         return
-    from penstock.rollout.vllm_workers import Workers
+    from penstock.rollout.vllm_engine import Workers
 
     stage_all = Workers.stage
 

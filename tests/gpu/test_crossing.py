@@ -11,9 +11,8 @@ import torch
 from penstock.weights.checksum import check_arrived
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
-from penstock.weights.transport.arrival import Arrival
-from penstock.weights.transport.crossing import Crossing, End, Sender
-from penstock.weights.transport.links import serve_store
+from penstock.weights.transport.crossing import Arrival, Crossing, End, Sender
+from penstock.weights.transport.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from tests.conftest import TINY_SHAPE
 

@@ -18,14 +18,12 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.crossing import GroupExport
-from penstock.actors.ends import EngineSlots, Landings
+from penstock.actors.crossing import EngineSlots, GroupExport, Landings, StreamExport
 from penstock.actors.engine import EngineActor
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import Departure, GatherExport, is_one_node
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.publisher import ActorWeightPublisher
-from penstock.actors.stream_export import StreamExport
 from penstock.actors.trainer import TrainerRank
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import WeightSyncError

@@ -28,8 +28,7 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import Hop, relay_tree
-from penstock.weights.transport.group import TransferGroup
-from penstock.weights.transport.links import LostPeerError, connect_store
+from penstock.weights.transport.group import LostPeerError, TransferGroup, connect_store
 from penstock.weights.transport.members import EngineRank, Members
 from penstock.weights.transport.transfer import Transfer, staging_buffers
 from tests.integration.placements import read_placements

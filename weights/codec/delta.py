@@ -11,8 +11,8 @@ Which k of the n elements, in the smaller of two lossless codings:
     bitmap  ⌈n / 8⌉ bytes   bit i % 8 of byte i // 8, least significant first
     gaps    k + e bytes     how many elements lie between neighbours; 255 stands for 255 elements and no position
 
-e counts the escapes, Σ ⌊gap / 255⌋ ≤ n / 255. Above a density of about 1/8 the bitmap is less, below it the gaps. Gaps of
-two bytes and plain positions would save only below 1/200, and there at most 0.2 % of the buffer.
+e counts the escapes, Σ ⌊gap / 255⌋ ≤ n / 255. Above a density of about 1/8 the bitmap is less, below it the gaps. Gaps
+of two bytes and plain positions would save only below 1/200, and there at most 0.2 % of the buffer.
 """
 
 from __future__ import annotations

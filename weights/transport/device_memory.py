@@ -26,8 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.weights.transport.allocator import expandable_segments
-from penstock.weights.transport.shared_memory import private_directory, reserve
-from penstock.weights.transport.slots import cut_slot, slot_size
+from penstock.weights.transport.shared_memory import cut_slot, private_directory, reserve, slot_size
 
 CPU = "cpu"
 _DEVICE_ARGUMENT, _WAIT_ARGUMENT = 6, 14

@@ -32,8 +32,7 @@ from penstock.weights.planner.cache import Meeting, PlanCache
 from penstock.weights.planner.plan import Copy, Plan
 from penstock.weights.strided import strided_box
 from penstock.weights.transport.device_memory import DeviceSlot
-from penstock.weights.transport.shared_memory import reserve
-from penstock.weights.transport.slots import Slots, cut_slot, slot_size
+from penstock.weights.transport.shared_memory import Slots, cut_slot, reserve, slot_size
 
 IN_DEVICE_MEMORY = "device"
 """`WeightManifest.location` of a version that is in the slots of the engine's own devices."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.actors.device_export import DeviceExport
+from penstock.actors.exports import DeviceExport
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId

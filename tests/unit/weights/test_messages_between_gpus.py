@@ -22,10 +22,8 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
-from penstock.weights.transport.arrival import Arrival
-from penstock.weights.transport.crossing import Announced, Crossing, End, Sender
-from penstock.weights.transport.group import TransferGroup
-from penstock.weights.transport.links import connect, connect_store, serve_store
+from penstock.weights.transport.crossing import Announced, Arrival, Crossing, End, Sender
+from penstock.weights.transport.group import TransferGroup, connect, connect_store, serve_store
 from penstock.weights.transport.members import Members
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.transfer import Transfer, staging_buffers

@@ -11,7 +11,7 @@ from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.members import Members
-from penstock.weights.transport.messages import Step, steps_of
+from penstock.weights.transport.transfer import Step, steps_of
 from tests.unit.weights.models import tensors_of
 
 NUM_ENGINES = 64

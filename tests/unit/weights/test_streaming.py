@@ -11,8 +11,8 @@ from penstock.dataflow.ports import BucketSum, TensorEntry
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import View
 from penstock.weights.planner.plan import Copy
-from penstock.weights.streaming import ExpectedBuckets, Pieces
-from penstock.weights.transport.messages import Message, sums_of
+from penstock.weights.streaming import Pieces
+from penstock.weights.transport.transfer import ExpectedBuckets, Message, sums_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
