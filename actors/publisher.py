@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from penstock.actors.engine_client import RemoteEngine
@@ -31,6 +32,9 @@ from penstock.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 
+Probe = Callable[[int], Awaitable[float | None]]
+"""What the logprobs of engines at a version differ by at most from the trainer's, nat; None if none could be asked."""
+
 
 class ActorWeightPublisher:
     """`WeightPublisher` over an export and the engines of a pool.
@@ -40,7 +44,12 @@ class ActorWeightPublisher:
     """
 
     def __init__(
-        self, pool: EnginePool, config: WeightsConfig, export: Export, trainer: TrainerClient | None = None
+        self,
+        pool: EnginePool,
+        config: WeightsConfig,
+        export: Export,
+        trainer: TrainerClient | None = None,
+        probe: Probe | None = None,
     ) -> None:
         """Connect both sides.
 
@@ -49,11 +58,13 @@ class ActorWeightPublisher:
             config: How they travel.
             export: Puts a version where engines find it.
             trainer: Tells whether it still has a version that no engine has any more; None: it never has.
+            probe: Compares the engines with the trainer at every `probe_every`-th version, from version 0 on.
         """
         self._pool = pool
         self._config = config
         self._export = export
         self._trainer = trainer
+        self._probe = probe
         self._updater = make_updater(pool, config)
         self._delivery: asyncio.Task[PublishReport] | None = None
         self._publishing = asyncio.Lock()
@@ -104,17 +115,19 @@ class ActorWeightPublisher:
         """Make `version` what new requests are sampled from. What no engine took waits for those that are coming back.
 
         Returns:
-            Its report; overlapped, that of the version before.
+            Its report; overlapped, that of the version before, but where it is probed.
 
         Raises:
             ExportError: If the training ranks cannot write it.
-            WeightSyncError: If no engine took it and none is coming back; overlapped, of the version before.
+            WeightSyncError: If no engine took it and none is coming back; overlapped, of the version before. Or if an
+                engine's logprobs are not the trainer's.
         """
         while True:
             await self._pool.someone()
             try:
                 async with self._publishing:
-                    return await self._publish(version)
+                    report = await self._publish(version)
+                break
             except ExportError:
                 raise
             except WeightSyncError as error:
@@ -122,6 +135,11 @@ class ActorWeightPublisher:
                     raise
                 logger.warning("%s Engines are being started anew, and get v%d then.", error, version)
             await self._pool.one_returned()
+        every = self._config.probe_every
+        if self._probe is None or not every or version % every:
+            return report
+        report = await self.delivered()
+        return replace(report, probe_nat=await self._probe(version))
 
     async def _publish(self, version: int) -> PublishReport:
         if self._delivery is not None:

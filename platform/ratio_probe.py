@@ -5,8 +5,9 @@ max |log π_e(y) − log π_t(y)| over tokens y that the engine samples anew fro
 that the weights arrived; this proves that what is done with them agrees (layouts, kernels, temperature, a tied head).
 Without it a difference would only be seen as importance ratios that are a little off, for ever.
 
-Consumes: a finished publish. Waits for: the engines' answers, then the trainer's forward. Unblocked by: them, or their
-own time limits. Prefix caches are salted by version, so no KV of older weights blurs the figure.
+Consumes: a finished publish, after which actors/publisher.py asks it. Waits for: the engines' answers, then the
+trainer's forward. Unblocked by: them, or their own time limits. Prefix caches are salted by version, so no KV of older
+weights blurs the figure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import Engine, GenerateRequest, PublishReport, SamplingParams, WeightPublisher
+from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams
 from penstock.rollout.pool import EnginePool
 from penstock.weights.model_config import DType
 
@@ -52,30 +53,6 @@ class _Answer:
     prompt: tuple[int, ...]
     token_ids: list[int]
     logprobs: list[float]
-
-
-class ProbedPublisher:
-    """A publisher that probes the first version and every n-th after it."""
-
-    def __init__(self, publisher: WeightPublisher, probe: RatioProbe, every: int) -> None:
-        self._publisher = publisher
-        self._probe = probe
-        self._every = every
-
-    async def publish(self, version: int) -> PublishReport:
-        """Publish, then probe if it is time.
-
-        Raises:
-            WeightSyncError: If the publish failed, or an engine's logprobs are not the trainer's.
-        """
-        report = await self._publisher.publish(version)
-        if version % self._every:
-            return report
-        delivered = await self._publisher.delivered()
-        return replace(delivered, probe_nat=await self._probe.check(version))
-
-    async def delivered(self) -> PublishReport:
-        return await self._publisher.delivered()
 
 
 class RatioProbe:
@@ -159,8 +136,3 @@ class RatioProbe:
 
 def _borders(answers: Sequence[_Answer]) -> NDArray[np.int64]:
     return np.cumsum([len(answer.token_ids) for answer in answers])[:-1]
-
-
-def with_probe(publisher: WeightPublisher, probe: RatioProbe, every: int) -> WeightPublisher:
-    """The publisher, with the probe at version 0 and every so many versions; 0 is without."""
-    return ProbedPublisher(publisher, probe, every) if every else publisher

@@ -21,7 +21,7 @@ from penstock.actors.crossing import EngineSlots, GroupExport, Landings, StreamE
 from penstock.actors.devices import SharedDevices, reserve_devices
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import AdapterExport, DeviceExport, Export, GatherExport, SharedMemoryExport, is_one_node
-from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.publisher import ActorWeightPublisher, Probe
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
@@ -60,8 +60,8 @@ class RunActors:
         """Trainers and engines, the partner's too."""
         return [self.trainer, *self.engines, *([] if self.partner is None else self.partner.of_policies())]
 
-    def publisher(self, pool: EnginePool, config: RunConfig) -> ActorWeightPublisher:
-        return ActorWeightPublisher(pool, config.weights, self._export(pool, config), self.trainer)
+    def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> ActorWeightPublisher:
+        return ActorWeightPublisher(pool, config.weights, self._export(pool, config), self.trainer, probe)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, pool)

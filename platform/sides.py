@@ -12,7 +12,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.engine_restarts import EngineRestarts
 from penstock.platform.evaluation import Evaluator
-from penstock.platform.ratio_probe import RatioProbe, with_probe
+from penstock.platform.ratio_probe import RatioProbe
 from penstock.platform.roles import RunActors
 from penstock.platform.run import Side
 from penstock.rollout.episodes import EpisodePlayer
@@ -50,7 +50,7 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
         vocab_size=config.model.shape.vocab_size,
     )
     probe = RatioProbe(pool, actors.trainer, asking.probes, asking.sampling, config.model.dtype, limit_s)
-    publisher = actors.publisher(pool, config)
+    publisher = actors.publisher(pool, config, probe.check)
     # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
     most = 0 if config.cluster.colocated else rollout.max_engine_restarts
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)
@@ -62,7 +62,7 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
             yield Side(
                 runner,
                 trainer=actors.take_turns(pool) if config.cluster.colocated else actors.trainer,
-                publisher=with_probe(publisher, probe, config.weights.probe_every),
+                publisher=publisher,
                 evaluator=Evaluator(runner, actors.rewards, rollout.sampling.max_new_tokens),
                 monitor=monitor,
                 forward=actors.trainer if config.prefetches else None,

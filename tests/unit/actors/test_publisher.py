@@ -329,3 +329,45 @@ async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_b
     assert export.num_tries == 1, "it does not spin, although an engine is in service"
     pool.add(Receiver(EngineId("b")))  # type: ignore[arg-type]
     assert len((await asyncio.wait_for(publishing, 5.0)).acks) == 2
+
+
+@pytest.mark.parametrize(("every", "expected"), [(3, [0, 3]), (0, [])])
+async def test_version_0_and_every_nth_is_probed(every: int, expected: list[int]) -> None:
+    pool = EnginePool([Receiver(EngineId("a"))], 4)  # type: ignore[list-item]
+    probed: list[int] = []
+
+    async def probe(version: int) -> float:
+        probed.append(version)
+        return 0.5
+
+    config = WeightsConfig(timeout_s=5.0, probe_every=every)
+    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool), probe=probe)  # type: ignore[arg-type]
+    reports = [await publish.publish(version) for version in range(5)]
+    assert probed == expected == [report.version for report in reports if report.probe_nat == 0.5]
+    assert sum(report.probe_nat is None for report in reports) == 5 - len(expected)
+
+
+async def test_an_overlapped_version_is_waited_for_before_it_is_probed() -> None:
+    engine = Slow(EngineId("a"))
+    engine.may_take.set()
+    pool = EnginePool([engine], 4)  # type: ignore[list-item]
+    served: list[tuple[int, int]] = []
+
+    async def probe(version: int) -> float:
+        served.append((version, engine.version))
+        return 0.5
+
+    config = WeightsConfig(timeout_s=5.0, overlap=True, probe_every=2)
+    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool), probe=probe)  # type: ignore[arg-type]
+    await publish.publish(0)
+    assert (await publish.publish(1)).probe_nat is None
+    await publish.delivered()
+    engine.may_take.clear()
+    publishing = asyncio.create_task(publish.publish(2))
+    await asyncio.sleep(0.05)
+    assert not publishing.done()
+    engine.may_take.set()
+    report = await publishing
+    assert (report.version, report.probe_nat) == (2, 0.5)
+    assert served == [(0, 0), (2, 2)]
+    await publish.close()

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import GenerateRequest, PublishReport, SamplingParams, TokenDelta
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.versions import Span
-from penstock.platform.ratio_probe import TOLERANCE, RatioProbe, with_probe
+from penstock.platform.ratio_probe import TOLERANCE, RatioProbe
 from penstock.rollout.pool import EnginePool
 from penstock.weights.model_config import DType
 
@@ -81,44 +81,3 @@ async def test_a_lost_engine_and_newer_weights_are_left_out_and_counted(caplog: 
     assert await probe.check(3) is None
     assert teacher.num_asked == 0
     assert "4 of 4 answers were lost" in caplog.text
-
-
-async def test_it_probes_version_0_and_every_nth() -> None:
-    class Publisher:
-        async def publish(self, version: int) -> PublishReport:
-            engine.version = engine.stamps = version
-            self.last = PublishReport(version, 1, 0.0, 0.0, ())
-            return self.last
-
-        async def delivered(self) -> PublishReport:
-            return self.last
-
-    engine = Answering(EngineId("a"))
-    probe, _ = probe_of(engine)
-    publisher = with_probe(Publisher(), probe, 3)
-    probed = [(await publisher.publish(version)).probe_nat is not None for version in range(5)]
-    assert probed == [True, False, False, True, False]
-    assert isinstance(with_probe(Publisher(), probe, 0), Publisher)
-
-
-async def test_an_overlapped_version_is_waited_for_before_it_is_probed() -> None:
-    engine = Answering(EngineId("a"), version=0, stamps=0)
-    probe, teacher = probe_of(engine)
-
-    class Overlapped:
-        """Reports the version before; the engine has the new one only when it is delivered."""
-
-        async def publish(self, version: int) -> PublishReport:
-            self.version = version
-            return PublishReport(version - 1, 1, 0.0, 0.0, ())
-
-        async def delivered(self) -> PublishReport:
-            engine.version = engine.stamps = self.version
-            return PublishReport(self.version, 1, 0.0, 0.0, ())
-
-    publisher = with_probe(Overlapped(), probe, 2)
-    assert (await publisher.publish(1)).probe_nat is None
-    report = await publisher.publish(2)
-    assert report.version == 2
-    assert report.probe_nat is not None
-    assert teacher.num_asked == 2
