@@ -51,15 +51,11 @@ ALLOWED = {
     "trainer/deepspeed_backend.py:_hf_config": "kept, since transformers has a weak reference to it",
     "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/sft.py unpacks",
     "trainer/passes.py:sampled_accuracy": "the same",
-    "weights/codec/codec.py:catch_up": "goes with the layouts that are written by hand",
     "weights/layout/dtensor.py": "goes with the layouts that are written by hand",
     "weights/layout/dtensor.py:dtensor_layout": "goes with the layouts that are written by hand",
     "weights/layout/training.py:fsdp_layout": "goes with the layouts that are written by hand",
     "weights/planner/plan.py:from_json": "goes with the layouts that are written by hand",
-    "weights/transport/members.py:from_engine": "goes with the layouts that are written by hand",
-    "weights/transport/members.py:to_engine": "goes with the layouts that are written by hand",
-    "weights/transport/transfer.py:staging_buffers": "goes with the layouts that are written by hand",
-    "weights/transport/links.py:_timeout": "an attribute of torch's process group",
+    "weights/transport/group.py:_timeout": "an attribute of torch's process group",
 }
 """What no pass finds a use of -> why it is here. A module by its path, a name by `path:name`, a file by `path:*`."""
 

@@ -29,10 +29,10 @@ from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import Hop, relay_tree
 from penstock.weights.transport.group import LostPeerError, TransferGroup, connect_store
-from penstock.weights.transport.members import EngineRank, Members
-from penstock.weights.transport.transfer import Transfer, staging_buffers
+from penstock.weights.transport.members import EngineRank, Members, Route
+from penstock.weights.transport.transfer import Transfer
 from tests.integration.placements import read_placements
-from tests.unit.weights.models import PADDING, buffers_of, numbered, tensors_of, vllm_rank
+from tests.unit.weights.models import PADDING, buffers_of, numbered, staging_buffers, tensors_of, vllm_rank
 
 HOST = "127.0.0.1"
 KEPT: list[WeightSyncError] = []
@@ -209,7 +209,7 @@ def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Ca
     done["bfloat16"] = publish(group, 3, 2, torch.bfloat16)
     source = held(engine(2), rank - 2, 4) if rank >= 2 else {}
     destination = staging_buffers(ZERO3.buffers[rank], torch.float32) if rank < 2 else {}
-    traffic = Transfer(group, BACK, group.members.from_engine(0), torch.float32).run(4, source, destination)
+    traffic = Transfer(group, BACK, Route((2, 3), ((0, 1),)), torch.float32).run(4, source, destination)
     wrong = differences(destination, buffers_of(ZERO3, FULL)[rank], 4) if rank < 2 else []
     done["back"] = {"wrong": wrong, "sent": dict(traffic.sent_bytes)}
     group.close()

@@ -128,20 +128,6 @@ class Codec(Protocol):
         ...
 
 
-def catch_up(state: SenderState) -> Encoded:
-    """All of what the other receivers hold, for one that has missed versions: afterwards it follows their stream.
-
-    Raises:
-        WeightSyncError: If the sender keeps no values, because its codec sends everything every time.
-    """
-    if state.version is None or state.values is None:
-        raise WeightSyncError(
-            f"{state.buffer}: there is nothing to catch up with: the sender keeps no copy of what receivers hold. "
-            "Publish the next version instead; it holds every element."
-        )
-    return whole(state.values, state.buffer, state.version)
-
-
 def whole(values: Tensor, buffer: str, version: int, num_changed: int | None = None) -> Encoded:
     """Every element as it is. The part aliases `values`."""
     parts = {"values": values.detach()}
@@ -225,7 +211,7 @@ def check_receivable(encoded: Encoded, state: ReceiverState, previous: Tensor) -
         held = "no version" if state.version is None else f"v{state.version}"
         raise WeightSyncError(
             f"{what} is the difference to v{encoded.base_version}, this receiver holds {held}: together they would be "
-            "weights of no version. Send it `full` (catch_up)."
+            "weights of no version. Send it `full`."
         )
 
 

@@ -99,14 +99,3 @@ class Members:
             tuple(self.engine(replica, rank) for rank in range(self.tp_size)) for replica in range(len(self.engines))
         )
         return Route(tuple(range(self.num_training)), replicas, hops)
-
-    def to_engine(self, replica: int) -> Route:
-        """From the training ranks to one replica only: one that has missed a version, or has just joined."""
-        return Route(
-            tuple(range(self.num_training)), (tuple(self.engine(replica, rank) for rank in range(self.tp_size)),)
-        )
-
-    def from_engine(self, replica: int) -> Route:
-        """From a replica back to the training ranks, for a plan of that direction."""
-        sources = tuple(self.engine(replica, rank) for rank in range(self.tp_size))
-        return Route(sources, (tuple(range(self.num_training)),))

@@ -518,13 +518,6 @@ def _buffer(num_elements: int, dtype: torch.dtype, device: torch.device) -> torc
     return torch.empty(num_elements, dtype=dtype, device=device)
 
 
-def staging_buffers(
-    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu"
-) -> dict[str, torch.Tensor]:
-    """What a version arrives in: one flat tensor per buffer of a rank's layout, padding zero as in the engines."""
-    return {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}
-
-
 def _legs(step: Step, me: int) -> list[tuple[int, int]]:
     """Peer and elements of everything that a process sends and receives in a bucket."""
     legs = [(message.peer, message.stop - message.start) for message in (*step.sends, *step.receives)]

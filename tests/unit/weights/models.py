@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from penstock.weights.layout.algebra import Layout, Shape, TensorSpec, View
@@ -131,3 +134,10 @@ def vllm_rank(full: Tensors, model: ModelShape, tp: int, rank: int) -> Tensors:
         order = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
         held[name] = np.concatenate([parts[part] for part in order if part in parts])
     return held
+
+
+def staging_buffers(
+    sizes: Mapping[str, int], dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> dict[str, torch.Tensor]:
+    """What a version arrives in: one flat tensor per buffer of a rank's layout, padding zero as in the engines."""
+    return {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}

@@ -26,10 +26,10 @@ from penstock.weights.transport.crossing import Announced, Arrival, Crossing, En
 from penstock.weights.transport.group import TransferGroup, connect, connect_store, serve_store
 from penstock.weights.transport.members import Members
 from penstock.weights.transport.shards import ShardTransfer
-from penstock.weights.transport.transfer import Transfer, staging_buffers
+from penstock.weights.transport.transfer import Transfer
 from tests.conftest import TINY_SHAPE
 from tests.fake_gpu import GPU, FakeNccl, GpuTensor, a_machine_with_nccl, in_main_memory, on_a_gpu
-from tests.unit.weights.models import PADDING, buffers_of, numbered, tensors_of, vllm_rank
+from tests.unit.weights.models import PADDING, buffers_of, numbered, staging_buffers, tensors_of, vllm_rank
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
