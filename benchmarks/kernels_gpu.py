@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.changed_elements import find_changes
+from penstock.kernels.changed_elements import compare_words, find_changes
 from penstock.kernels.linear_logprob import linear_scores
-from penstock.kernels.portable.changed_elements import compare_words
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs

@@ -8,14 +8,15 @@ Shape legend: n elements, k of them changed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import runs_on_triton
-from penstock.kernels.portable.changed_elements import compare_words
 
 WORD_DTYPES = (torch.int16, torch.int32)
 
@@ -61,3 +62,47 @@ def find_changes(current: Tensor, previous: Tensor) -> Changes:
 
         return compare_and_count(current.contiguous(), previous.contiguous())
     return compare_words(current, previous)
+
+
+@dataclass(frozen=True)
+class FlaggedChanges:
+    """`Changes` in torch, by way of one flag per element.
+
+    Attributes:
+        current: `[n]` words.
+        is_changed: `[n] bool`.
+        num_changed: k.
+    """
+
+    current: Tensor
+    is_changed: Tensor
+    num_changed: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.is_changed.numel()
+
+    def bitmap(self) -> Tensor:
+        padded = functional.pad(self.is_changed.view(torch.uint8), (0, -self.num_elements % 8)).view(-1, 8)
+        packed = padded[:, 0].clone()
+        for bit in range(1, 8):
+            packed |= padded[:, bit] << bit
+        return packed
+
+    def positions(self) -> Tensor:
+        return self.is_changed.nonzero().squeeze(1)
+
+    def values(self) -> Tensor:
+        return self.current[self.is_changed]
+
+
+def compare_words(current: Tensor, previous: Tensor) -> FlaggedChanges:
+    """`find_changes` in torch, on any device."""
+    is_changed = current != previous
+    return FlaggedChanges(current, is_changed, int(is_changed.count_nonzero()))
+
+
+def bits_of(bitmap: Tensor, num_elements: int) -> Tensor:
+    """`[⌈n / 8⌉] uint8`, least significant bit first -> `[n] bool`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    return ((bitmap.unsqueeze(1) >> shifts) & 1).flatten()[:num_elements].bool()

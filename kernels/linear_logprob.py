@@ -18,7 +18,6 @@ Shape legend: T tokens, V vocabulary, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -28,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.float32_head import Float32Head
-from penstock.kernels.portable.logprob_autograd import Settings, scores
+from penstock.kernels.portable.logprob import Settings, scores
 
 MAX_LOGITS = 1 << 27
 """Logits held at once (elements; 512 MiB in float32) at most. A CPU's tiles are far smaller, for its caches' sake."""
@@ -82,13 +81,7 @@ def linear_scores(
     """
     if isinstance(head, nn.Module) and not _is_plain(head):
         return _chunked_scores(hidden, head, targets, temperature, min(max_logits, MAX_OPAQUE_LOGITS))
-    settings = Settings(1.0 / temperature, max_logits)
-
-    def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        _check(rows, weight, targets)
-        return scores(rows, weight, targets, settings)
-
-    return LinearScores(*_with_weight(head, hidden, compute))
+    return _scores(hidden, head, targets, Settings(1.0 / temperature, max_logits))
 
 
 def vocabulary_parallel_scores(
@@ -117,24 +110,26 @@ def vocabulary_parallel_scores(
     Raises:
         ShapeError: If shapes or dtypes do not fit each other.
     """
-    settings = Settings(1.0 / temperature, max_logits, part.group)
+    return _scores(hidden, head, targets - part.start, Settings(1.0 / temperature, max_logits, part.group))
+
+
+def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings: Settings) -> LinearScores:
+    """By the weight of `head`; if it is a module, as its forward, in between the hooks that make its weight whole."""
 
     def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        _check(rows, weight, targets)
-        return scores(rows, weight, targets - part.start, settings)
+        if rows.shape[:1] != targets.shape or rows.shape[1:] != weight.shape[1:] or rows.dtype != weight.dtype:
+            raise ShapeError(
+                f"linear_logprob: hidden is {list(rows.shape)} {rows.dtype}, the head's weight {list(weight.shape)} "
+                f"{weight.dtype} and targets {list(targets.shape)}. They must be [T, H], [V, H] and [T], the first two "
+                "of one dtype: cast one of them, or select as many hidden states as there are targets."
+            )
+        return scores(rows, weight, targets, settings)
 
-    return LinearScores(*_with_weight(head, hidden, compute))
-
-
-def _with_weight(
-    head: nn.Module | Tensor, hidden: Tensor, compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    """`compute(hidden, weight)`; of a module as its forward, in between the hooks that make its weight whole."""
     if isinstance(head, Tensor):
-        return compute(hidden, head)
+        return LinearScores(*compute(hidden, head))
     vars(head)["forward"] = lambda rows: compute(rows, cast("Tensor", head.weight))  # shadows the class's for one call
     try:
-        return cast("tuple[Tensor, ...]", head(hidden))
+        return LinearScores(*head(hidden))
     finally:
         del vars(head)["forward"]
 
@@ -149,20 +144,11 @@ def _is_plain(head: nn.Module) -> bool:
     )
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    if hidden.shape[:1] != targets.shape or hidden.shape[1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
-        raise ShapeError(
-            f"linear_logprob: hidden is {list(hidden.shape)} {hidden.dtype}, the head's weight {list(weight.shape)} "
-            f"{weight.dtype} and targets {list(targets.shape)}. They must be [T, H], [V, H] and [T], the first two of "
-            "one dtype: cast one of them, or select as many hidden states as there are targets."
-        )
-
-
 def _chunked_scores(
     hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, max_logits: int
 ) -> LinearScores:
     """For heads that can only be called: chunks of tokens, each recomputed in backward if there are several."""
-    size = _chunk_tokens(head, max_logits)
+    size = max(1, max_logits // cast("int", head.out_features))
     is_recomputed = hidden.shape[0] > size and torch.is_grad_enabled()
     chunks = []
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
@@ -174,17 +160,8 @@ def _chunked_scores(
 
 
 def _scores_by_call(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    log_probabilities = _called(head, hidden, temperature).log_softmax(-1)
+    logits = cast("Tensor", head(hidden)).float()
+    log_probabilities = (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
     logprobs = log_probabilities.gather(-1, targets[:, None])[:, 0]
     entropies = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return logprobs, entropies, logprobs.detach() == log_probabilities.detach().amax(-1)
-
-
-def _called(head: nn.Module, rows: Tensor, temperature: float) -> Tensor:
-    """`[t, V]` logits in float32, divided by the temperature."""
-    logits = cast("Tensor", head(rows)).float()
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _chunk_tokens(head: nn.Module, max_logits: int) -> int:
-    return max(1, max_logits // cast("int", head.out_features))

@@ -104,11 +104,5 @@ def compare_and_count(current: Tensor, previous: Tensor) -> CountedChanges:
     counts = torch.empty(num_blocks, dtype=torch.int32, device=current.device)
     if num_blocks:
         compare_kernel[(num_blocks,)](current, previous, bitmap, counts, num_elements, BLOCK=BLOCK)
-    offsets, num_changed = _offsets(counts)
-    return CountedChanges(current, bitmap, offsets, num_changed)
-
-
-def _offsets(counts: Tensor) -> tuple[Tensor, int]:
-    """Exclusive sums, `[b] int64`, and the sum of all."""
     ends = counts.cumsum(0, dtype=torch.int64)
-    return ends - counts, int(ends[-1]) if len(ends) else 0
+    return CountedChanges(current, bitmap, ends - counts, int(ends[-1]) if num_blocks else 0)

@@ -1,6 +1,6 @@
 """One pass over a tile of logits: from float32 logits to the gradient in them, in the dtype of the next product.
 
-Formula and torch version: `portable.logprob_tiles.gradient_of_tile`. Reads 4 bytes per logit and writes 2 (bf16).
+Formula and torch version: `portable.logprob.gradient_of_tile`. Reads 4 bytes per logit and writes 2 (bf16).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.kernels.portable.logprob_statistics import LogprobGradient
+from penstock.kernels.portable.logprob import LogprobGradient
 
 CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((2048, 4), (4096, 8), (8192, 8))]
 

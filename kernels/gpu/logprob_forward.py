@@ -1,7 +1,7 @@
 """Matrix product and online softmax in one kernel: row statistics of `hidden weightᵀ`, no logit leaves the chip.
 
 Each program walks one slice of the vocabulary for one block of tokens and keeps m, s and u of its rows in registers
-(`portable.logprob_statistics`). Programs that run at the same time are GROUP blocks of tokens times all slices: at
+(`portable.logprob`). Programs that run at the same time are GROUP blocks of tokens times all slices: at
 T=16k and H=4k in bf16 they share 16 MiB of hidden states, which stay in the second-level cache, while the weight
 streams through it once per group. Why this kernel and not cuBLAS: docs/adr/0009-kernels.md.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.kernels.portable.logprob_statistics import LOWEST, Statistics, merge_parts
+from penstock.kernels.portable.logprob import LOWEST, Statistics, merge_parts
 
 
 def _config(tokens: int, words: int, hidden: int, warps: int, stages: int) -> triton.Config:
@@ -135,7 +135,9 @@ def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: flo
     """
     num_tokens, hidden_size = hidden.shape
     num_words = len(weight)
-    split_words = _split_words(num_words)
+    # Words per split are a multiple of 256, so that only the last tile of the last split is ragged.
+    least, multiple = (64, 64) if is_interpreted() else (MIN_SPLIT_WORDS, 256)
+    split_words = triton.cdiv(max(least, triton.cdiv(num_words, NUM_SPLITS)), multiple) * multiple
     num_splits = triton.cdiv(num_words, split_words)
     parts = Statistics(*(hidden.new_empty((num_splits, num_tokens), dtype=torch.float32) for _ in range(4)))
 
@@ -177,11 +179,3 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
     """Where Triton puts the descriptors of one launch: 128 bytes each; torch aligns to 512."""
     del alignment, stream
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _split_words(num_words: int) -> int:
-    """Words per split: a multiple of 256, so that only the last tile of the last split is ragged."""
-    least = 64 if is_interpreted() else MIN_SPLIT_WORDS
-    wanted = max(least, triton.cdiv(num_words, NUM_SPLITS))
-    multiple = 64 if is_interpreted() else 256
-    return triton.cdiv(wanted, multiple) * multiple

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.changed_elements import Changes, find_changes
-from penstock.kernels.portable.changed_elements import bits_of
+from penstock.kernels.changed_elements import Changes, bits_of, find_changes
 from penstock.weights.codec.codec import (
     DTYPE_NAMES,
     Encoded,

@@ -11,8 +11,7 @@ from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.gpu.logprob_backward import logits_gradient
 from penstock.kernels.gpu.logprob_forward import fused_statistics
 from penstock.kernels.linear_logprob import linear_scores
-from penstock.kernels.portable.logprob_statistics import LogprobGradient
-from penstock.kernels.portable.logprob_tiles import gradient_of_tile
+from penstock.kernels.portable.logprob import LogprobGradient, gradient_of_tile
 from tests.unit.kernels.problems import HeadProblem, expected_scores, head_problem
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ShapeError
-from penstock.kernels.changed_elements import find_changes
-from penstock.kernels.portable.changed_elements import FlaggedChanges
+from penstock.kernels.changed_elements import FlaggedChanges, find_changes
 from penstock.weights.codec.codec import ReceiverState, SenderState
 from penstock.weights.codec.delta import DeltaCodec, pack_positions
 from tests.tiers import examples

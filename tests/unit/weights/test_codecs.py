@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.portable.changed_elements import FlaggedChanges
+from penstock.kernels.changed_elements import FlaggedChanges
 from penstock.weights.codec.codec import ReceiverState, SenderState, whole, words
 from penstock.weights.codec.delta import DeltaCodec, pack_positions, unpack_positions
 from penstock.weights.codec.wire import CODECS, from_wire, to_wire

@@ -1,0 +1,358 @@
+"""Logprobs and entropies from hidden states, tile by tile, in torch: statistics forward, recomputed tiles backward.
+
+A row of logits is reduced to statistics, which are merged by the online softmax (arXiv 1805.02867):
+
+    m = max_v x_v;   s = Σ_v exp(x_v − m);   u = Σ_v exp(x_v − m) · (x_v − m)
+    log Σ_v exp x_v = m + ln s;   entropy = ln s − u / s
+
+Parts are slices of the vocabulary: tiles, splits of a kernel, or ranks. Moving a part from its maximum m to a greater
+one m' costs two multiplications: s' = s e^{m − m'};  u' = (u + s (m − m')) e^{m − m'}.
+
+With upstream gradients g of the logprob and e of the entropy η, and log-probabilities ℓ of a row with target y:
+
+    ∂/∂x_v = g · 1[v = y] − p_v · (g + e · (ℓ_v + η)),   p_v = exp ℓ_v
+
+A tile is `[t, v]` logits of some tokens and some of the vocabulary, and nothing wider ever exists. The vocabulary is
+the outer loop: a block of the head's weight is read once, and its gradient is complete before the next block begins, so
+it is accumulated in float32 and written once, whatever its dtype. Matrix products are the vendor library's (MKL,
+cuBLAS; docs/adr/0009-kernels.md); on CPU a tile stays in cache between them.
+
+What is kept between forward and backward is `[T]`-sized, next to `hidden` and `weight` themselves. A gradient known
+only in backward cannot be folded into forward, and logits kept are the `[T, V]` matrix: so each tile's product is
+computed once more, four products in all instead of three.
+
+Shape legend: T tokens, V (slice of the) vocabulary, H hidden, P parts; t, v the extents of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+from penstock.kernels.gpu.dispatch import runs_on_triton
+
+LOWEST = -3.0e38
+"""Stands for −∞ as the maximum of nothing: times zero it is zero, while −∞ gives NaN."""
+
+
+class Statistics(NamedTuple):
+    """Of T rows of logits, or of P parts of each: `[T]` or `[P, T]`, float32 (float64 for float64 logits).
+
+    Attributes:
+        maximum: m.
+        total: s.
+        weighted: u.
+        target: The target's logit; 0 in every part of the vocabulary that does not hold it.
+    """
+
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
+    target: Tensor
+
+    def logprob(self) -> Tensor:
+        return (self.target - self.maximum) - self.total.log()  # m + ln s would round away what logits near m differ by
+
+    def entropy(self) -> Tensor:
+        return self.total.log() - self.weighted / self.total
+
+
+@dataclass(frozen=True)
+class LogprobGradient:
+    """Gradients of the loss in the results, and what of the forward pass they are combined with: `[T]` each.
+
+    Attributes:
+        logprob: g, float32.
+        entropy: e, float32; None if the entropies carry no gradient.
+        maximum: m of the whole vocabulary, float32.
+        log_total: ln s of the whole vocabulary, float32.
+        entropies: η, float32.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None
+    maximum: Tensor
+    log_total: Tensor
+    entropies: Tensor
+
+    def of(self, block: slice) -> LogprobGradient:
+        entropy = None if self.entropy is None else self.entropy[block]
+        rows = (each[block] for each in (self.maximum, self.log_total, self.entropies))
+        return LogprobGradient(self.logprob[block], entropy, *rows)
+
+
+def empty_statistics(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Statistics:
+    """Of no logits at all: the neutral element of merging."""
+    maximum = torch.full((num_tokens,), LOWEST, dtype=dtype, device=device)
+    total, weighted, target = (torch.zeros_like(maximum) for _ in range(3))
+    return Statistics(maximum, total, weighted, target)
+
+
+def merge_parts(parts: Statistics) -> Statistics:
+    """`[P, T]` statistics of P disjoint parts of the vocabulary -> `[T]` of the whole."""
+    maximum = parts.maximum.amax(0)
+    total, weighted = _moved(parts, maximum)
+    return Statistics(maximum, total.sum(0), weighted.sum(0), parts.target.sum(0))
+
+
+def merge_ranks(local: Statistics, group: ProcessGroup) -> Statistics:
+    """The same over the ranks of `group`, each with its own slice: two collectives of `[T]` and `[3, T]`."""
+    maximum = local.maximum.clone()
+    all_reduce(maximum, ReduceOp.MAX, group)
+    sums = torch.stack([*_moved(local, maximum), local.target])
+    all_reduce(sums, ReduceOp.SUM, group)
+    return Statistics(maximum, *sums.unbind())
+
+
+def _moved(parts: Statistics, maximum: Tensor) -> tuple[Tensor, Tensor]:
+    """Total and weighted sum relative to another maximum."""
+    shift = parts.maximum - maximum
+    factor = shift.exp()
+    return parts.total * factor, (parts.weighted + parts.total * shift) * factor
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Extents of a tile."""
+
+    num_tokens: int
+    num_words: int
+
+
+CPU_TILE = TileShape(num_tokens=512, num_words=1024)
+"""2 MiB in float32: with a scratch tile of the same size it stays in the second-level cache of one core."""
+GPU_TILE = TileShape(num_tokens=16384, num_words=8192)
+"""512 MiB in float32: fewer read-modify-write passes over the `[T, H]` gradient, at 1/19 of a `[T, 152k]` matrix."""
+
+
+def tile_shape(device: torch.device, max_logits: int) -> TileShape:
+    """The device's tile, made smaller until it holds no more than `max_logits` elements."""
+    preferred = CPU_TILE if device.type == "cpu" else GPU_TILE
+    num_tokens = min(preferred.num_tokens, max(1, max_logits // min(preferred.num_words, 64)))
+    return TileShape(num_tokens, min(preferred.num_words, max(1, max_logits // num_tokens)))
+
+
+def tile_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, shape: TileShape) -> Statistics:
+    """Reduce `scale · hidden weightᵀ` to its row statistics.
+
+    Args:
+        hidden: `[T, H]`.
+        weight: `[V, H]`, of the same dtype.
+        targets: `[T] int64` row of `weight`; outside of 0 … V − 1 where another rank has it.
+        scale: Multiplies the logits: 1 / temperature.
+        shape: Extents of a tile.
+
+    Returns:
+        `[T]` statistics.
+    """
+    result = empty_statistics(len(hidden), compute_dtype(hidden), hidden.device)
+    for first_word, words in _blocks(weight, shape.num_words):
+        for first_token, rows in _blocks(hidden, shape.num_tokens):
+            block = slice(first_token, first_token + len(rows))
+            logits, part = logits_tile(rows, words, scale), Statistics(*(each[block] for each in result))
+            columns = targets[block] - first_word
+            place = columns.clamp(0, logits.shape[1] - 1)[:, None]
+            is_here = columns == place[:, 0]
+            part.target.add_(logits.gather(1, place)[:, 0].masked_fill_(~is_here, 0.0))
+            maximum = torch.maximum(part.maximum, logits.amax(1))
+            shift = part.maximum - maximum
+            factor = shift.exp()
+            logits.sub_(maximum[:, None])
+            exponentials = logits.exp()
+            part.weighted.add_(part.total * shift).mul_(factor).add_(logits.mul_(exponentials).sum(1))
+            part.total.mul_(factor).add_(exponentials.sum(1))
+            part.maximum.copy_(maximum)
+    return result
+
+
+def tile_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    upstream: LogprobGradient,
+    scale: float,
+    shape: TileShape,
+    *,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute every tile again and turn it into gradients of `hidden` and `weight`.
+
+    Arguments as for `tile_statistics`.
+
+    Returns:
+        `[T, H]` float32, of this slice of the vocabulary only, and `[V, H]` in the weight's dtype; None if unwanted.
+    """
+    dtype = compute_dtype(hidden)
+    grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wants_hidden else None
+    grad_weight = torch.empty_like(weight) if wants_weight else None
+    for first_word, words in _blocks(weight, shape.num_words):
+        grad_words = torch.zeros(words.shape, dtype=dtype, device=words.device) if wants_weight else None
+        for first_token, rows in _blocks(hidden, shape.num_tokens):
+            block = slice(first_token, first_token + len(rows))
+            columns, of_rows = targets[block] - first_word, upstream.of(block)
+            if runs_on_triton(rows):
+                from penstock.kernels.gpu.logprob_backward import logits_gradient
+
+                gradient = logits_gradient(_product(rows, words), columns, of_rows, scale, rows.dtype)
+            else:
+                gradient = gradient_of_tile(logits_tile(rows, words, scale), columns, of_rows)
+            if grad_hidden is not None:
+                _add_product(grad_hidden[block], gradient, words, scale)
+            if grad_words is not None:
+                _add_product(grad_words, gradient.T, rows, scale)
+        if grad_weight is not None and grad_words is not None:
+            grad_weight[first_word : first_word + len(words)] = grad_words
+    return grad_hidden, grad_weight
+
+
+def gradient_of_tile(logits: Tensor, columns: Tensor, upstream: LogprobGradient) -> Tensor:
+    """Gradient in the scaled logits of one tile, `[t, v]`, by the formula above and in place.
+
+    Args:
+        logits: `[t, v]`, scaled.
+        columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 where it is in another.
+        upstream: Of these tokens.
+    """
+    distance = logits.sub_(upstream.maximum[:, None])
+    share = upstream.log_total.neg().exp()  # 1 / s, multiplied into `[t]` factors and not into the tile
+    if upstream.entropy is None:
+        gradient = distance.exp_().mul_((-upstream.logprob * share)[:, None])
+    else:
+        exponentials = distance.exp()
+        offset = upstream.logprob + upstream.entropy * (upstream.entropies - upstream.log_total)
+        slope = -upstream.entropy * share
+        gradient = distance.mul_(slope[:, None]).sub_((offset * share)[:, None]).mul_(exponentials)
+    place = columns.clamp(0, logits.shape[1] - 1)[:, None]
+    is_here = columns[:, None] == place
+    return gradient.scatter_add_(1, place, upstream.logprob[:, None] * is_here)
+
+
+def logits_tile(rows: Tensor, words: Tensor, scale: float) -> Tensor:
+    """`scale · rows wordsᵀ`, `[t, v]`, accumulated and kept in float32."""
+    if rows.dtype == compute_dtype(rows):
+        empty = rows.new_empty((len(rows), len(words)))
+        return torch.addmm(empty, rows, words.T, beta=0.0, alpha=scale, out=empty)
+    return _product(rows, words).mul_(scale)
+
+
+def _product(rows: Tensor, words: Tensor) -> Tensor:
+    """`rows wordsᵀ` in float32. cuBLAS does not round what it accumulates; on CPU the operands are widened."""
+    if rows.dtype == compute_dtype(rows):
+        return torch.mm(rows, words.T)
+    if rows.device.type == "cuda":
+        return torch.mm(rows, words.T, out_dtype=torch.float32)
+    return torch.mm(rows.float(), words.float().T)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """`total += scale · left @ right`, in float32."""
+    if left.dtype == right.dtype == total.dtype:
+        total.addmm_(left, right, alpha=scale)
+    elif right.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=torch.float32, alpha=scale, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=scale)
+
+
+def compute_dtype(hidden: Tensor) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _blocks(matrix: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+    for first in range(0, len(matrix), size):
+        yield first, matrix[first : first + size]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is not a tensor.
+
+    Attributes:
+        scale: 1 / temperature.
+        max_logits: Elements of a tile.
+        group: Ranks whose slices make up the vocabulary; None: there is one slice.
+    """
+
+    scale: float
+    max_logits: int
+    group: ProcessGroup | None = None
+
+
+def scores(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs and entropies, `[T]` each, differentiable in `hidden` and `weight`; and `[T] bool`, is most likely.
+
+    Args:
+        hidden: `[T, H]`.
+        weight: `[V, H]` of the same dtype.
+        targets: `[T] int64` row of `weight`; outside of 0 … V − 1 where another rank has it.
+        settings: See there.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round products that are to stay in float32
+        results: tuple[Tensor, Tensor, Tensor] = _Scores.apply(hidden, weight, targets, settings)
+    return results
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, ...]:
+        statistics = _statistics(hidden, weight, targets, settings)
+        if settings.group is not None:
+            statistics = merge_ranks(statistics, settings.group)
+        entropies = statistics.entropy()
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets, statistics.maximum, statistics.total.log(), entropies)
+        is_most_likely = statistics.target >= statistics.maximum  # both are of the same product, bit for bit
+        ctx.mark_non_differentiable(is_most_likely)
+        return statistics.logprob(), entropies, is_most_likely
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, maximum, log_total, entropies = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        if grad_logprob is None and grad_entropy is None:
+            return None, None, None, None
+        gradient = LogprobGradient(
+            torch.zeros_like(entropies) if grad_logprob is None else grad_logprob.contiguous(),
+            None if grad_entropy is None else grad_entropy.contiguous(),
+            maximum,
+            log_total,
+            entropies,
+        )
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
+        shape = tile_shape(hidden.device, settings.max_logits)
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad_hidden, grad_weight = tile_gradients(
+                hidden,
+                weight,
+                targets,
+                gradient,
+                settings.scale,
+                shape,
+                wants_hidden=wants_hidden,
+                wants_weight=wants_weight,
+            )
+        if grad_hidden is not None and settings.group is not None:
+            all_reduce(grad_hidden, ReduceOp.SUM, settings.group)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None
+
+
+def _statistics(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> Statistics:
+    if runs_on_triton(hidden):
+        from penstock.kernels.gpu.logprob_forward import can_fuse, fused_statistics
+
+        if can_fuse(hidden, weight):
+            return fused_statistics(hidden, weight, targets, settings.scale)
+    shape = tile_shape(hidden.device, settings.max_logits)
+    return tile_statistics(hidden, weight, targets, settings.scale, shape)
