@@ -21,9 +21,7 @@ from rich.markup import escape
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from penstock.envs.sandbox.config import SandboxConfig  # noqa: E402
-from penstock.envs.sandbox.hostile import lay_trap, survives, try_case  # noqa: E402
-from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES  # noqa: E402
-from penstock.envs.sandbox.local import LocalSandbox  # noqa: E402
+from penstock.envs.sandbox.hostile import lay_trap, survives, try_all  # noqa: E402
 from tests.hostile_acts import ACTS  # noqa: E402
 from tests.hostile_play import no_process_left, play_steps_and_tools, score_rewards  # noqa: E402
 from tests.hostile_reaches import lay_outside  # noqa: E402
@@ -53,14 +51,8 @@ def in_short(record: str) -> str:
 
 async def programs() -> list[tuple[str, str, str]]:
     """`(program, contained, how it ended)`."""
-    sandbox = LocalSandbox(SandboxConfig(), isolate=True)
-    with lay_trap() as trap:
-        try:
-            await sandbox.start()
-            tried = [(case, await try_case(sandbox, case, trap, is_isolated=True)) for case in HOSTILE_CASES]
-        finally:
-            await sandbox.close()
-    return [(case.name, _WORDS[verdict.is_contained], in_short(verdict.found)) for case, verdict in tried]
+    _, tried = await try_all(SandboxConfig(), isolate=True)
+    return [(case.name, _WORDS[verdict.is_contained], in_short(verdict.found)) for case, verdict in tried.items()]
 
 
 async def acts() -> tuple[list[tuple[str, ...]], int]:

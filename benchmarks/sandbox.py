@@ -3,8 +3,8 @@
     python benchmarks/sandbox.py [--rounds 7] [--checks 300] [--trajectories 2000]
 
 Checks per second: `--checks` programs `assert 1 + 1 == 2` through `LocalSandbox.run`, as many at a time as there are
-cores, in rounds; a warm fork server. Compared with a new `python -I` for each, without isolation and with the same
-concurrency: what one would do without a sandbox.
+cores, in rounds, each in a jail of its own that was started ahead. Compared with a new `python -I` for each, without
+isolation and with the same concurrency: what one would do without a sandbox.
 
 Overhead per trajectory: a function that returns 1.0 and a trajectory of 512 tokens, one after the other (the latency of
 one call) and all at once (the cost of one among many). Through `RewardRunner` it is the worker's path: pickle, socket,
@@ -126,7 +126,7 @@ def main() -> None:
     print(*provenance(), f"load before: {os.getloadavg()[0]:.1f}", sep="\n")
     for isolate in (True, False):
         found, rates = asyncio.run(measure_checks(arguments.rounds, arguments.checks, isolate=isolate))
-        print(line(f"checks, warm, isolation: {found}", rates, "1/s"))
+        print(line(f"checks, isolation: {found}", rates, "1/s"))
     cold = asyncio.run(measure_cold(arguments.rounds, max(arguments.checks // 6, 1)))
     print(line("checks, a new python -I each, no isolation", cold, "1/s"))
     single, many = asyncio.run(measure_rewards(arguments.rounds, arguments.trajectories))

@@ -30,7 +30,7 @@ from penstock.envs import process_tree
 from penstock.envs.containment import Processes, enter, has_ended, open_processes
 from penstock.envs.missing_rights import contained_variable
 from penstock.envs.sandbox import kernel_calls as kernel
-from penstock.envs.sandbox.contract import FORK_SERVER
+from penstock.envs.sandbox.contract import RUNNER
 from penstock.envs.view import TEMPORARY
 
 _LOOK_EVERY_MS = 50
@@ -118,12 +118,12 @@ def _watch(heads: Sequence[int], settings: Mapping[str, Any]) -> str:
     poll.register(_LIFELINE, select.POLLIN)
     max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
     while not poll.poll(_LOOK_EVERY_MS):
-        below = (process_tree.descendants_outside(head, FORK_SERVER) for head in heads)
+        below = (process_tree.descendants_outside(head, RUNNER) for head in heads)
         members = [heads[0], *itertools.chain.from_iterable(below)]
-        usage = process_tree.measure(members)
+        memory = process_tree.measure(members)[2]
         if len(members) > max_processes:
             return f"was killed: it had {len(members)} processes, more than {section}.max_processes={max_processes}"
-        if max_memory is not None and usage.memory_bytes > max_memory:
+        if max_memory is not None and memory > max_memory:
             memory = process_tree.proportional_memory_bytes(members)
             if memory > max_memory:
                 limit = f"{section}.max_memory_gib={max_memory / 2**30:g}"

@@ -2,35 +2,31 @@
 
 A process can leave its group and session, but not its ancestors: orphans go to the nearest ancestor that adopts them
 (`adopt_orphans`). So descendants are found by parentage.
+
+The runner in every jail imports this module (sandbox/runner.py), so it imports little: each module costs every check.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from _signal import SIGKILL, SIGSTOP  # `signal` makes enumerations of them, which takes half of an interpreter's start
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What living processes use.
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, whatever session it is in."""
+    import ctypes
 
-    Attributes:
-        num_tasks: Processes and threads.
-        cpu_s: Processor time of the living, and of the dead whom one of them waited for, seconds.
-        memory_bytes: Sum of resident sets; shared pages count once per process.
-    """
-
-    num_tasks: int
-    cpu_s: float
-    memory_bytes: int
+    zeros = [ctypes.c_ulong(0)] * 3
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), *zeros) != 0:
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
 
 
 def descendants(pid: int) -> list[int]:
@@ -41,12 +37,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def descendants_outside(pid: int, module: str) -> list[int]:
-    """The same without those below a process that was started as `python -m module`, which itself counts."""
+def descendants_outside(pid: int, word: str) -> list[int]:
+    """The same without those below a process that has `word` among its arguments, which itself counts."""
     found = list(children(pid))
     for child in found:  # grows while it is walked
         below = list(children(child))
-        if below and not _runs(child, module):  # most have none, and need not be asked what they run
+        if below and not _has_argument(child, word.encode()):  # most have none, and need not be asked what they run
             found += below
     return found
 
@@ -54,21 +50,27 @@ def descendants_outside(pid: int, module: str) -> list[int]:
 def all_others() -> list[int]:
     """Every process of this pid namespace but the caller."""
     me = os.getpid()
-    return [pid for path in Path("/proc").iterdir() if path.name.isdigit() and (pid := int(path.name)) != me]
+    return [pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != me]  # noqa: PTH208
 
 
-def measure(pids: Iterable[int]) -> Usage:
-    """Sum over those of `pids` that are alive."""
+def measure(pids: Iterable[int]) -> tuple[int, float, int]:
+    """Sum over those of `pids` that are alive.
+
+    Returns:
+        Processes and threads; processor time of the living, and of the dead whom one of them waited for, seconds; sum
+        of resident sets, in which shared pages count once per process, bytes.
+    """
     num_tasks = ticks = pages = 0
     for pid in pids:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+                fields = file.read().rpartition(b")")[2].split()
         except OSError:  # ended meanwhile
             continue
         ticks += sum(map(int, fields[11:15]))
         num_tasks += int(fields[17])
         pages += int(fields[21])
-    return Usage(num_tasks, ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
+    return num_tasks, ticks / _TICKS_PER_S, pages * _PAGE_BYTES
 
 
 def proportional_memory_bytes(pids: Iterable[int]) -> int:
@@ -79,9 +81,10 @@ def proportional_memory_bytes(pids: Iterable[int]) -> int:
     total = 0
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:  # noqa: PTH123
+                lines = file.read().splitlines()
         except OSError:
-            total += measure([pid]).memory_bytes
+            total += measure([pid])[2]
             continue
         total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(b"Pss:"))
     return total
@@ -96,17 +99,19 @@ def kill_descendants(pid: int) -> None:
     seen: set[int] = set()
     while fresh := [child for child in descendants(pid) if child not in seen]:
         for child in fresh:
-            _send(child, signal.SIGSTOP)
+            _send(child, SIGSTOP)
         seen.update(fresh)
     for child in seen:
-        _send(child, signal.SIGKILL)
+        _send(child, SIGKILL)
 
 
 def reap_children() -> None:
     """Wait for all children of the caller, who has killed them."""
-    with contextlib.suppress(ChildProcessError):
+    try:
         while True:
             os.waitpid(-1, 0)
+    except ChildProcessError:
+        return
 
 
 def children(pid: int) -> Iterator[int]:
@@ -117,26 +122,34 @@ def children(pid: int) -> Iterator[int]:
     except OSError:
         return
     for thread in threads:
-        with contextlib.suppress(OSError), open(f"{tasks}/{thread}/children", "rb", buffering=0) as file:  # noqa: PTH123
-            yield from map(int, file.read().split())
+        try:
+            with open(f"{tasks}/{thread}/children", "rb", buffering=0) as file:  # noqa: PTH123
+                found = file.read().split()
+        except OSError:
+            continue
+        yield from map(int, found)
 
 
 def signal_name(signum: int) -> str:
     """`SIGKILL`; `signal 40` where there is no name, as for most real-time signals."""
+    import signal
+
     try:
         return signal.Signals(signum).name
     except ValueError:
         return f"signal {signum}"
 
 
-def _runs(pid: int, module: str) -> bool:
+def _has_argument(pid: int, word: bytes) -> bool:
     try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+            return word in file.read().split(b"\0")
     except OSError:
         return False
-    return any(pair == (b"-m", module.encode()) for pair in pairwise(arguments))
 
 
-def _send(pid: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+def _send(pid: int, signum: int) -> None:
+    try:
         os.kill(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return

@@ -11,9 +11,7 @@ from rich.table import Table
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.sandbox.hostile import Verdict, lay_trap, try_case
-from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
-from penstock.envs.sandbox.local import Isolation, LocalSandbox
+from penstock.envs.sandbox.hostile import try_all
 from penstock.envs.sandbox.service import serve
 
 _WORDS = {True: "[green]contained[/green]", False: "[bold red]NOT CONTAINED[/bold red]", None: "not run"}
@@ -28,20 +26,20 @@ def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
     """
     console = console or Console(highlight=False)
     logging.getLogger("penstock.envs.sandbox").setLevel(logging.ERROR)  # the table says it
-    isolation, verdicts = asyncio.run(_try_all(isolate=isolate))
+    isolation, verdicts = asyncio.run(try_all(SandboxConfig(allow_unisolated=True), isolate=isolate))
     table = Table("program", "verdict", "how it ended")
-    for case, verdict in verdicts:
+    for case, verdict in verdicts.items():
         table.add_row(case.name, _WORDS[verdict.is_contained], verdict.found)
     console.print(f"isolation: {isolation}")
     console.print(table)
-    bad = [case.name for case, verdict in verdicts if verdict.is_contained is False]
+    bad = [case.name for case, verdict in verdicts.items() if verdict.is_contained is False]
     if bad:
         console.print(
             f"{len(bad)} of {len(verdicts)} are not contained: run no code here that you do not trust. Allow user "
             "namespaces, or use sandbox=remote (docs/guides/sandbox.md)."
         )
     else:
-        console.print(f"all {sum(verdict.is_contained is True for _, verdict in verdicts)} contained")
+        console.print(f"all {sum(verdict.is_contained is True for verdict in verdicts.values())} contained")
     return int(bool(bad))
 
 
@@ -68,16 +66,3 @@ def run_sandbox_service(config: SandboxConfig, host: str, port: int, token_varia
         )
     serve(config, host, port, token)
     return 0
-
-
-async def _try_all(*, isolate: bool) -> tuple[Isolation, list[tuple[HostileCase, Verdict]]]:
-    sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True), isolate=isolate)
-    try:
-        with lay_trap() as trap:
-            isolation = await sandbox.start()
-            verdicts = [
-                (case, await try_case(sandbox, case, trap, is_isolated=isolation.is_isolated)) for case in HOSTILE_CASES
-            ]
-    finally:
-        await sandbox.close()
-    return isolation, verdicts

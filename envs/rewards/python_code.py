@@ -118,13 +118,12 @@ class PythonCodeReward:
         return len(set(passed) & {str(number) for number in range(len(tests))})
 
     async def _run_cases(self, code: str, cases: Sequence[Sequence[str]]) -> int:
-        passed = 0
-        for given, wanted in cases:
-            result = await self._sandbox.run(Program(code=code, stdin=given.encode()), self._limits)
-            if result.hit_a_limit:
-                break
-            passed += result.is_ok and _lines(result.stdout) == _lines(wanted)
-        return passed
+        programs = [Program(code=code, stdin=given.encode()) for given, _ in cases]
+        results = await self._sandbox.run_in_turn(programs, self._limits) if programs else []
+        wanted = [_lines(wanted) for _, wanted in cases]
+        return sum(
+            result.is_ok and _lines(result.stdout) == lines for result, lines in zip(results, wanted, strict=False)
+        )
 
 
 def last_code_block(text: str) -> str | None:

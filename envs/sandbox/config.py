@@ -69,7 +69,6 @@ class SandboxConfig(BaseModel):
         allow_unisolated: Run programs without isolation where the host does not allow any: limits hold, but a program
             can read, write and send what this user can. False refuses.
         max_concurrency: Programs at a time in each reward worker; None is the number of cores.
-        preload: Modules that the warm interpreter has imported already.
         read_only_paths: Host paths that programs may read, besides the system's programs and this Python.
         limits: What one program may use.
         remote: A sandbox service to use instead of this machine; None is local.
@@ -79,7 +78,6 @@ class SandboxConfig(BaseModel):
 
     allow_unisolated: bool = False
     max_concurrency: int | None = Field(default=None, ge=1)
-    preload: tuple[str, ...] = ("collections", "heapq", "itertools", "json", "math", "random", "re", "string", "typing")
     read_only_paths: tuple[str, ...] = ()
     limits: LimitsConfig = LimitsConfig()
     remote: RemoteConfig | None = None

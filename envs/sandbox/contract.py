@@ -6,7 +6,7 @@ Whatever the program does is a `SandboxResult`; only a sandbox that does not wor
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,8 +17,8 @@ Outcome = Literal["exited", "killed", "wall_clock", "cpu_time", "memory", "proce
 """`exited`: it ended by itself. `killed`: by a signal that no limit of ours sent. The rest: which limit ended it."""
 
 MAX_SUMMARY_CHARACTERS = 300
-FORK_SERVER = "penstock.envs.sandbox.server"
-"""The module below whose process all programs on this machine run."""
+RUNNER = "penstock.envs.sandbox.runner"
+"""An argument of the process below which programs on this machine run (runner.py)."""
 
 
 class SandboxUnavailableError(PenstockError):
@@ -53,7 +53,7 @@ class Program:
     """What to run: Python source or a command, never both.
 
     Attributes:
-        code: Python source, run as `__main__` in an interpreter that is already warm.
+        code: Python source, run as `__main__` in an interpreter that has been started already.
         argv: A command and its arguments; the command is looked up on the sandbox's PATH.
         stdin: What the program reads from its standard input.
         files: Relative path -> content, written into the working directory first.
@@ -122,11 +122,21 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
+        """Run the programs of one answer, which need not be kept from each other, one after the other.
+
+        The first that hits a limit is the last; `limits` are of each.
+
+        Raises:
+            SandboxUnavailableError: If the sandbox itself failed.
+        """
+        ...
+
     async def close(self) -> None: ...
 
 
 def encode_job(program: Program, limits: Limits) -> dict[str, Any]:
-    """A job as a JSON object: how it goes to the fork server and to a remote service."""
+    """A job as a JSON object: how it goes to a remote service."""
     return {
         "code": program.code,
         "argv": list(program.argv),

@@ -5,15 +5,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 
-NEW_MOUNTS, NEW_HOSTNAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
-    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
-)  # fmt: skip
+NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 """Flags of `unshare`: which kinds of things the caller no longer shares with the rest of the machine."""
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
-_MNT_DETACH = 2
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture; Linux >= 5.12
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT = 428, 429  # likewise; Linux >= 5.2
 _OPEN_TREE_CLONE, _MOVE_MOUNT_FROM_FD = 0x1, 0x4
@@ -21,16 +17,6 @@ _AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_IDMAP = 0x1, 0x2, 0x4, 0x00100000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
-_BPF_LOAD, _BPF_EQUAL, _BPF_AT_LEAST, _BPF_RETURN = 0x20, 0x15, 0x35, 0x06
-_SECCOMP_ALLOW, _SECCOMP_ERRNO = 0x7FFF0000, 0x00050000
-_NUMBER_AT, _ARCHITECTURE_AT = 0, 4  # offsets in struct seccomp_data, bytes
-_FOREIGN_NUMBERS = 0x40000000  # x32 calls begin here; no other architecture has numbers that large
-_MEMORY_NOBODY_MAPS = {  # memfd_create, memfd_secret, shmget, msgget
-    "x86_64": (0xC000003E, (319, 447, 29, 68)),
-    "aarch64": (0xC00000B7, (279, 447, 194, 186)),
-}
-"""Machine -> its name in linux/audit.h, and the numbers of the calls that `refuse_hidden_memory` refuses."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,25 +32,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
 
 
-def forget_new_pids() -> None:
-    """Let the next child be born into the own pid namespace again: only from there a further one can be made."""
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
-    try:
-        _check(_libc.setns(own, NEW_PIDS), "setns to the own pid namespace")
-    finally:
-        os.close(own)
-
-
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """Mount a file system, or change the propagation of one that is mounted (`kind` None)."""
     fs_type = None if kind is None else kind.encode()
     result = _libc.mount(source.encode(), target.encode(), fs_type, ctypes.c_ulong(flags), options.encode())
     _check(result, f"mount {kind or source} on {target}")
-
-
-def bind(source: str, target: str) -> None:
-    """Show `source`, with all mounted below it, at `target` too."""
-    mount(source, target, None, MS_BIND | MS_REC)
 
 
 class _MountAttributes(ctypes.Structure):
@@ -115,14 +87,6 @@ def mount_tree(fd: int, target: str) -> None:
     )
 
 
-def switch_root(new_root: str) -> None:
-    """Make `new_root` the root and let go of the old one."""
-    os.chdir(new_root)
-    _check(_libc.pivot_root(b".", b"."), f"pivot_root {new_root}")
-    _check(_libc.umount2(b".", _MNT_DETACH), "umount of the old root")
-    os.chdir("/")
-
-
 def _prctl(option: int, value: int, what: str) -> None:
     zeros = [ctypes.c_ulong(0)] * 3
     _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), *zeros), what)
@@ -152,40 +116,3 @@ def drop_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
     header, nothing = _CapabilityHeader(_CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(nothing)), "capset")
-
-
-class _FilterStep(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_uint16), ("if_so", ctypes.c_uint8), ("if_not", ctypes.c_uint8),
-                ("value", ctypes.c_uint32)]  # fmt: skip
-
-
-class _Filter(ctypes.Structure):
-    _fields_ = [("num_steps", ctypes.c_uint16), ("steps", ctypes.POINTER(_FilterStep))]
-
-
-def refuse_hidden_memory() -> None:
-    """Refuse, for good, calls that make memory which exists while nobody maps it: no measure of a process shows it.
-
-    Those are files without a name (memfd), and SysV shared memory and message queues. They fail with ENOSYS, as do all
-    calls in the manner of another architecture. The caller has dropped its privileges.
-
-    Raises:
-        OSError: If the kernel has no filters, or this machine's call numbers are not known here.
-    """
-    if platform.machine() not in _MEMORY_NOBODY_MAPS:
-        raise OSError(errno.ENOSYS, f"no call numbers for {platform.machine()}; add them to _MEMORY_NOBODY_MAPS")
-    architecture, refused = _MEMORY_NOBODY_MAPS[platform.machine()]
-    to_refusal = len(refused) + 1
-    steps = [
-        _FilterStep(_BPF_LOAD, 0, 0, _ARCHITECTURE_AT),
-        _FilterStep(_BPF_EQUAL, 0, to_refusal + 2, architecture),
-        _FilterStep(_BPF_LOAD, 0, 0, _NUMBER_AT),
-        _FilterStep(_BPF_AT_LEAST, to_refusal, 0, _FOREIGN_NUMBERS),
-        *(_FilterStep(_BPF_EQUAL, to_refusal - 1 - place, 0, number) for place, number in enumerate(refused)),
-        _FilterStep(_BPF_RETURN, 0, 0, _SECCOMP_ALLOW),
-        _FilterStep(_BPF_RETURN, 0, 0, _SECCOMP_ERRNO | errno.ENOSYS),
-    ]
-    program = _Filter(len(steps), (_FilterStep * len(steps))(*steps))
-    zeros = [ctypes.c_ulong(0)] * 2
-    mode = ctypes.c_ulong(_SECCOMP_MODE_FILTER)
-    _check(_libc.prctl(ctypes.c_int(_PR_SET_SECCOMP), mode, ctypes.byref(program), *zeros), "PR_SET_SECCOMP")

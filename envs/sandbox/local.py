@@ -1,44 +1,60 @@
-"""The sandbox on this machine: a warm fork server in a jail, and one cell per program.
+"""The sandbox on this machine: a pool of jails, started ahead, one for each answer.
 
-A program's cell ends when its socket closes, so a cancelled `run` ends its program. A fork server that dies, or makes
-no cells any more, is replaced; one cell that fails is no reason to end the programs in the others.
+Consumes: the programs of an answer. Waits for: a slot, then the jail's first byte, then a result for each program.
+Unblocked by: an answer before it that ends; the jail's start or end; the program's end or first limit, which the runner
+inside finds, or, should that fail, the wall clock out here. A cancelled call ends its jail.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import functools
+import inspect
 import logging
+import marshal
 import os
-import select
 import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import BinaryIO, cast, get_args
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.sandbox.cell import LENGTH
+from penstock.envs import process_tree
+from penstock.envs.sandbox import runner as runner_module
+from penstock.envs.sandbox.bubblewrap import ACCOUNTS, WORK_DIR, program_arguments, syscall_filter
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import (
-    FORK_SERVER,
+    RUNNER,
     Limits,
+    Outcome,
     Program,
     SandboxResult,
     SandboxUnavailableError,
-    decode_result,
-    encode_job,
 )
 
 _START_TIMEOUT_S = 60.0
-_GRACE_S, _END_TIMEOUT_S = 5.0, 2.0
+_GRACE_S = 5.0
 _MAX_ATTEMPTS = 2
-_MAX_HELLO_BYTES = 65536
+_BOOT = """
+import marshal, sys
+with open(0, "rb", closefd=False) as file:
+    modules = marshal.loads(file.read(int(sys.argv[2])))
+for name, code in modules:
+    sys.modules[name] = module = type(sys)(name)
+    exec(code, module.__dict__)
+for name, _ in modules:
+    del sys.modules[name]
+module.main(*sys.argv[3:])
+"""
+"""What the interpreter in a jail is started with: it reads the runner's code and runs it."""
 logger = logging.getLogger(__name__)
 
 
@@ -58,80 +74,172 @@ class Isolation:
         return "namespaces" if self.is_isolated else f"none ({self.problem})"
 
 
-class ForkServer:
-    """A running fork server. Blocking; a start takes some tens of milliseconds.
+class Jail:
+    """One started runner (runner.py), in a jail or, without isolation, in a folder of its own.
+
+    It is started ahead, serves the programs of one answer, and is thrown away. The thread that starts it must outlive
+    it: with that thread it dies.
+
+    Invariant: no process of it is alive, and no file of it is left, soon after `end`.
+
+    Args:
+        config: The section `sandbox`.
+        max_disk_bytes: Size of its working directory; without isolation there is no such limit.
+        isolate: Whether in a jail.
 
     Raises:
-        SandboxUnavailableError: If it does not start.
+        OSError: If it cannot be started.
     """
 
-    def __init__(self, config: SandboxConfig, *, isolate: bool = True) -> None:
-        settings = {"isolate": isolate, "read_only_paths": config.read_only_paths, "preload": config.preload}
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+    def __init__(self, config: SandboxConfig, max_disk_bytes: int, *, isolate: bool) -> None:
+        self.max_disk_bytes = max_disk_bytes
+        self.is_isolated = isolate
+        self._directory = WORK_DIR if isolate else tempfile.mkdtemp(prefix="penstock-sandbox-")
+        self._packages = os.pathsep.join(os.path.realpath(path) for path in site.getsitepackages())
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "HOME": self._directory,
+                       "TMPDIR": self._directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+        code = _runner_code()
+        self.connection, theirs = socket.socketpair()
+        runner = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _BOOT,
+                  RUNNER, str(len(code)), self._packages, str(int(isolate))]  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(theirs)
+            given: list[int] = []
+            if isolate:
+                given = [
+                    stack.enter_context(_readable(content)).fileno()
+                    for content in (ACCOUNTS.encode(), syscall_filter())
+                ]
+                runner = [*program_arguments(config.read_only_paths, max_disk_bytes, *given), "--", *runner]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", FORK_SERVER,
-                 str(theirs.fileno()), str(os.getpid()), json.dumps(settings)],
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                cwd="/",
-                stdin=subprocess.DEVNULL,
+                runner,
+                pass_fds=given,
+                env=environment,
+                cwd="/" if isolate else self._directory,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-            )  # fmt: skip
-        self._control.settimeout(_START_TIMEOUT_S)
-        try:
-            hello = self._control.recv(_MAX_HELLO_BYTES)
-        except TimeoutError:
-            hello = b""
-        if not hello:
-            raise SandboxUnavailableError(self._why_it_did_not_start())
-        self.isolation = Isolation(**json.loads(hello))
+            )
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; who waits for its first byte hears why
+            self.connection.sendall(code)
 
-    def open_cell(self) -> socket.socket:
-        """The client's end of a new cell's socket.
+    def wait_until_ready(self) -> None:
+        """Wait until it could run a program. Blocking; a start takes some tens of milliseconds.
 
         Raises:
-            OSError: If the server is gone.
+            OSError: If it does not start, with what it said.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [b"."], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise
-        return ours
-
-    @property
-    def is_alive(self) -> bool:
-        """Is the other end of the control socket open?"""
-        poll = select.poll()
+        self.connection.settimeout(_START_TIMEOUT_S)
         try:
-            poll.register(self._control, 0)  # a hang-up is reported unasked
-        except ValueError:  # closed by us
-            return False
-        return not poll.poll(0)
+            is_ready = bool(self.connection.recv(1))
+        except OSError:  # a time-out is one
+            is_ready = False
+        if not is_ready:
+            raise OSError(self.why_it_ended())
 
-    def close(self) -> None:
-        """End it with all programs that run. Safe to call again."""
-        self._control.close()  # upon which it ends all that runs
+    async def run(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
+        """Run programs one after the other; the first that hits a limit is the last.
+
+        Raises:
+            OSError, EOFError, TimeoutError, ValueError: If the jail fails.
+        """
+        reader, writer = await asyncio.open_unix_connection(sock=self.connection)
+        results: list[SandboxResult] = []
         try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                if not await reader.read(1):
+                    raise OSError(self.why_it_ended())
+            for program in programs:
+                async with asyncio.timeout(limits.wall_s + _GRACE_S):
+                    writer.write(_to_frame(program, limits, is_isolated=self.is_isolated))
+                    results.append(await _read_result(reader, limits))
+                if results[-1].hit_a_limit:
+                    break
+        finally:
+            writer.close()
+        return results
+
+    def why_it_ended(self) -> str:
+        """The last line that it said, after it has ended."""
+        self._process.kill()
+        assert self._process.stderr is not None
+        said = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return next(reversed(said), f"it ended with exit code {self._process.wait()}, and said nothing")
+
+    def end(self) -> None:
+        """Kill it with all that runs in it."""
+        self.connection.close()
+        if self.is_isolated:
+            self._process.kill()
+        else:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                os.kill(self._process.pid, signal.SIGSTOP)  # so that it starts no more
+            process_tree.kill_descendants(self._process.pid)
+            self._process.kill()
+            shutil.rmtree(self._directory, ignore_errors=True)
         if self._process.stderr is not None:
             self._process.stderr.close()
 
-    def _why_it_did_not_start(self) -> str:
-        self._process.kill()
-        assert self._process.stderr is not None
-        last = next(reversed(self._process.stderr.read().decode(errors="replace").strip().splitlines()), "no output")
-        self.close()
-        return f"sandbox: its fork server did not start: {last}"
+    def is_reaped(self, *, wait: bool = False) -> bool:
+        """Whether the dead has been waited for, after `end`."""
+        return (self._process.wait() if wait else self._process.poll()) is not None
+
+
+def _readable(content: bytes) -> BinaryIO:
+    """A file that holds it, small enough for a pipe."""
+    reader, writer = os.pipe()
+    os.write(writer, content)
+    os.close(writer)
+    return os.fdopen(reader, "rb")
+
+
+@functools.cache
+def _runner_code() -> bytes:
+    """The runner and what it imports, compiled: no file of ours has to be visible, and none is compiled again."""
+    sources = {"penstock": "", "penstock.envs": ""}  # packages, of which nothing else is there
+    sources |= {module.__name__: inspect.getsource(module) for module in (process_tree, runner_module)}
+    return marshal.dumps([(name, compile(source, f"<{name}>", "exec")) for name, source in sources.items()])
+
+
+def _to_frame(program: Program, limits: Limits, *, is_isolated: bool) -> bytes:
+    """A job as the runner reads it."""
+    bpf = None
+    if not is_isolated:  # in a jail bwrap has installed it
+        with contextlib.suppress(OSError):
+            bpf = syscall_filter()
+    body = marshal.dumps(
+        {"code": program.code, "argv": list(program.argv), "stdin": program.stdin, "files": dict(program.files),
+         "limits": asdict(limits), "filter": bpf}
+    )  # fmt: skip
+    return len(body).to_bytes(8, "big") + body
+
+
+async def _read_result(reader: asyncio.StreamReader, limits: Limits) -> SandboxResult:
+    line = await reader.readuntil(b"\n")
+    outcome, exit_code, wall_s, *lengths, detail = line.decode().rstrip("\n").split(" ", 5)
+    num_out, num_error = map(int, lengths)
+    if outcome not in get_args(Outcome) or max(num_out, num_error) > limits.max_output_bytes:
+        raise ValueError(f"the runner said {line!r:.200}")
+    texts = [(await reader.readexactly(length)).decode("utf-8", "replace") for length in (num_out, num_error)]
+    exited = int(exit_code) if outcome == "exited" else None
+    return SandboxResult(cast("Outcome", outcome), exited, texts[0], texts[1], float(wall_s), detail)
+
+
+def try_isolation(config: SandboxConfig) -> Isolation:
+    """Start a jail, to see what the host allows."""
+    try:
+        jail = Jail(config, config.limits.limits().max_disk_bytes, isolate=True)
+    except OSError as error:
+        return Isolation(is_isolated=False, problem=str(error))
+    try:
+        jail.wait_until_ready()
+    except OSError as error:
+        return Isolation(is_isolated=False, problem=str(error))
+    finally:
+        jail.end()
+        jail.is_reaped(wait=True)
+    return Isolation(is_isolated=True, problem="")
 
 
 def find_isolation(config: SandboxConfig) -> Isolation:
@@ -139,12 +247,10 @@ def find_isolation(config: SandboxConfig) -> Isolation:
 
     Raises:
         ConfigError: If the host allows no isolation and `allow_unisolated` is off.
-        SandboxUnavailableError: If the fork server does not start.
     """
-    server = ForkServer(config)
-    server.close()
-    judge_isolation(server.isolation, config)
-    return server.isolation
+    isolation = try_isolation(config)
+    judge_isolation(isolation, config)
+    return isolation
 
 
 def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
@@ -168,7 +274,9 @@ def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
 
 
 class LocalSandbox:
-    """Runs programs on this machine. Use it from one event loop, whose thread must outlive it.
+    """Runs programs on this machine, each answer's in a jail of their own. Use it from one event loop.
+
+    Jails are started ahead: as many as have been in use at the same time.
 
     Args:
         config: The section `sandbox`.
@@ -177,95 +285,79 @@ class LocalSandbox:
 
     def __init__(self, config: SandboxConfig, *, isolate: bool = True) -> None:
         self._config = config
-        self._isolate = isolate
+        self._isolation = None if isolate else Isolation(is_isolated=False, problem="it was not asked for")
+        self._is_allowed = False
         self._slots = asyncio.Semaphore(config.num_slots)
-        self._starting = asyncio.Lock()
-        self._server: ForkServer | None = None
+        self._spare: deque[Jail] = deque()
+        self._busy: set[Jail] = set()
+        self._ended: list[Jail] = []
+        self._most_busy = 1
         self._is_closed = False
 
     async def start(self) -> Isolation:
-        """Have the fork server ready before the first program; says which isolation was found.
+        """Find out which isolation there is.
 
         Raises:
-            ConfigError: If the host allows no isolation and `allow_unisolated` is off.
-            SandboxUnavailableError: If the fork server does not start.
+            ConfigError: If the host allows none and `allow_unisolated` is off.
+            SandboxUnavailableError: If it has been closed.
         """
-        async with self._starting:
-            if self._is_closed:
-                raise SandboxUnavailableError("sandbox: it has been closed")
-            if self._server is None:
-                server = ForkServer(self._config, isolate=self._isolate)  # started by this thread: it dies with it
-                try:
-                    judge_isolation(server.isolation, self._config)
-                except ConfigError:
-                    server.close()
-                    raise
-                self._server = server
-            return self._server.isolation
+        if self._is_closed:
+            raise SandboxUnavailableError("sandbox: it has been closed")
+        if self._isolation is None:
+            self._isolation = try_isolation(self._config)
+        if not self._is_allowed:
+            judge_isolation(self._isolation, self._config)
+            self._is_allowed = True
+        return self._isolation
 
     async def run(self, program: Program, limits: Limits) -> SandboxResult:
         """Run one program. See `Sandbox.run`."""
+        return (await self.run_in_turn([program], limits))[0]
+
+    async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
+        """Run the programs of one answer. See `Sandbox.run_in_turn`."""
         problem = ""
         async with self._slots:
             for _ in range(_MAX_ATTEMPTS):
-                isolation = await self.start()
-                server = self._server
+                await self.start()
+                jail = None
                 try:
-                    async with asyncio.timeout(limits.wall_s + _GRACE_S):
-                        return await self._run(program, limits, isolation)
-                except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                    jail = self._take(limits.max_disk_bytes)
+                    return await jail.run(programs, limits)
+                except (OSError, EOFError, TimeoutError, ValueError) as error:
                     problem = f"{type(error).__name__}: {error}"
-                    if server is not None and not await _makes_cells(server):
-                        self._drop(server)
-        raise SandboxUnavailableError(f"sandbox: a cell did not answer, {_MAX_ATTEMPTS} times in a row: {problem}")
+                finally:
+                    if jail is not None:
+                        self._end(jail)
+        raise SandboxUnavailableError(f"sandbox: a jail failed, {_MAX_ATTEMPTS} times in a row: {problem}")
 
     async def close(self) -> None:
-        """End the fork server and every program that runs."""
+        """End every program that runs."""
         self._is_closed = True
-        self._drop(self._server)
+        for jail in [*self._spare, *self._busy]:
+            self._end(jail)
+        self._spare.clear()
+        for jail in self._ended:
+            jail.is_reaped(wait=True)
+        self._ended.clear()
 
-    def _drop(self, server: ForkServer | None) -> None:
-        if server is not None and server is self._server:
-            self._server = None
-            server.close()
+    def _take(self, max_disk_bytes: int) -> Jail:
+        """A jail that has been started, most often some time ago; and start as many as may be needed next."""
+        self._ended = [jail for jail in self._ended if not jail.is_reaped()]
+        while self._spare and self._spare[0].max_disk_bytes != max_disk_bytes:
+            self._end(self._spare.popleft())
+        taken = self._spare.popleft() if self._spare else self._start_jail(max_disk_bytes)
+        self._busy.add(taken)
+        self._most_busy = max(self._most_busy, len(self._busy))
+        while len(self._spare) < self._most_busy:
+            self._spare.append(self._start_jail(max_disk_bytes))
+        return taken
 
-    async def _run(self, program: Program, limits: Limits, isolation: Isolation) -> SandboxResult:
-        assert self._server is not None
-        job: dict[str, Any] = encode_job(program, limits)
-        directory = None if isolation.is_isolated else tempfile.mkdtemp(prefix="penstock-sandbox-")
-        connection = self._server.open_cell()
-        try:
-            reader, writer = await asyncio.open_unix_connection(sock=connection)
-            try:
-                body = json.dumps({**job, "directory": directory}).encode()
-                writer.write(LENGTH.pack(len(body)) + body)
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                reply = json.loads(await reader.readexactly(length))
-            finally:
-                writer.close()
-        finally:
-            if directory is not None:
-                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-        if "error" in reply:
-            raise SandboxUnavailableError(f"sandbox: the cell could not be made: {reply['error']}")
-        return decode_result(reply["result"])
+    def _start_jail(self, max_disk_bytes: int) -> Jail:
+        assert self._isolation is not None
+        return Jail(self._config, max_disk_bytes, isolate=self._isolation.is_isolated)
 
-
-async def _makes_cells(server: ForkServer) -> bool:
-    """Try it: a cell whose client leaves before it has sent a job ends at once."""
-    try:
-        with server.open_cell() as connection:
-            connection.settimeout(0)
-            connection.shutdown(socket.SHUT_WR)
-            async with asyncio.timeout(_GRACE_S):
-                await asyncio.get_running_loop().sock_recv(connection, 1)
-    except OSError:  # a time-out is one
-        return False
-    return server.is_alive
-
-
-def _environment() -> dict[str, str]:
-    """What the fork server inherits: nothing that could be a secret."""
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-    return {"PATH": os.defpath, "LANG": "C.UTF-8", **kept, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    def _end(self, jail: Jail) -> None:
+        self._busy.discard(jail)
+        jail.end()
+        self._ended.append(jail)

