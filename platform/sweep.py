@@ -176,17 +176,32 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
     return Grid(axes, tuple(fixed), tuple(cells))
 
 
-def check_cells(grid: Grid, folder: Path, config_dir: Path | None = None) -> dict[Cell, RunConfig]:
+def check_cells(
+    grid: Grid, folder: Path, config_dir: Path | None = None, *, dry_run: bool = False
+) -> tuple[dict[Cell, RunConfig], list[str]]:
     """Compose and check all cells before the first one runs.
+
+    Args:
+        grid: The sweep.
+        folder: Of the sweep.
+        config_dir: The folder with the user's own YAML.
+        dry_run: What this machine lacks becomes a warning.
+
+    Returns:
+        The configuration of each cell, and the warnings, each once.
 
     Raises:
         ConfigError: With all that is wrong; what is wrong with every cell is said once.
     """
     configs: dict[Cell, RunConfig] = {}
+    warnings: dict[str, None] = {}
     problems: dict[str, list[str]] = {}
     for cell in grid.cells:
+        overrides = _overrides(grid, cell, folder)
         try:
-            configs[cell] = load_config("train", _overrides(grid, cell, folder), config_dir=config_dir).config
+            loaded = load_config("train", overrides, config_dir=config_dir, dry_run=dry_run)
+            configs[cell] = loaded.config
+            warnings.update(dict.fromkeys(loaded.warnings))
         except ConfigError as refused:
             for violation in refused.violations:
                 problems.setdefault(violation, []).append(cell.name)
@@ -197,7 +212,7 @@ def check_cells(grid: Grid, folder: Path, config_dir: Path | None = None) -> dic
                 for violation, names in problems.items()
             ]
         )
-    return configs
+    return configs, list(warnings)
 
 
 def run_cells(
@@ -325,16 +340,18 @@ def run_sweep(
     from rich.table import Table
 
     grid = parse_grid(overrides)
-    configs = check_cells(grid, folder, config_dir)
-    if dry_run:
-        for cell, config in configs.items():
-            state = "completed" if find_completed(config) else "to run"
-            console.print(f"{cell.name}: {state}", highlight=False, markup=False)
-        return 0
-    folder.mkdir(parents=True, exist_ok=True)
+    configs, warnings = check_cells(grid, folder, config_dir, dry_run=dry_run)
 
     def note(line: str) -> None:
         console.print(line, highlight=False, markup=False)
+
+    for warning in warnings:
+        note(f"warning: {warning}")
+    if dry_run:
+        for cell, config in configs.items():
+            note(f"{cell.name}: {'completed' if find_completed(config) else 'to run'}")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
 
     def keep(results: Results) -> None:
         write_results(grid, results, folder)

@@ -83,13 +83,13 @@ def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) ->
     from penstock.platform.cli import app
 
     words = HERE[line]
-    is_training = words[0] in TRAINING
-    if is_training and "--dry-run" not in words:
+    if words[0] in TRAINING | {"sweep"} and "--dry-run" not in words:
         words = [*words, "--dry-run"]  # training itself has its own tests
     result = CliRunner().invoke(app, words, input="1\n" * 100, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     said = {"check": "no check failed", "show": "the first two:", "play": "turns are over"}
-    assert ("dry run: nothing was started." if is_training else said[words[1]]) in result.output
+    of_runs = {"sweep": ": to run"} | dict.fromkeys(TRAINING, "dry run: nothing was started.")
+    assert (of_runs[words[0]] if words[0] in of_runs else said[words[1]]) in result.output
 
 
 async def test_the_agent_program_of_the_guide_prints_its_reward(folder: Path) -> None:

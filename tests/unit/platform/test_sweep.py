@@ -15,7 +15,8 @@ from rich.console import Console
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.platform import sweep
 from penstock.platform.config.compose import to_yaml
-from penstock.platform.config.load import load_config
+from penstock.platform.config.findings import Command
+from penstock.platform.config.load import LoadedConfig, load_config
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.sweep import (
     Grid,
@@ -108,9 +109,11 @@ def test_all_that_cannot_be_read_is_said_at_once() -> None:
 @pytest.fixture(autouse=True)
 def any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells are checked without looking at the machine."""
-    monkeypatch.setattr(
-        sweep, "load_config", lambda command, overrides, config_dir: load_config(command, overrides, dry_run=True)
-    )
+
+    def load(command: Command, overrides: list[str], **_: object) -> LoadedConfig:
+        return load_config(command, overrides, dry_run=True)
+
+    monkeypatch.setattr(sweep, "load_config", load)
 
 
 def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: 
 
 def two_cells(folder: Path) -> tuple[Grid, dict[Any, RunConfig]]:
     grid = parse_grid(TWO)
-    return grid, check_cells(grid, folder)
+    return grid, check_cells(grid, folder)[0]
 
 
 def finish(config: RunConfig, accuracy: float | None = 0.8, status: str = "completed") -> None:
@@ -183,7 +186,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(sweep, "_run", run)
     told = StringIO()
-    console = Console(file=told, width=200)
+    console = Console(file=told, width=200, soft_wrap=True)
     with pytest.raises(PenstockError, match=r"1 of 2 cells failed: max_staleness-0\."):
         run_sweep(TWO, folder=tmp_path, cell_timeout_s=1.0, dry_run=False, config_dir=None, console=console)
     assert "max_staleness-0: planted" in told.getvalue()
@@ -206,10 +209,21 @@ def test_a_dry_run_says_what_would_run_and_runs_nothing(tmp_path: Path, monkeypa
     finish(next(iter(two_cells(tmp_path / "sweep")[1].values())))
     monkeypatch.setattr(sweep, "_run", lambda *_: pytest.fail("it ran"))
     told = StringIO()
-    folder, console = tmp_path / "sweep", Console(file=told, width=200)
+    folder, console = tmp_path / "sweep", Console(file=told, width=200, soft_wrap=True)
     assert run_sweep(TWO, folder=folder, cell_timeout_s=1.0, dry_run=True, config_dir=None, console=console) == 0
-    assert told.getvalue().splitlines() == ["max_staleness-0: completed", "max_staleness-2: to run"]
+    lines = [line for line in told.getvalue().splitlines() if not line.startswith("warning: ")]
+    assert lines == ["max_staleness-0: completed", "max_staleness-2: to run"]
     assert not (folder / "sweep.csv").exists()
+
+
+def test_what_this_machine_lacks_is_a_warning_of_a_dry_run_and_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "load_config", load_config)
+    grid = parse_grid([*TWO, f"model.path={tmp_path / 'none'}"])
+    configs, warnings = check_cells(grid, tmp_path, dry_run=True)
+    assert len(configs) == 2
+    assert sum("none does not exist" in warning for warning in warnings) == 1, "said once"
+    with pytest.raises(ConfigError, match=r"none does not exist"):
+        check_cells(grid, tmp_path)
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
