@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep test test-full lint format bench clean
+.PHONY: help setup demo sweep test test-full coverage lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -68,6 +68,15 @@ test-full: setup  ## Run all tests: every case and seed, 10,000 fault seeds, 2,0
 	@for mode in keep_kv recompute_kv drain multi_version; do \
 		$(BIN)/penstock simulate profile=short sigma=1 engines=3 slots=6 batch=3 group_size=3 steps=6 faults=heavy \
 			eval_every=2 update_mode=$$mode --seeds 0:2500; done
+
+# A test may fail for the time that measuring takes, or for what it writes: the lines are counted all the same.
+TIER ?= test
+MEASURED := COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage.ini PENSTOCK_TREE=$(CURDIR) PYTHONPATH=$(CURDIR)
+coverage: setup  ## Count the product's lines that a tier runs (TIER=test|test-full)
+	@rm -rf .coverage-$(TIER) && mkdir .coverage-$(TIER)
+	@$(MEASURED) PENSTOCK_COVERAGE=$(CURDIR)/.coverage-$(TIER) $(MAKE) $(TIER) || true
+	@PENSTOCK_TREE=$(CURDIR) PENSTOCK_COVERAGE=$(CURDIR)/.coverage-$(TIER) \
+		$(BIN)/python -m tests.coverage_of_tiers .coverage-test $(wildcard .coverage-test-full)
 
 lint: setup  ## Check style, formatting and types
 	@$(BIN)/ruff check --quiet .
