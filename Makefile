@@ -55,16 +55,23 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES) dataflow.max_staleness=1,4,8,16 seeds=$(SEED) \
 		algorithm.correction=none algorithm.proximal=target --folder runs/sweep-staleness-uncorrected
 
-TWO_AT_A_TIME := -n 2 --dist worksteal
-# Tests that start Ray, vLLM or DeepSpeed (marked `integration`) take both cores, and run one after the other.
+# Tests that start Ray, vLLM or DeepSpeed (marked `integration`) run one after the other, beside the others, of which two
+# run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over.
+define pytest_in_two
+	@set -m; report=$$(mktemp); \
+	$(BIN)/pytest -m "$(1)integration" $(2) >"$$report" 2>&1 & started=$$!; \
+	trap 'kill -INT $$started; wait $$started; cat "$$report"; exit 130' INT TERM; \
+	failed=0; $(BIN)/pytest -m "$(1)not integration" $(2) -n 2 --dist worksteal || failed=$$?; \
+	wait $$started || failed=$$?; \
+	cat "$$report"; rm "$$report"; exit $$failed
+endef
 test: setup  ## Run the tests of every day (18 minutes on two cores)
-	@$(BIN)/pytest -m "not full and not integration" $(TWO_AT_A_TIME)
-	@$(BIN)/pytest -m "not full and integration"
+	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
+test-full: export SOAK_PUBLISHES := 2000
 test-full: setup  ## Run all tests: every case and seed, 10,000 fault seeds, 2,000 publishes (hours)
-	@SOAK_PUBLISHES=2000 $(BIN)/pytest -m "not integration" --timeout=3600 $(TWO_AT_A_TIME)
-	@$(BIN)/pytest -m integration --timeout=3600
+	$(call pytest_in_two,,--timeout=3600)
 	@for mode in keep_kv recompute_kv drain multi_version; do \
 		$(BIN)/penstock simulate profile=short sigma=1 engines=3 slots=6 batch=3 group_size=3 steps=6 faults=heavy \
 			eval_every=2 update_mode=$$mode --seeds 0:2500; done

@@ -5,10 +5,13 @@ from __future__ import annotations
 import cProfile
 import pstats
 
+import pytest
+
 from benchmarks.controller_load import GROUP_SIZE, AnsweringEngine, held_kib, load_config
 from penstock.platform.simulator.simulation import Seams, simulate
 
 
+@pytest.mark.full
 def test_a_live_group_holds_at_most_4_kib_beyond_what_asyncio_takes() -> None:
     group_kib, bare_kib = held_kib()
     assert group_kib - bare_kib <= 4.0, f"{group_kib:.2f} KiB per group of {GROUP_SIZE}, {bare_kib:.2f} bare"

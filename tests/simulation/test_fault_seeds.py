@@ -12,7 +12,7 @@ from penstock.platform.config.dataflow import DataflowConfig
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds
-from tests.tiers import by_tier
+from tests.tiers import by_tier, each_of
 
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
 
@@ -65,14 +65,12 @@ def test_no_invariant_breaks_when_micro_batches_are_streamed(policy: str) -> Non
     clean([*SMALL, "faults=heavy", "stream=true", f"on_expiry={policy}"], range(by_tier(6, full=20)))
 
 
-@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
-@pytest.mark.parametrize("eta", [0, 1, 2])
+@pytest.mark.parametrize(("eta", "mode"), each_of([0, 1, 2], ["keep_kv", "recompute_kv"]))
 def test_no_invariant_breaks_when_publishes_overlap_training(eta: int, mode: str) -> None:
     clean([*SMALL, "faults=heavy", "overlap=true", f"eta={eta}", f"update_mode={mode}"], range(by_tier(5, full=15)))
 
 
-@pytest.mark.parametrize("policy", ["wait", "trim", "drop"])
-@pytest.mark.parametrize("eta", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize(("eta", "policy"), each_of([0, 1, 2, 4, 8], ["wait", "trim", "drop"]))
 def test_trained_staleness_never_exceeds_eta(eta: int, policy: str) -> None:
     small = ["batch=3", "group_size=2", "engines=2", "slots=8", "steps=20", f"eta={eta}", f"on_expiry={policy}"]
     seen = [clean([*small, f"sigma={sigma}"], range(3)) for sigma in (0.5, 1.0, 1.5)]

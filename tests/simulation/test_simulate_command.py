@@ -76,12 +76,14 @@ def test_redundant_groups_raise_the_useful_rate_under_exponential_stragglers() -
     assert 1.15 <= figures["b=1"]["ratio"] <= figures["b=4"]["ratio"] <= figures["ceiling"]
 
 
+@pytest.mark.full
 def test_environments_are_busy_without_a_barrier() -> None:
     figures = rollout_granularity(range(1))
     assert 0.8 <= figures["eta=4"]["utilisation"] <= figures["ceiling"]["utilisation"]
     assert figures["eta=4"]["ratio"] >= 2.0
 
 
+@pytest.mark.full
 def test_asynchrony_pays_against_the_best_synchronous_arrangement() -> None:
     """One model, one split and one seed of async-vs-sync, where a streamed split is the best of seven."""
     base = with_train_share({**LONGTAIL, **MODELS["constant step"]})

@@ -12,6 +12,7 @@ from penstock.kernels.gpu.logprob_backward import logits_gradient
 from penstock.kernels.gpu.logprob_forward import fused_statistics
 from penstock.kernels.linear_logprob import linear_scores
 from penstock.kernels.portable.logprob import LogprobGradient, gradient_of_tile
+from tests.tiers import by_tier
 from tests.unit.kernels.problems import HeadProblem, expected_scores, head_problem
 
 
@@ -48,7 +49,7 @@ def test_half_precision_operands_are_accumulated_in_float32() -> None:
     torch.testing.assert_close(statistics.entropy().double(), wanted[1], rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=by_tier(4, full=12), deadline=None)
 @given(
     num_tokens=st.integers(1, 20),
     vocab_size=st.integers(1, 140),

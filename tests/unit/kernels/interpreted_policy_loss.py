@@ -21,6 +21,7 @@ from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective, can_fuse, fused_settings
 from penstock.trainer.rank_agreement import RankShare
 from penstock.trainer.updates import OpenUpdate
+from tests.tiers import by_tier, each_of
 
 CORRECTIONS, PROXIMALS = ("none", "decoupled", "tis_token"), ("target", "recompute", "interpolate", "behavior")
 IN_FLOAT32 = 1e-5
@@ -129,8 +130,7 @@ def test_this_process_interprets() -> None:
     assert is_interpreted()
 
 
-@pytest.mark.parametrize("kl", ["none", "k2", "k3"])
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(("correction", "kl"), each_of(CORRECTIONS, ["none", "k2", "k3"]))
 def test_loss_gradient_and_everything_measured_are_those_of_the_composed_path(correction, kl) -> None:
     divergence = {} if kl == "none" else {"kl_coefficient": 0.1, "kl_estimator": kl}
     config = AlgorithmConfig(correction=correction, proximal="recompute", **TIGHT, **divergence)
@@ -161,7 +161,7 @@ def test_any_centre_and_any_update_of_a_batch(proximal, is_first, is_first_epoch
     assert found.by_lag.any() == is_known
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=by_tier(5, full=20), deadline=None, derandomize=True)
 @given(
     num_tokens=st.integers(1, 90),
     seed=st.integers(0, 999),
@@ -220,8 +220,7 @@ def test_k3_never_pushes_away_from_the_reference_and_never_explodes(upstream) ->
     assert found.sums[SUMS.index("reference_kl")] == pytest.approx(terms.sum(), rel=IN_FLOAT32)
 
 
-@pytest.mark.parametrize("kl", ["k2", "k3"])
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize(("correction", "kl"), each_of(CORRECTIONS, ["k2", "k3"]))
 def test_the_cap_rejects_the_policy_loss_and_leaves_the_divergence(correction, kl) -> None:
     """Of the kernel itself, against a closed form; a token that decoupled masks weighs 1 in the divergence."""
     batch = micro_batch(60, seed=9)
@@ -262,8 +261,10 @@ def test_only_another_policys_tokens_measure_no_behavior_weight() -> None:
     assert found.by_lag[0, 0] == 40
 
 
-@pytest.mark.parametrize("column", ["target", "proximal_logprobs", "behavior_logprobs", "advantages", "token_weights"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    each_of(["target", "proximal_logprobs", "behavior_logprobs", "advantages", "token_weights"], [math.nan, math.inf]),
+)
 def test_what_is_not_finite_reaches_the_loss_and_the_metrics_as_composed(column, value) -> None:
     batch = micro_batch(40, seed=5)
     target, entropies = policy(batch, 5)

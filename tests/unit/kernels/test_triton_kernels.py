@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import IS_FULL
+
 HERE = Path(__file__).parent
 INTERPRETED = (
     "interpreted_logprob.py",
@@ -23,7 +25,8 @@ INTERPRETED = (
 
 def run_tests(names: tuple[str, ...], **environment: str) -> str:
     """Run test files of this folder in another process; its output if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in names)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(["-m", ""] if IS_FULL else [])]
+    command += [str(HERE / name) for name in names]
     everything = {**os.environ, **environment}
     result = subprocess.run(
         command, cwd=HERE.parents[2], env=everything, check=False, capture_output=True, text=True, timeout=280

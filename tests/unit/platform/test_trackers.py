@@ -160,6 +160,7 @@ def test_wandb_online_without_a_key_is_refused_before_the_run(tmp_path: Path) ->
         resolve_mode(WandbTrackerConfig(mode="online"), {"HOME": str(tmp_path)})
 
 
+@pytest.mark.full
 def test_all_three_sinks_really_write(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):

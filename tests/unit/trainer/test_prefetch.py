@@ -13,6 +13,7 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.forwards import Forwarded, Prefetched
 from penstock.trainer.policy_trainer import PolicyTrainer
+from tests.tiers import each_of
 from tests.unit.trainer.torch_trainer import trainer_of
 
 KINDS = {
@@ -63,8 +64,7 @@ def count_forwards(trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch) -> l
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ahead", [(0, 1, 2), (2,), (1, 0), ()])
+@pytest.mark.parametrize(("kind", "ahead"), each_of(KINDS, [(0, 1, 2), (2,), (1, 0), ()]))
 def test_weights_and_metrics_are_those_without_prefetch(policy, batch, kind, ahead) -> None:
     mine, plain = make(policy, kind), make(policy, kind)
     for version in range(2):
