@@ -18,6 +18,8 @@ from penstock.dataflow.ledger import Reason
 from penstock.dataflow.trajectory import Trajectory, compared_rewards
 
 GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
+MAX_REFILLS = 1024
+"""Groups filtered between two batches; beyond it the engines would sample for ever and train nothing."""
 
 
 def zero_variance(reward_part: str | None = None) -> GroupFilter:
@@ -99,12 +101,11 @@ class FilterChain:
     """All filters of a run, with a limit on refills.
 
     Attributes:
-        max_refills: Groups filtered since the last batch closed that stop the run: the engines would otherwise
-            sample for ever and train nothing.
+        max_refills: Groups filtered since the last batch closed that stop the run.
     """
 
     filters: Sequence[GroupFilter]
-    max_refills: int
+    max_refills: int = MAX_REFILLS
     since_batch: Counter[Reason] = field(default_factory=Counter)
 
     def judge(self, members: Sequence[Trajectory]) -> Reason | None:
@@ -128,7 +129,7 @@ class FilterChain:
             return
         worst, count = self.since_batch.most_common(1)[0]
         raise PenstockError(
-            f"dataflow: {total} groups were filtered since the last batch closed, dataflow.max_refills is "
+            f"dataflow: {total} groups were filtered since the last batch closed, and the limit is "
             f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample and nothing is trained. "
             "Use tasks of other difficulty, a larger group_size, or take the filter out of dataflow.filters."
         )

@@ -63,15 +63,14 @@ class BoundReward:
 
 
 class WeightedSum:
-    """`Σ weight_i · clip_i(value_i)`, divided by `Σ |weight_i|` if normalized.
+    """`Σ weight_i · clip_i(value_i)`.
 
     A part that fails fails the whole: a reward without one of its parts would be another reward.
     """
 
-    def __init__(self, parts: Mapping[str, WeightedPart], *, is_normalized: bool, cache_entries: int = 0) -> None:
+    def __init__(self, parts: Mapping[str, WeightedPart], *, cache_entries: int = 0) -> None:
         self._parts = parts
         self._cache = PartCache(cache_entries)
-        self._divisor = math.fsum(abs(part.weight) for part in parts.values()) if is_normalized else 1.0
         self.is_pure = all(is_pure_function(part.function) for part in parts.values())
 
     def calls(self, fields: Mapping[str, Any]) -> Iterator[Call]:
@@ -95,7 +94,7 @@ class WeightedSum:
             replies[name] = reply
             recorded[name] = reply["reward"]
             recorded |= {f"{name}/{inner}": value for inner, value in reply["parts"].items()}
-        return {"reward": math.fsum(contributions) / self._divisor, **recorded, **self._of_threads(replies)}
+        return {"reward": math.fsum(contributions), **recorded, **self._of_threads(replies)}
 
     def _returned(self, name: str, trajectory: Trajectory, fields: Mapping[str, Any]) -> object:
         """What a part returns, which may have to be awaited; of a pure one beside others that are not, remembered."""
@@ -110,7 +109,7 @@ class WeightedSum:
         for thread in sorted({name for reply in replies.values() for name in reply["parts"] if is_thread_part(name)}):
             values = {name: reply["parts"].get(thread, reply["reward"]) for name, reply in replies.items()}
             total = math.fsum(part.contribution(values[name]) for name, part in self._parts.items())
-            found[thread] = total / self._divisor
+            found[thread] = total
         return found
 
 
@@ -146,25 +145,22 @@ async def _wait_for(value: Awaitable[object]) -> object:
     return await value
 
 
-def compose(parts: Mapping[str, WeightedPart], *, is_normalized: bool, cache_entries: int = 0) -> RewardFunction:
+def compose(parts: Mapping[str, WeightedPart], *, cache_entries: int = 0) -> RewardFunction:
     """The weighted sum of named rewards.
 
     Args:
         parts: Name -> reward.
-        is_normalized: Divide by the sum of the absolute weights.
         cache_entries: Results to remember of each pure part, where others are not pure.
 
     Raises:
-        ValueError: If a part is called `reward` or `thread`, or there is nothing to normalize by.
+        ValueError: If a part is called `reward` or `thread`.
     """
     if "reward" in parts:
         raise ValueError("a part called 'reward' could not be told from the sum in what is recorded. Rename it.")
     if "thread" in parts:
         raise ValueError("a part called 'thread' could not be told from the rewards of threads. Rename it.")
-    if is_normalized and not any(part.weight for part in parts.values()):
-        raise ValueError("all weights are 0, so there is nothing to normalize by. Set a weight, or normalize=false.")
     kind = AsyncWeightedSum if any(is_async_function(part.function) for part in parts.values()) else SyncWeightedSum
-    return kind(parts, is_normalized=is_normalized, cache_entries=cache_entries)
+    return kind(parts, cache_entries=cache_entries)
 
 
 def calls_of(function: RewardFunction, fields: Mapping[str, Any], key: str = "reward") -> Iterator[Call]:

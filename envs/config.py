@@ -98,7 +98,6 @@ class EndpointConfig(BaseModel):
     Attributes:
         host: Address to listen on.
         port: TCP port; 0 is a free one.
-        max_request_mib: Largest body of a request, MiB.
         key_variable: Environment variable with a key for plain questions to the policy, as a judge asks them: greedy
             answers, recorded nowhere. None: only agent programs are answered.
     """
@@ -107,7 +106,6 @@ class EndpointConfig(BaseModel):
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
-    max_request_mib: float = Field(default=4.0, gt=0)
     key_variable: str | None = None
 
 
@@ -193,7 +191,6 @@ class RewardConfig(BaseModel):
             a class with `build` (contract.RewardFactory); None if there are `parts`.
         args: Keyword arguments of every call, or of `build`.
         parts: Name -> reward, instead of `fn`: their weighted values are added up, and each is recorded.
-        normalize: Divide the sum of the parts by the sum of their absolute weights.
         num_workers: Reward worker processes; on a GPU pool each has a GPU of its own.
         pool: Pool that they run on, for a reward that computes on its devices (contract.RewardContext.device); None:
             beside the driver, on no device.
@@ -214,7 +211,6 @@ class RewardConfig(BaseModel):
     fn: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
     parts: dict[str, RewardPartConfig] = Field(default_factory=dict)
-    normalize: bool = False
     num_workers: int = Field(default=1, ge=1)
     pool: str | None = None
     num_parameters: int | None = Field(default=None, gt=0)

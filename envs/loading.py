@@ -65,13 +65,6 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
                 "it to the part that takes it, reward.parts.<name>.args, and set reward.args={}."
             ]
         )
-    if config.fn is not None and config.normalize:
-        raise ConfigError(
-            [
-                f"reward.normalize=true with reward.fn={config.fn!r}: only a sum of reward.parts is normalized. Set "
-                "reward.normalize=false, or make the function a part."
-            ]
-        )
     context = replace(context or RewardContext(), timeout_s=config.timeout_s, max_concurrency=config.max_concurrency)
     if config.fn is not None:
         return _load_one(config.fn, config.args, "reward", context)
@@ -83,7 +76,7 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
         for name, part in config.parts.items()
     }
     try:
-        return compose(parts, is_normalized=config.normalize, cache_entries=config.cache_entries)
+        return compose(parts, cache_entries=config.cache_entries)
     except ValueError as error:
         raise ConfigError([f"reward.parts: {error}"]) from error
 

@@ -44,7 +44,7 @@ def max_live_trajectories(config: RunConfig) -> int | None:
 def make_core(config: RunConfig) -> Dataflow:
     """The sans-I/O core under this configuration's bounds."""
     flow = config.dataflow
-    rules = GroupRules(flow.group_size, flow.min_group_size, flow.max_retries, flow.max_engine_retries)
+    rules = GroupRules(flow.group_size, flow.min_group_size, flow.max_retries)
     return Dataflow(flow_limits(config), rules)
 
 
@@ -85,4 +85,4 @@ def make_filters(config: FilterConfig, pass_reward: float, reward_parts: Collect
         filters.append(pass_rate(*config.pass_rate, pass_reward))
     if config.user is not None:
         filters.append(user(load_object(config.user, "dataflow.filters.user")))
-    return FilterChain(filters, config.max_refills)
+    return FilterChain(filters)

@@ -57,7 +57,7 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
     try:
         async with (
             restarts.running(),
-            EngineMonitor(pool, adapts_concurrency=rollout.adaptive_concurrency).running() as monitor,
+            EngineMonitor(pool, adapts_concurrency=True).running() as monitor,
         ):
             yield Side(
                 runner,

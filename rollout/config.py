@@ -84,20 +84,16 @@ EngineConfig = Annotated[VllmEngineConfig | TorchEngineConfig, Field(discriminat
 
 
 class SamplingConfig(BaseModel):
-    """How the policy samples during training.
+    """How the policy samples during training: from all tokens, since the trainer's logprobs are of all of them.
 
     Attributes:
         temperature: Applied by the engine and, identically, by the trainer's logprobs.
-        top_p: Only 1.0: below full support the importance ratio would carry the cut mass.
-        top_k: Only -1 (off), for the same reason.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_new_tokens: int = Field(gt=0)
     temperature: float = Field(default=1.0, gt=0, le=10)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
 
 
 class RolloutConfig(BaseModel):
@@ -111,8 +107,6 @@ class RolloutConfig(BaseModel):
             service before it serves (platform/engine_restarts.py). Colocated engines are not.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
             (rollout/routing.py).
-        adaptive_concurrency: Lower the number of requests of an engine that runs out of KV cache, and raise it again
-            (rollout/concurrency.py); `engine.max_num_seqs` is the upper limit.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -124,5 +118,4 @@ class RolloutConfig(BaseModel):
     max_resumes: int = Field(default=3, ge=0)
     max_engine_restarts: int = Field(default=2, ge=0)
     routing: RoutingName = "prefix_aware"
-    adaptive_concurrency: bool = True
     start_timeout_s: float = Field(default=300.0, gt=0)

@@ -106,7 +106,7 @@ async def run_agents(
     timeout_s: float = 10.0,
 ) -> list[Trajectory]:
     """One trajectory of each program, all at once."""
-    endpoint = Endpoint(EndpointConfig(max_request_mib=0.25), timeout_s)
+    endpoint = Endpoint(EndpointConfig(), timeout_s)
     tasks = [Task(TaskId(f"t/{index}"), "?", {}, "") for index in range(len(programs))]
     source = InThisLoop({task.task_id: program for task, program in zip(tasks, programs, strict=True)})
     player = EpisodePlayer(source, codec, EpisodeBudget(max_turns, max_tokens), endpoint)

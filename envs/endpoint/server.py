@@ -28,6 +28,7 @@ from penstock.envs.endpoint.requests import MODEL, Asked, parse_chat, parse_comp
 from penstock.envs.endpoint.session import Exchange, Session
 
 BODY_TIMEOUT_S = 30.0
+MAX_REQUEST_BYTES = 4 << 20
 _SHUTDOWN_S = 1.0
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  only to say where such a server is found
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,7 +93,7 @@ class Endpoint:
                 await self._start()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=int(self._config.max_request_mib * 2**20), middlewares=[_in_api_form])
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_in_api_form])
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
@@ -216,7 +217,7 @@ async def _in_api_form(request: web.Request, handler: _Handler) -> web.StreamRes
     except ApiError as refused:
         error = refused
     except web.HTTPRequestEntityTooLarge as refused:
-        error = ApiError(413, f"The body is too large: {refused.text} (env.endpoint.max_request_mib)", code="too_large")
+        error = ApiError(413, f"The body is too large: {refused.text}", code="too_large")
     except web.HTTPException as refused:
         message = f"{refused.reason}: {request.method} {request.path[:200]}"
         error = ApiError(refused.status, message, code="unknown_url")

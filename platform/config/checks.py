@@ -173,16 +173,8 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
-    """Full support, and room for an answer."""
+    """Room for an answer."""
     sampling, context = config.rollout.sampling, config.model.max_context_tokens
-    if sampling.top_p < 1 or sampling.top_k != -1:
-        yield error(
-            f"rollout.sampling.top_p={sampling.top_p:g} top_k={sampling.top_k} cuts the sampling support: the engine "
-            "renormalises over what is left and the trainer does not, so every importance ratio would carry the "
-            "cut mass. Use top_p=1.0 and top_k=-1; lower the temperature instead.",
-            "rollout.sampling.top_p",
-            "rollout.sampling.top_k",
-        )
     if sampling.max_new_tokens >= context:
         yield error(
             f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "

@@ -17,7 +17,6 @@ class FilterConfig(Section):
         max_overlong_share: Filter groups of which a larger share was cut off at the length limit; None is off.
         pass_rate: Keep groups of which a share in [lowest, highest] passes (`dataflow.pass_reward`); None is off.
         user: Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered.
-        max_refills: Groups filtered since the last batch closed that stop the run and name the filter.
     """
 
     zero_variance: bool = False
@@ -25,7 +24,6 @@ class FilterConfig(Section):
     max_overlong_share: float | None = Field(default=None, ge=0, lt=1)
     pass_rate: tuple[float, float] | None = None
     user: str | None = None
-    max_refills: int = Field(default=1024, ge=1)
 
 
 class DataflowConfig(Section):
@@ -52,7 +50,6 @@ class DataflowConfig(Section):
             a reference below adapters); the gradient is the same. Without effect where nothing of the kind is needed,
             with colocated roles, and with `stream_micro_batches`.
         max_retries: Retries of one trajectory after its environment or reward failed.
-        max_engine_retries: Retries of one trajectory after its engine failed.
         min_group_size: A group whose failed members are gone still trains with this many.
         max_live_gib: Memory reserved at admission for the payloads of all live groups, GiB; None is no limit.
         filters: Which ready groups are not trained.
@@ -72,7 +69,6 @@ class DataflowConfig(Section):
     stream_micro_batches: bool = False
     prefetch: bool = True
     max_retries: int = Field(default=2, ge=0)
-    max_engine_retries: int = Field(default=3, ge=0)
     min_group_size: int = Field(default=2, ge=2)
     max_live_gib: float | None = Field(default=None, gt=0)
     filters: FilterConfig = FilterConfig()

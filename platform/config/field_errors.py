@@ -24,11 +24,21 @@ _RENAMED = {
 """Keys, and values of keys, that were replaced -> by what."""
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
+_FULL_SUPPORT = (
+    "it would cut the sampling support: the engine renormalises over what is left and the trainer does not, so every "
+    "importance ratio would carry the cut mass. Lower rollout.sampling.temperature instead."
+)
+_ASKED_AGAIN = "a service that failed is asked again for every program; max_attempts and backoff_s say how often."
 REMOVED = {
-    "sandbox.remote.failures_to_open": "a service that failed is asked again for every program; max_attempts and "
-    "backoff_s say how often.",
-    "sandbox.remote.open_s": "a service that failed is asked again for every program; max_attempts and backoff_s say "
-    "how often.",
+    "dataflow.filters.max_refills": "1,024 groups that are filtered between two batches stop the run.",
+    "dataflow.max_engine_retries": "a trajectory is tried again three times after engine failures.",
+    "env.endpoint.max_request_mib": "a request may have 4 MiB.",
+    "reward.normalize": "write the weights of reward.parts as they are to count, e.g. with a sum of 1.",
+    "rollout.adaptive_concurrency": "an engine that runs out of KV cache always gets fewer requests at a time.",
+    "rollout.sampling.top_k": _FULL_SUPPORT,
+    "rollout.sampling.top_p": _FULL_SUPPORT,
+    "sandbox.remote.failures_to_open": _ASKED_AGAIN,
+    "sandbox.remote.open_s": _ASKED_AGAIN,
 }
 """Keys that a user may still have in a file -> what happens now, and what to do."""
 
@@ -53,6 +63,8 @@ def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dic
 def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
+        if place.path in REMOVED:
+            return f"{place.path}={_show(value)}{origin}: this key is gone: {REMOVED[place.path]} Leave it out."
         return _unknown_key(place, origin)
     if kind == "union_tag_not_found" or (kind == "missing" and isinstance(value, dict)):
         what = f": {expectation(place.field)}" if place.field else ""
@@ -74,8 +86,6 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
 
 
 def _unknown_key(place: Place, origin: str) -> str:
-    if place.path in REMOVED:
-        return f"{place.path}{origin}: this key is gone. {REMOVED[place.path]} Leave it out."
     if new := _RENAMED.get(place.path):
         return f"{place.path}{origin}: this key was replaced. Use {new}."
     nearest = nearest_key(place.path, place.siblings)

@@ -137,7 +137,7 @@ def fit(rows: list[Row], settings: dict[str, Any], sigma: float) -> SimulationCo
         min_group_size=flow["min_group_size"],
         stream=flow["stream_micro_batches"],
         routing=rollout["routing"],
-        adaptive_concurrency=rollout["adaptive_concurrency"],
+        adaptive_concurrency=True,
         update_mode=weights["update_mode"],
         overlap=weights["overlap"],
     )

@@ -81,5 +81,5 @@ def test_the_first_reason_counts_and_refills_end_with_the_batch() -> None:
     chain.batch_closed()
     assert chain.judge([member(0.0), member(1.0)]) is Reason.USER
     assert chain.judge([member(0.0), member(1.0)]) is Reason.USER
-    with pytest.raises(PenstockError, match=r"3 groups were filtered .*max_refills is 2; 3 of them by the filter user"):
+    with pytest.raises(PenstockError, match=r"3 groups were filtered .*the limit is 2; 3 of them by the filter user"):
         chain.judge([member(0.0), member(1.0)])

@@ -236,15 +236,15 @@ async def scores(config: RewardConfig, *responses: str, **fields: object) -> lis
         await runner.shutdown()
 
 
-async def test_a_weighted_sum_clips_adds_normalizes_and_records(module: str) -> None:
+async def test_a_weighted_sum_clips_adds_and_records(module: str) -> None:
     length = RewardPartConfig(fn=f"{module}:length", args={"scale": 2.0}, weight=-0.5, clip=(0.0, 10.0))
     plain = RewardConfig(parts={"length": length, "seen": RewardPartConfig(fn=f"{module}:length", weight=0.0)})
     (score,) = await scores(plain, "x" * 7)  # min(14, 10) * -0.5
     assert score == Score(-5.0, {"length": 14.0, "seen": 7.0})
     judged = {"length": length, "judge": RewardPartConfig(fn=f"{module}:judge", weight=2.0)}
-    (score,) = await scores(RewardConfig(parts=judged, normalize=True), "xx")  # (-2 + 1.5) / 2.5
+    (score,) = await scores(RewardConfig(parts=judged), "xx")  # -2 + 1.5
     assert isinstance(score, Score)
-    assert score.reward == pytest.approx(-0.2)
+    assert score.reward == pytest.approx(-0.5)
     assert score.parts == {"length": 4.0, "judge": 0.75, "judge/tone": 0.5, "judge/truth": 0.25}
 
 
@@ -276,9 +276,7 @@ def test_sums_that_make_no_sense_are_refused(module: str) -> None:
         "one reward function, or named parts": RewardConfig(fn=fn, parts={"a": RewardPartConfig(fn=fn)}),
         "reward.fn=None with 0 reward.parts": RewardConfig(),
         "would reach none of them": RewardConfig(parts={"a": RewardPartConfig(fn=fn)}, args={"scale": 2.0}),
-        "only a sum of reward.parts is normalized": RewardConfig(fn=fn, normalize=True),
         "called 'reward'": RewardConfig(parts={"reward": RewardPartConfig(fn=fn)}),
-        "nothing to normalize by": RewardConfig(parts={"a": RewardPartConfig(fn=fn, weight=0)}, normalize=True),
         "the lowest value is above": RewardConfig(parts={"a": RewardPartConfig(fn=fn, clip=(1, 0))}),
         "reward.parts.a.fn=": RewardConfig(parts={"a": RewardPartConfig(fn=f"{module}:lenght")}),
     }

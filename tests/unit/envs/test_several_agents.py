@@ -141,9 +141,8 @@ def test_rewards_of_threads_are_weighted_and_clipped_with_the_others() -> None:
 
     reward = compose(
         {"game": WeightedPart(game, 2.0, (-1.0, 1.0)), "short": WeightedPart(lambda *_, **__: 0.5, 1.0, None)},
-        is_normalized=False,
     )
     found: Any = reward(answered("x"))
     assert (found["reward"], found["thread/first"], found["thread/second"]) == (0.5, 2.5, -1.5)
     with pytest.raises(ValueError, match="called 'thread'"):
-        compose({"thread": WeightedPart(game, 1.0, None)}, is_normalized=False)
+        compose({"thread": WeightedPart(game, 1.0, None)})

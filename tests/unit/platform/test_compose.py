@@ -9,9 +9,11 @@ import yaml
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.compose import compose_config, to_yaml
+from penstock.platform.config.field_errors import REMOVED
 from penstock.platform.config.findings import Command
 from penstock.platform.config.overrides import CONF_DIR, find_groups, sort_overrides
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema_tree import all_paths
 from tests.composed_once import compose_choices_once, compose_every_time
 
 COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "arithmetic_rlhf_sft": "sft", "text_sft": "sft"}
@@ -273,6 +275,14 @@ def test_all_problems_come_in_one_message():
     ]  # fmt: skip
     assert len(found) == len(expected)
     assert all(any(problem.startswith(start) for problem in found) for start in expected), found
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_key_that_is_gone_says_what_to_do(key):
+    assert key not in set(all_paths())
+    problem = next(problem for problem in problems(f"{key}=3") if problem.startswith(f"{key}=3"))
+    assert REMOVED[key] in problem
+    assert problem.endswith("Leave it out.")
 
 
 def test_cross_field_problems_of_a_wrong_key_are_left_out():
