@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.actors.exports import GatherExport
-from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.publisher import ActorWeightPublisher, attempt
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.ids import EngineId
@@ -59,7 +59,6 @@ from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import make_policy
 from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.update_modes import attempt
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.weights.config import WeightsConfig
 

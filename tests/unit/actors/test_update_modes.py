@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from penstock.actors.publisher import InFlight, Rolling, make_updater
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.rollout.lease import Lease
 from penstock.rollout.pool import EnginePool
-from penstock.rollout.update_modes import Rolling, WeightUpdater, make_updater
 from penstock.weights.config import WeightsConfig
 
 
@@ -57,7 +57,9 @@ class Swapping:
         return WeightAck(self.engine_id, manifest.version, 7, 0.0, 0.0)
 
 
-def setting(mode: str, num_engines: int = 3, drain_timeout_s: float = 5.0) -> tuple[Rack, EnginePool, WeightUpdater]:
+def setting(
+    mode: str, num_engines: int = 3, drain_timeout_s: float = 5.0
+) -> tuple[Rack, EnginePool, InFlight | Rolling]:
     rack = Rack()
     rack.engines = [Swapping(EngineId(f"e{index}"), rack) for index in range(num_engines)]
     pool = EnginePool(rack.engines, 4)  # type: ignore[arg-type]
