@@ -6,6 +6,11 @@ else, so version stamps are exact and a request in flight is never restarted. Th
 decode step, with all deltas that became due.
 
 There is no prefix cache, so there is nothing to salt by version.
+
+That a version has arrived is checked twice. `_stage` compares the bytes that arrived with the manifest while the old
+weights still serve, so a damaged version harms nothing; `take` reads the live parameters back after copying, so an
+update that went elsewhere (a copy, an untied head) cannot pass for one that worked. What is still on its way then is
+compared bucket by bucket in `take` (weights/streaming.py).
 """
 
 from __future__ import annotations
@@ -14,9 +19,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from math import prod
 from typing import TypeVar
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementError, TrajectoryError, WeightSyncError
@@ -29,17 +37,21 @@ from penstock.rollout.decode_thread import DecodeThread
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.torch_cache import SlotCache
 from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
-from penstock.rollout.torch_weights import Sources, StagedTensors, stage, swap
-from penstock.weights.adapters import BaseWeights
+from penstock.weights.adapters import BaseWeights, entries_of
+from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
+from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
-from penstock.weights.streaming import Incoming
+from penstock.weights.streaming import ON_THE_WAY, Incoming, Pieces
 from penstock.weights.transport.crossing import Arrival, Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
+from penstock.weights.transport.shards import read_shard
+from penstock.weights.transport.shared_memory import read_version
 
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0
 Result = TypeVar("Result")
+StagedTensors = dict[str, torch.Tensor]
 
 
 class TorchEngine:
@@ -132,9 +144,7 @@ class TorchEngine:
         """Swap to `manifest` between two decode steps; requests in flight go on. See `LocalEngine`."""
         async with self._updating:
             started = time.monotonic()
-            model = self._open().batch.model
-            sources = Sources(self._base, self._slot, self._arrival, self._spec.bucket_bytes)
-            staged, sums = await asyncio.to_thread(stage, model, manifest, self.engine_id, sources)
+            staged, sums = await asyncio.to_thread(self._stage, manifest)
             stage_s = time.monotonic() - started
             checksum, stall_s = await self._between_steps(lambda batch: self._swap(batch, staged, sums))
             if manifest.adapters is not None:
@@ -214,6 +224,51 @@ class TorchEngine:
                 "engine", f"prompt holds token id {max(prompt)}; the vocabulary has {vocab_size}", is_final=True
             )
 
+    def _stage(self, manifest: WeightManifest) -> tuple[StagedTensors | Incoming, WeightManifest]:
+        """Read a version and check names, shapes and bytes. The model is not touched.
+
+        Returns:
+            HF name -> tensor in the wire dtype, in its slot or on the CPU, or what streams into the parameters; and
+            what these must be afterwards.
+
+        Raises:
+            WeightSyncError: If a tensor is unknown, absent, of another shape, or not the bytes of the manifest.
+        """
+        where = f"publish v{manifest.version} on {self.engine_id}"
+        live = _parameters(self._open().batch.model)
+        if manifest.adapters is not None:
+            merged = self._base.merge(manifest, live, torch.device("cpu"))
+            entries = entries_of(manifest, 0, merged)
+            checksum = combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries)
+            sums = replace(manifest, entries=entries, checksum=checksum)
+            return {name: values.view(live[name].shape) for name, values in merged.items()}, sums
+        _check_entries(live, manifest, where)
+        names = {entry.name for entry in manifest.entries}
+        unknown = sorted(names - live.keys())
+        if unknown:
+            raise WeightSyncError(
+                f"{where}: the policy has no parameter {unknown[0]} ({len(unknown)} such). Other model?"
+            )
+        covered = {id(live[name]) for name in names}
+        absent = [name for name, parameter in live.items() if id(parameter) not in covered]
+        if absent:
+            raise WeightSyncError(
+                f"{where}: {len(absent)} of {len(live)} parameters are not in the manifest, first {absent[0]}. "
+                "They would keep old weights. Publish whole versions."
+            )
+        if manifest.location == ON_THE_WAY:
+            if self._arrival is None:
+                raise WeightSyncError(f"{where}: it is streamed, and this engine has joined no crossing.")
+            return OnTheWay(manifest, self._arrival), manifest
+        staged = dict(read_shard(manifest, 0, self._slot) if manifest.num_shards else read_version(manifest))
+        if self._spec.bucket_bytes is not None and manifest.num_shards:
+            device = next(iter(live.values())).device
+            return Pieces(staged, manifest.entries, manifest.version, self._spec.bucket_bytes, device), manifest
+        for name, tensor in staged.items():
+            staged[name] = tensor.view(live[name].shape)
+        _compare(staged, manifest, f"{where}: what arrived of")
+        return staged, manifest
+
     def _swap(
         self, batch: DecodeBatch, staged: StagedTensors | Incoming, manifest: WeightManifest
     ) -> tuple[int, float]:
@@ -228,7 +283,7 @@ class TorchEngine:
             )
         batch.is_frozen = True
         try:
-            checksum = swap(batch.model, staged, manifest, self.engine_id)
+            checksum = take(batch.model, staged, manifest, self.engine_id)
             batch.version = manifest.version
             if self._spec.update_mode == "recompute_kv":
                 batch.recompute()
@@ -301,3 +356,73 @@ def _move(batch: DecodeBatch, device: str) -> None:
     batch.model.to(device)
     if batch.limits.device == "cuda":
         torch.cuda.empty_cache()
+
+
+class OnTheWay:
+    """A version that is received under the freeze."""
+
+    def __init__(self, manifest: WeightManifest, arrival: Arrival) -> None:
+        self._manifest = manifest
+        self._arrival = arrival
+
+    def apply(self, live: Mapping[str, torch.Tensor]) -> None:
+        """See `Incoming`."""
+        self._arrival.stream(self._manifest.version, self._manifest.bucket_sums, live)
+
+
+def _check_entries(live: Mapping[str, nn.Parameter], manifest: WeightManifest, where: str) -> None:
+    """Compare what is announced with what the model has, before a byte of it is read."""
+    for entry in manifest.entries:
+        if entry.name not in live:
+            continue  # all of those are named together
+        shape, dtype = live[entry.name].shape, live[entry.name].dtype
+        if prod(entry.shape) != shape.numel() or (not manifest.num_shards and entry.shape != tuple(shape)):
+            raise WeightSyncError(
+                f"{where}: {entry.name} has shape {entry.shape}, not {tuple(shape)}. Another model is published."
+            )
+        if TORCH_DTYPES[entry.dtype] != dtype:
+            raise WeightSyncError(
+                f"{where}: {entry.name} is published in {entry.dtype}, and the engine has it in {dtype}: the trainer "
+                "and the engines have another model.dtype."
+            )
+
+
+@torch.no_grad()
+def take(model: nn.Module, staged: StagedTensors | Incoming, manifest: WeightManifest, engine_id: EngineId) -> int:
+    """Copy staged tensors into the live parameters, or let a version stream into them, and read them back.
+
+    Returns:
+        The combined checksum of the live parameters.
+
+    Raises:
+        WeightSyncError: If a live parameter differs from the manifest, or a bucket is damaged or does not come. The
+            model then holds weights of no version.
+    """
+    live = _parameters(model)
+    if isinstance(staged, dict):
+        for name, tensor in staged.items():
+            copy_values(live[name], tensor)
+    else:
+        staged.apply({entry.name: live[entry.name].view(-1) for entry in manifest.entries})
+    return _compare(live, manifest, f"publish v{manifest.version} on {engine_id}: live")
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every name of every parameter: a tied `lm_head.weight` is there beside the embedding it shares."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _compare(tensors: StagedTensors | dict[str, nn.Parameter], manifest: WeightManifest, what: str) -> int:
+    """Compare each tensor's bytes, in the wire dtype, with the manifest; return the combined checksum."""
+    found: list[tuple[str, int]] = []
+    for entry in manifest.entries:
+        checksum = tensor_checksum(tensors[entry.name].detach().to(TORCH_DTYPES[entry.dtype]))
+        if checksum != entry.checksum:
+            raise WeightSyncError(
+                f"{what} {entry.name} checksum differs ({checksum:x} != {entry.checksum:x} in the manifest)."
+            )
+        found.append((entry_key(entry.rank, entry.name), checksum))
+    combined = combine_checksums(found)
+    if combined != manifest.checksum:
+        raise WeightSyncError(f"{what} all tensors: combined checksum differs ({combined:x} != {manifest.checksum:x}).")
+    return combined
