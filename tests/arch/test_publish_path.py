@@ -1,0 +1,84 @@
+"""A publish passes few files on its way from the run to the live parameters: at most eight calls between two of them.
+
+Each path below is the longest of its kind, function by function. That every function calls the next one by its name, or
+names it in a string (a method of vLLM's workers), is read from the syntax trees; so a layer that comes between two of
+them breaks the path here, and has to be counted.
+"""
+
+from __future__ import annotations
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST = 8
+TO_THE_ENGINE = [
+    ("platform/run.py", "publish"),
+    ("actors/publisher.py", "publish"),
+    ("actors/engine_client.py", "update_weights"),
+    ("actors/engine.py", "update_weights"),
+]
+STREAMED = [("weights/transport/crossing.py", "stream"), ("weights/transport/transfer.py", "run")]
+COPIED = [("weights/copies.py", "copy_values")]
+TO_VLLM = [*TO_THE_ENGINE, ("rollout/vllm_engine.py", "update_weights")]
+TO_TORCH = [
+    *TO_THE_ENGINE,
+    ("rollout/torch_engine.py", "update_weights"),
+    ("rollout/decode_thread.py", "call"),
+    ("rollout/torch_engine.py", "_swap"),
+]
+FROM_THE_TRAINER = [
+    ("platform/run.py", "publish"),
+    ("actors/publisher.py", "publish"),
+    ("actors/crossing.py", "begin"),
+    ("actors/trainer_client.py", "ask"),
+    ("actors/trainer.py", "send_weights"),
+    ("weights/transport/crossing.py", "send"),
+    ("weights/transport/transfer.py", "run"),
+]
+PATHS = {
+    "into vLLM, in messages": [*TO_VLLM, ("rollout/vllm_worker.py", "penstock_stream"), *STREAMED],
+    "into vLLM, from a slot": [
+        *TO_VLLM,
+        ("rollout/vllm_worker.py", "receive_weights"),
+        ("weights/streaming.py", "apply"),
+        *COPIED,
+    ],
+    "into the torch engine, in messages": [*TO_TORCH, *STREAMED],
+    "into the torch engine, from a slot": [*TO_TORCH, ("weights/streaming.py", "apply"), *COPIED],
+    "out of the training ranks": FROM_THE_TRAINER,
+}
+BETWEEN = {
+    ("rollout/vllm_engine.py", "receive_weights"): "update_weights",  # vLLM's own, which calls its transfer engine's
+    ("actors/trainer_client.py", "send_weights"): "getattr",  # methods of the ranks are called by name
+    ("rollout/decode_thread.py", "_swap"): "action",  # runs what it was given
+}
+"""Calls that are not by the next one's name -> the name they are made by."""
+
+
+def names(path: str) -> tuple[set[str], set[str]]:
+    """Functions that a file defines, and all that it calls or has in a string."""
+    tree = ast.parse((ROOT / path).read_text())
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return defined, used | {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_a_publish_passes_at_most_eight_calls_between_files(kind: str) -> None:
+    path = PATHS[kind]
+    for (caller, _), (callee, function) in pairwise(path):
+        assert BETWEEN.get((caller, function), function) in names(caller)[1], f"{caller} calls no {function}"
+        assert function in names(callee)[0], f"{callee} has no {function}"
+    assert len(path) - 1 <= MOST
+
+
+def test_the_live_parameters_are_written_at_the_end_of_each_path() -> None:
+    for path in PATHS.values():
+        assert "copy_" in names(path[-1][0])[1]
