@@ -271,15 +271,20 @@ class Transfer:
         self._steps = steps_of(plan, route, group.rank)
         self._fingerprint = f"plan {zlib.crc32(f'{plan.to_json()} {route} {dtype} {codec}'.encode()):08x}"
         self._coded = None if codec is None else CodedBuckets(codec, dtype, self._finish)
-        self._outgoing = _buffer(max((step.num_sent for step in self._steps), default=0), dtype, group.device)
-        self._incoming = _buffer(max((step.num_received for step in self._steps), default=0), dtype, group.device)
+        num_sent = max((step.num_sent for step in self._steps), default=0)
+        num_received = max((step.num_received for step in self._steps), default=0)
+        self._outgoing = torch.empty(num_sent, dtype=dtype, device=group.device)
+        self._incoming = torch.empty(num_received, dtype=dtype, device=group.device)
         self.extra_bytes = self._outgoing.nbytes + self._incoming.nbytes
         for buffer in (self._outgoing, self._incoming):
             assert buffer.nbytes <= max(plan.bucket_bytes, plan.item_bytes), "more than a bucket of extra memory"
         self._expected = Counter[int]()
         for step in self._steps:
-            for peer, num_elements in _legs(step, group.rank):
-                self._expected[peer] += num_elements * plan.item_bytes
+            for message in (*step.sends, *step.receives):
+                if message.peer != group.rank:
+                    self._expected[message.peer] += (message.stop - message.start) * plan.item_bytes
+            for child in step.children:
+                self._expected[child] += step.num_received * plan.item_bytes
 
     @torch.no_grad()
     def run(
@@ -311,10 +316,8 @@ class Transfer:
             WeightSyncError: If a peer does not come, is lost or is too late. Then the group is closed, and what
                 arrived must not be used.
         """
-        what, cargo = (
-            f"weights v{version}",
-            Cargo(version, source, destination, destination if held is None else held, expected),
-        )
+        what = f"weights v{version}"
+        cargo = Cargo(version, source, destination, destination if held is None else held, expected)
         name = self._group.members.name(self._group.rank)
         try:
             with boundary(WeightSyncError, f"{what}: {name}"):
@@ -490,8 +493,9 @@ class CodedBuckets:
             encoded = self._codec.encode(values, state, cargo.version)
             header, payload = to_wire(encoded)
             if traffic.sums is not None:
-                received = outgoing if state.values is None else _placed(state.values, message, outgoing)
-                traffic.sums.extend(sums_of(message, received))
+                if state.values is not None:  # what receivers will hold; the payload is a copy already
+                    values.copy_(state.values)
+                traffic.sums.extend(sums_of(message, outgoing))
             traffic.num_changed += values.numel() if encoded.num_changed is None else encoded.num_changed
             traffic.num_elements += values.numel()
             parts += [(message.peer, part) for part in (header.view(1, -1), payload) if part.numel()]
@@ -514,17 +518,6 @@ class CodedBuckets:
         self._codec.decode(encoded, state, values, out=values)
 
 
-def _buffer(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_elements, dtype=dtype, device=device)
-
-
-def _legs(step: Step, me: int) -> list[tuple[int, int]]:
-    """Peer and elements of everything that a process sends and receives in a bucket."""
-    legs = [(message.peer, message.stop - message.start) for message in (*step.sends, *step.receives)]
-    legs += [(child, step.num_received) for child in step.children]
-    return [leg for leg in legs if leg[0] != me]
-
-
 def _first_sentence(text: str) -> str:
     """What a backend says, without the place in its sources and its advice."""
     words = text.strip().splitlines()[0] if text.strip() else "no detail"
@@ -537,12 +530,6 @@ def _forget_frames(error: BaseException) -> None:
     while link is not None:
         traceback.clear_frames(link.__traceback__)
         link = link.__cause__ or link.__context__
-
-
-def _placed(values: torch.Tensor, message: Message, outgoing: torch.Tensor) -> torch.Tensor:
-    """What receivers will hold, where the message lies; it was sent already, as other bytes."""
-    outgoing[message.start : message.stop] = values
-    return outgoing
 
 
 def _by_message(
