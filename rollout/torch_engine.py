@@ -8,9 +8,9 @@ decode step, with all deltas that became due.
 There is no prefix cache, so there is nothing to salt by version.
 
 That a version has arrived is checked twice. `_stage` compares the bytes that arrived with the manifest while the old
-weights still serve, so a damaged version harms nothing; `take` reads the live parameters back after copying, so an
+weights still serve, so a damaged version harms nothing; `swap` reads the live parameters back after copying, so an
 update that went elsewhere (a copy, an untied head) cannot pass for one that worked. What is still on its way then is
-compared bucket by bucket in `take` (weights/streaming.py).
+compared bucket by bucket in `swap` (weights/streaming.py).
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class TorchEngine:
             )
         batch.is_frozen = True
         try:
-            checksum = take(batch.model, staged, manifest, self.engine_id)
+            checksum = swap(batch.model, staged, manifest, self.engine_id)
             batch.version = manifest.version
             if self._spec.update_mode == "recompute_kv":
                 batch.recompute()
@@ -388,7 +388,7 @@ def _check_entries(live: Mapping[str, nn.Parameter], manifest: WeightManifest, w
 
 
 @torch.no_grad()
-def take(model: nn.Module, staged: StagedTensors | Incoming, manifest: WeightManifest, engine_id: EngineId) -> int:
+def swap(model: nn.Module, staged: StagedTensors | Incoming, manifest: WeightManifest, engine_id: EngineId) -> int:
     """Copy staged tensors into the live parameters, or let a version stream into them, and read them back.
 
     Returns:

@@ -19,7 +19,6 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
-from penstock.rollout import torch_engine
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.weights.checksum import PartialSum
@@ -125,14 +124,14 @@ async def ranks(harness: Harness) -> AsyncIterator[Callable[..., Awaitable[Ranks
 def damage_behind_staging(harness: Harness, version: int, patch: pytest.MonkeyPatch) -> None:
     """One bit of the slot changes when it has been compared, and the engine is about to freeze."""
     if harness.spec.engine.type == "torch":
-        stage = torch_engine.stage
+        stage = TorchEngine._stage
 
         def staged(*arguments: Any) -> Any:
             answer = stage(*arguments)
             harness.damage(version)
             return answer
 
-        patch.setattr(torch_engine, "stage", staged)
+        patch.setattr(TorchEngine, "_stage", staged)
         return
     from penstock.rollout.vllm_engine import Workers
 
