@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep test test-full coverage lint format bench clean
+.PHONY: help setup demo sweep test test-full soak coverage lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -69,12 +69,12 @@ test: setup  ## Run the tests of every day (18 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
-test-full: export SOAK_PUBLISHES := 2000
-test-full: setup  ## Run all tests: every case and seed, 10,000 fault seeds, 2,000 publishes (hours)
-	$(call pytest_in_two,,--timeout=3600)
-	@for mode in keep_kv recompute_kv drain multi_version; do \
-		$(BIN)/penstock simulate profile=short sigma=1 engines=3 slots=6 batch=3 group_size=3 steps=6 faults=heavy \
-			eval_every=2 update_mode=$$mode --seeds 0:2500; done
+test-full: setup  ## Run all tests, cases and seeds but those of `make soak` (hours)
+	$(call pytest_in_two,not soak and ,--timeout=3600)
+
+PART ?= 1/1
+soak: setup  ## Run 10,000 fault seeds, 2,000 publishes and the RLHF chain, or a part of them; goes on where it stopped (PART=1/4)
+	@$(BIN)/python -m tests.soak $(PART)
 
 # A test may fail for the time that measuring takes, or for what it writes: the lines are counted all the same.
 TIER ?= test

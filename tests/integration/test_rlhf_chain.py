@@ -9,7 +9,7 @@ import pytest
 
 from tests.command_line import read_metric, run_cli
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = [pytest.mark.integration, pytest.mark.full, pytest.mark.soak]
 
 
 def test_a_reward_model_of_ranked_answers_raises_the_true_reward_by_either_algorithm(tmp_path: Path) -> None:
