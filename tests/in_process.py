@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.actors.publisher import Probe
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
@@ -113,6 +114,8 @@ class InProcessPublisher:
 
     trainer: InProcessTrainer
     pool: EnginePool
+    probe: Probe
+    probe_every: int
     last: PublishReport | None = None
 
     async def publish(self, version: int) -> PublishReport:
@@ -120,7 +123,9 @@ class InProcessPublisher:
         acks = [await cast("TorchEngine", engine).update_weights(manifest) for engine in self.pool.engines()]
         assert {ack.checksum for ack in acks} == {manifest.checksum}
         self.pool.refresh()
-        self.last = PublishReport(version, manifest.num_bytes, 0.0, 0.0, acks)
+        is_probed = self.probe_every and version % self.probe_every == 0
+        probe_nat = await self.probe(version) if is_probed else None
+        self.last = PublishReport(version, manifest.num_bytes, 0.0, 0.0, acks, probe_nat=probe_nat)
         return self.last
 
     async def delivered(self) -> PublishReport:
@@ -169,8 +174,8 @@ class InProcessActors:
     teacher: InProcessLogprobs | None
     partner: InProcessActors | None = None
 
-    def publisher(self, pool: EnginePool, config: RunConfig) -> InProcessPublisher:
-        return InProcessPublisher(self.trainer, pool)
+    def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> InProcessPublisher:
+        return InProcessPublisher(self.trainer, pool, probe, config.weights.probe_every)
 
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> TorchEngine:
         raise AssertionError(f"{engine_id} is lost")
