@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -18,9 +19,7 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest
-from penstock.trainer.batches.sequences import Example, Preference
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.passes import TeacherForced
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec, free_port
 from penstock.weights.checksum import PartialSum
@@ -51,27 +50,9 @@ class TrainerRank:
 
     def start(self, host: str, port: int) -> str:
         """Join the other ranks and load the policy; returns the node this rank runs on."""
-        spec = self._spec
-        self._trainer = build_trainer(
-            spec.model_path,
-            spec.model,
-            spec.trainer,
-            spec.algorithm,
-            rank=self._rank,
-            world_size=spec.trainer.num_ranks,
-            master_addr=host,
-            master_port=port,
-            device=spec.device,
-            threads=spec.threads,
-            seed=spec.seed,
-            temperature=spec.temperature,
-            max_new_tokens=spec.max_new_tokens,
-            critic=spec.critic,
-            kind=spec.kind,
-            policy_id=spec.policy_id,
-        )
+        self._trainer = build_trainer(self._spec, self._rank, master_addr=host, master_port=port)
         if self._rank == 0:
-            self._outbound = private_directory(spec.publish_in)
+            self._outbound = private_directory(self._spec.publish_in)
         return ray.get_runtime_context().get_node_id()
 
     def step(
@@ -100,23 +81,9 @@ class TrainerRank:
         """Forward groups of a batch that is awaited. Collective."""
         self._running().prefetch(ray.get(payloads), version, ray.get(references))
 
-    def supervised_step(self, examples: list[Example]) -> dict[str, float]:
-        return dict(self._running().supervised_step(examples))
-
-    def teacher_forced(self, examples: list[Example]) -> TeacherForced:
-        return self._running().teacher_forced(examples)
-
-    def preference_step(self, pairs: list[Preference], references: list[np.ndarray] | None) -> dict[str, float]:
-        return self._running().preference_step(pairs, references)
-
-    def preference_margins(self, pairs: list[Preference]) -> np.ndarray:
-        return self._running().preference_margins(pairs)
-
-    def preference_logprobs(self, pairs: list[Preference]) -> list[np.ndarray]:
-        return self._running().preference_logprobs(pairs)
-
-    def token_logprobs(self, examples: list[Example]) -> np.ndarray:
-        return self._running().token_logprobs(examples)
+    def learn(self, method: str, *arguments: Any) -> Any:
+        """What `PolicyTrainer` has for given answers: supervised steps, preferences, measurements."""
+        return getattr(self._running(), method)(*arguments)
 
     def export(self, version: int) -> WeightManifest | None:
         """Write this version for the engines; the one before it is no longer needed. Collective; rank 0 answers."""

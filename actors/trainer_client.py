@@ -91,31 +91,27 @@ class TrainerClient:
         await self._all("prefetch", [group.handle], self.version, references)
 
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
-        return (await self._all("supervised_step", examples))[0]
+        return await self._learn("supervised_step", examples)
 
     async def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
-        measured: TeacherForced = (await self._all("teacher_forced", examples))[0]
-        return measured
+        return await self._learn("teacher_forced", examples)
 
     async def preference_step(
         self, pairs: Sequence[Preference], references: Sequence[NDArray[np.float32]] | None
     ) -> dict[str, float]:
-        return (await self._all("preference_step", pairs, references))[0]
+        return await self._learn("preference_step", pairs, references)
 
     async def preference_margins(self, pairs: Sequence[Preference]) -> NDArray[np.float64]:
         """`[P]`: by how much the chosen answer of each pair is worth more to the model."""
-        margins: NDArray[np.float64] = (await self._all("preference_margins", pairs))[0]
-        return margins
+        return await self._learn("preference_margins", pairs)
 
     async def preference_logprobs(self, pairs: Sequence[Preference]) -> list[NDArray[np.float32]]:
         """`[n]` per answer, chosen and rejected in turns: the policy's logprob of each of its n tokens."""
-        logprobs: list[NDArray[np.float32]] = (await self._all("preference_logprobs", pairs))[0]
-        return logprobs
+        return await self._learn("preference_logprobs", pairs)
 
     async def token_logprobs(self, examples: Sequence[Example]) -> NDArray[np.float64]:
         """`[n] float64`: of all n response tokens, one example after another, at the sampling temperature."""
-        logprobs: NDArray[np.float64] = (await self._all("token_logprobs", examples))[0]
-        return logprobs
+        return await self._learn("token_logprobs", examples)
 
     async def export(self, version: int) -> WeightManifest:
         manifest = (await self._all("export", version))[0]
@@ -208,6 +204,10 @@ class TrainerClient:
     async def _all(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         """Call every rank; the first failure fails the call, with its cause."""
         return await self._answers(method, self._call(method, *arguments), timeout_s)
+
+    async def _learn(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 answers to a call of `TrainerRank.learn`."""
+        return (await self._answers(method, self._call("learn", method, *arguments)))[0]
 
     def _call(self, method: str, *arguments: Any) -> list[ray.ObjectRef]:
         return [getattr(rank, method).remote(*arguments) for rank in self._ranks]

@@ -52,24 +52,7 @@ class InProcessTrainer:
 
     async def start(self) -> None:
         spec = self._spec
-        self._trainer = await self._call(
-            lambda: build_trainer(
-                spec.model_path,
-                spec.model,
-                spec.trainer,
-                spec.algorithm,
-                rank=0,
-                world_size=1,
-                master_port=0,
-                device=spec.device,
-                threads=spec.threads,
-                seed=spec.seed,
-                temperature=spec.temperature,
-                max_new_tokens=spec.max_new_tokens,
-                critic=spec.critic,
-                policy_id=spec.policy_id,
-            )
-        )
+        self._trainer = await self._call(lambda: build_trainer(spec))
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         groups = [group async for group in batch]

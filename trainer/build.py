@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from penstock.dataflow.errors import ConfigError
-from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.trainer.algorithms.rules import algorithm_violations
 from penstock.trainer.backend import Backend
-from penstock.trainer.batches.sequences import ModelKind
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.lora import load_adapted_policy
 from penstock.trainer.passes import StepSettings
 from penstock.trainer.policy_model import load_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.torch_backend import Loader, build_torch_backend
 from penstock.trainer.validation import trainer_violations
 from penstock.trainer.value_model import load_value_model
@@ -28,99 +28,69 @@ from penstock.weights.model_config import ModelConfig, ModelShape
 
 
 def build_trainer(
-    model_path: str,
-    model: ModelConfig,
-    trainer: TrainerConfig,
-    algorithm: AlgorithmConfig,
-    *,
-    rank: int,
-    world_size: int,
-    master_port: int,
-    device: str,
-    threads: int,
-    seed: int,
-    temperature: float,
-    max_new_tokens: int,
-    master_addr: str = "127.0.0.1",
-    critic: CriticConfig | None = None,
-    kind: ModelKind = "policy",
-    policy_id: PolicyId = POLICY,
+    spec: TrainerSpec, rank: int = 0, *, master_addr: str = "127.0.0.1", master_port: int = 0
 ) -> PolicyTrainer:
     """Build this process's rank. Collective: with more than one rank, all must be building at once.
 
-    Sets the process's thread count and, for DeepSpeed, `RANK` and the other variables of the process group.
+    Sets the process's thread count and, for DeepSpeed, `RANK` and the other variables of the process group. A reward
+    model begins with the body of the policy at `spec.model_path` and a head of zeros.
 
     Args:
-        model_path: Directory or hub name of the starting weights.
-        model: Shape, precision and attention of the policy.
-        trainer: Backend, ZeRO stage, optimizer, token budget.
-        algorithm: Advantage, loss, correction, aggregation.
-        rank: This process, 0 ≤ rank < world_size.
-        world_size: Ranks in all.
-        master_port: Free port on rank 0's node.
-        device: `cpu` or `cuda`; the process sees only its own accelerator.
-        threads: CPU threads of this process.
-        seed: Of torch's generator.
-        temperature: Sampling temperature.
-        max_new_tokens: Sampling limit, tokens.
+        spec: What all ranks share; of an accelerator the process sees only its own.
+        rank: This process, 0 ≤ rank < `spec.trainer.num_ranks`.
         master_addr: Address of rank 0's node.
-        critic: Of gae.
-        kind: A reward model begins with the body of the policy at `model_path` and a head of zeros.
-        policy_id: Which of the policies of a run it is.
+        master_port: Free port on it.
 
     Raises:
         ConfigError: If the settings cannot run together, or the model cannot be loaded.
     """
+    model, trainer, algorithm = spec.model, spec.trainer, spec.algorithm
     violations = trainer_violations(model, trainer) + [one.message for one in algorithm_violations(algorithm)]
-    if algorithm.needs_critic and critic is None:
+    if algorithm.needs_critic and spec.critic is None:
         violations.append(f"algorithm.advantage={algorithm.advantage} needs a critic, and there is none. Give one.")
-    if trainer.lora is not None and kind == "reward":
+    if trainer.lora is not None and spec.kind == "reward":
         violations.append("trainer.lora with a reward model: its head starts at zero and has no adapter. Use null.")
     if violations:
         raise ConfigError(violations)
-    if device == "cpu":
+    if spec.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # transformers imports deepspeed's accelerator probe, which warns without
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
+    torch.set_num_threads(spec.threads)
+    torch.manual_seed(spec.seed)
+    build_backend: Callable[[Loader, str, ModelConfig, TrainerConfig, str], Backend] = build_torch_backend
     if trainer.backend == "deepspeed":
+        from penstock.trainer.deepspeed_backend import build_deepspeed_backend as build_backend
+
         os.environ |= {
             "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
+            "WORLD_SIZE": str(trainer.num_ranks),
             "LOCAL_RANK": "0",
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
         }
-    load: Loader = load_policy if kind == "policy" else load_value_model
+    load: Loader = load_policy if spec.kind == "policy" else load_value_model
     if trainer.lora is not None:
-        load = partial(load_adapted_policy, trainer.lora, seed)
-    backend = _build_backend(load, model_path, model, trainer, device)
+        load = partial(load_adapted_policy, trainer.lora, spec.seed)
+    backend = build_backend(load, spec.model_path, model, trainer, spec.device)
     settings = StepSettings(
         max_tokens_per_micro_batch=trainer.max_group_tokens,
         attention_share=attention_share(model.shape),
         attention=model.attention,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        kind=kind,
-        policy_id=policy_id,
+        temperature=spec.temperature,
+        max_new_tokens=spec.max_new_tokens,
+        kind=spec.kind,
+        policy_id=spec.policy_id,
         share_prompts=trainer.share_prompts,
     )
-    device_name = torch.cuda.get_device_name(backend.device) if device == "cuda" else None
+    device_name = torch.cuda.get_device_name(backend.device) if spec.device == "cuda" else None
     work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
-    if critic is None or not algorithm.needs_critic:
-        return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work)
-    its_trainer = trainer.model_copy(update={"optimizer": critic.optimizer})
-    its_backend = _build_backend(load_value_model, critic.path or model_path, model, its_trainer, device)
-    judge = Critic(its_backend, algorithm, critic.optimizer, settings, work)
-    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work, judge)
-
-
-def _build_backend(load: Loader, path: str, model: ModelConfig, trainer: TrainerConfig, device: str) -> Backend:
-    """A model with its optimizer, by `trainer.backend`."""
-    if trainer.backend == "torch":
-        return build_torch_backend(load, path, model, trainer, device)
-    from penstock.trainer.deepspeed_backend import build_deepspeed_backend
-
-    return build_deepspeed_backend(load, path, model, trainer, device=device, timeout_s=trainer.step_timeout_s)
+    critic = None
+    if spec.critic is not None and algorithm.needs_critic:
+        optimizer = spec.critic.optimizer
+        its_trainer = trainer.model_copy(update={"optimizer": optimizer})
+        its_path = spec.critic.path or spec.model_path
+        its_backend = build_backend(load_value_model, its_path, model, its_trainer, spec.device)
+        critic = Critic(its_backend, algorithm, optimizer, settings, work)
+    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work, critic)
 
 
 def attention_share(shape: ModelShape) -> float:

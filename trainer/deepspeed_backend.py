@@ -209,7 +209,7 @@ class DeepSpeedBackend:
 
 
 def build_deepspeed_backend(
-    load: Loader, model_path: str, model: ModelConfig, trainer: TrainerConfig, *, device: str, timeout_s: float
+    load: Loader, model_path: str, model: ModelConfig, trainer: TrainerConfig, device: str
 ) -> DeepSpeedBackend:
     """Join the process group, load the model, wrap it. Collective: every rank calls it.
 
@@ -225,7 +225,9 @@ def build_deepspeed_backend(
     # The shared-memory communicator would be built with a C++ compiler at first use; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if device == "cpu" else "nccl"
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s))
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, timeout=timedelta(seconds=trainer.step_timeout_s)
+    )
     settings = deepspeed_settings(model, trainer)
     hf_config = None
     if trainer.zero_stage == 3 and trainer.tensor_parallel_size == 1:

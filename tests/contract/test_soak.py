@@ -19,8 +19,9 @@ from penstock.dataflow.ports import GenerateRequest, SamplingParams
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import NUM_SLOTS
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
@@ -36,21 +37,18 @@ PROMPT = prompt_of(9)
 
 def trainer_of(model: ModelConfig, lr: float) -> PolicyTrainer:
     optimizer = OptimizerConfig(lr=1.0, weight_decay=0.1).model_copy(update={"lr": lr})  # a run refuses 0
-    return build_trainer(
-        str(model.path),
-        model,
-        TrainerConfig(backend="torch", max_tokens_per_micro_batch=512, optimizer=optimizer),
-        AlgorithmConfig(),
-        rank=0,
-        world_size=1,
-        master_port=0,
+    spec = TrainerSpec(
+        model_path=str(model.path),
+        model=model,
+        trainer=TrainerConfig(backend="torch", max_tokens_per_micro_batch=512, optimizer=optimizer),
+        algorithm=AlgorithmConfig(),
         device="cpu",
         threads=1,
         seed=0,
         temperature=1.0,
         max_new_tokens=32,
-        critic=CriticConfig(optimizer=optimizer),
     )
+    return build_trainer(spec)
 
 
 class Publishing:

@@ -26,6 +26,7 @@ from penstock.trainer.backend import Backend
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig, ModelShape
@@ -219,14 +220,12 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
             lr=1.0 if case.adam_epsilon == 1.0 else 1e-3, eps=case.adam_epsilon, gradient_clip_norm=0.05, warmup_steps=2
         ),
     )
-    return build_trainer(
-        model_path,
-        ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
-        trainer,
-        ALGORITHMS[case.updates],
-        rank=rank,
-        world_size=case.world_size,
-        master_port=port,
+    assert trainer.num_ranks == case.world_size
+    spec = TrainerSpec(
+        model_path=model_path,
+        model=ModelConfig(max_context_tokens=32, shape=case.shape, dtype=case.dtype),
+        trainer=trainer,
+        algorithm=ALGORITHMS[case.updates],
         device="cpu",
         threads=1,
         seed=0,
@@ -234,6 +233,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
         max_new_tokens=32,
         critic=CriticConfig(optimizer=trainer.optimizer),
     )
+    return build_trainer(spec, rank, master_port=port)
 
 
 def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:

@@ -27,6 +27,7 @@ from penstock.rollout.tokenizers import load_codec
 from penstock.rollout.torch_decoding import RunningRequest
 from penstock.rollout.torch_engine import load_batch
 from penstock.trainer.build import build_trainer, save_policy
+from penstock.trainer.spec import TrainerSpec
 from tests.command_line import read_metric, read_summary
 from tests.in_process import train_in_process
 from tests.small_run import Train, train_by_command
@@ -45,13 +46,13 @@ class SynchronousLoop:
     def __init__(self, config: RunConfig) -> None:
         path, sampling, algorithm = str(config.model.path), config.rollout.sampling, config.algorithm
         spec = EngineSpec(EngineId("loop"), path, config.model, config.rollout.engine, "cpu", "keep_kv", 0, 1)
-        alone = {"rank": 0, "world_size": 1, "master_port": 0, "device": "cpu", "threads": 1, "seed": config.seed}
+        alone = {"device": "cpu", "threads": 1, "seed": config.seed}
         limits = {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
         self.config = config
         self.codec = load_codec(path)
         self.reward = load_reward(config.reward)
         self.engine = load_batch(spec, config.rollout.engine)
-        self.trainer = build_trainer(path, config.model, config.trainer, algorithm, **alone, **limits)
+        self.trainer = build_trainer(TrainerSpec(path, config.model, config.trainer, algorithm, **alone, **limits))
 
     def steps(self) -> Iterator[dict[str, float]]:
         """Sample a batch, score it, train on it, load the weights; and again."""

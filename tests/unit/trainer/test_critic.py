@@ -10,6 +10,7 @@ from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.value_model import load_value_model
 from tests.unit.trainer.torch_trainer import MODEL, trainer_of
 
@@ -142,6 +143,8 @@ def test_a_critic_is_needed_and_wants_whole_batches(policy, judge, batch) -> Non
     trainer = TrainerConfig(backend="torch", max_tokens_per_micro_batch=60, optimizer=OptimizerConfig(lr=1e-3))
     with pytest.raises(ConfigError, match="needs a critic"):
         build_trainer(
-            policy, MODEL, trainer, AlgorithmConfig(advantage="gae"), rank=0, world_size=1, master_port=0,
-            device="cpu", threads=1, seed=0, temperature=1.0, max_new_tokens=8,
+            TrainerSpec(
+                model_path=policy, model=MODEL, trainer=trainer, algorithm=AlgorithmConfig(advantage="gae"),
+                device="cpu", threads=1, seed=0, temperature=1.0, max_new_tokens=8,
+            )
         )  # fmt: skip

@@ -11,6 +11,7 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.spec import TrainerSpec
 from penstock.weights.model_config import ModelConfig
 from tests.tiny_policy import tiny_shape
 
@@ -31,20 +32,17 @@ def trainer_of(
     share_prompts: bool = False,
     **algorithm,
 ) -> PolicyTrainer:
-    return build_trainer(
-        policy,
-        MODEL,
-        TrainerConfig(
+    spec = TrainerSpec(
+        model_path=policy,
+        model=MODEL,
+        trainer=TrainerConfig(
             backend="torch",
             max_tokens_per_micro_batch=max_tokens,
             lora=lora,
             share_prompts=share_prompts,
             optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
-        AlgorithmConfig(**algorithm),
-        rank=0,
-        world_size=1,
-        master_port=0,
+        algorithm=AlgorithmConfig(**algorithm),
         device="cpu",
         threads=1,
         seed=0,
@@ -53,6 +51,7 @@ def trainer_of(
         kind=kind,
         critic=critic or CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
     )
+    return build_trainer(spec)
 
 
 def trajectory(name: str, prompt: list[int], response: list[int], rng, reward: float | None) -> Trajectory:
