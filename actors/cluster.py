@@ -118,7 +118,16 @@ async def start_engines(
         EngineLostError: If one fails to start, with its cause.
     """
     actors = [engine_actor(spec, need) for spec, need in zip(specs, resources, strict=True)]
-    nodes = await _started([actor.start.remote() for actor in actors], "engines", timeout_s)
+    try:
+        with ray_boundary(EngineLostError, "cluster: starting the engines"):
+            async with asyncio.timeout(timeout_s):
+                nodes = await asyncio.gather(*(actor.start.remote() for actor in actors))
+    except TimeoutError:
+        raise PlacementError(
+            f"cluster: {len(actors)} engines were not up within {timeout_s:.0f} s. Ray has "
+            f"{ray.available_resources()} free of {ray.cluster_resources()}. "
+            "Lower rollout.num_engines or raise rollout.start_timeout_s."
+        ) from None
     return [RemoteEngine(spec.engine_id, actor, node) for spec, actor, node in zip(specs, actors, nodes, strict=True)]
 
 
@@ -157,16 +166,3 @@ def start_rewards(
         return lambda: options.remote(config, sandbox, device)
 
     return RewardClient([starting(need) for need in resources])
-
-
-async def _started(calls: Sequence[Any], what: str, timeout_s: float) -> list[Any]:
-    try:
-        with ray_boundary(EngineLostError, f"cluster: starting the {what}"):
-            async with asyncio.timeout(timeout_s):
-                return list(await asyncio.gather(*calls))
-    except TimeoutError:
-        raise PlacementError(
-            f"cluster: {len(calls)} {what} were not up within {timeout_s:.0f} s. Ray has "
-            f"{ray.available_resources()} free of {ray.cluster_resources()}. "
-            "Lower rollout.num_engines or raise rollout.start_timeout_s."
-        ) from None

@@ -287,24 +287,18 @@ class ReferenceConfig(BaseModel):
     timeout_s: float = Field(default=600.0, gt=0)
 
 
-class TeacherConfig(BaseModel):
+class TeacherConfig(ReferenceConfig):
     """The frozen policy that `algorithm.loss: distill` learns from: any size, but the policy's tokenizer.
 
     Attributes:
         path: Hugging Face directory or hub name.
-        num_parameters: Its weights, for the estimate of memory; None: as many as the policy has.
         num_workers: Processes; each holds the whole teacher in float32.
         pool: Pool that they run on; None is the trainer's.
         timeout_s: Longest wait for the logprobs of one group, seconds.
+        num_parameters: Its weights, for the estimate of memory; None: as many as the policy has.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str | None = None
     num_parameters: int | None = Field(default=None, gt=0)
-    num_workers: int = Field(default=1, ge=1)
-    pool: str | None = None
-    timeout_s: float = Field(default=600.0, gt=0)
 
 
 class SftConfig(BaseModel):
