@@ -17,6 +17,7 @@ from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionM
 from penstock.dataflow.trajectory import GroupRef, Trajectory
 
 MAX_FAILURES_KEPT = 20
+SAMPLES_PER_STEP = 16
 EVENTS_KEPT = 64
 
 
@@ -98,7 +99,6 @@ class FlowStats:
         failures: The first failures of groups, with their traceback.
     """
 
-    samples_per_step: int = 16
     total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     trainer_wait_for: dict[Hold, float] = field(default_factory=lambda: dict.fromkeys(get_args(Hold), 0.0))
@@ -157,7 +157,7 @@ class FlowStats:
         chosen = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
         # Those that lived through an update first: they are what is worth looking at.
         chosen.sort(key=lambda member: -len(member.spans))
-        self.samples = chosen[: self.samples_per_step]
+        self.samples = chosen[:SAMPLES_PER_STEP]
 
 
 class EventTail:

@@ -25,7 +25,6 @@ class MetricsHub:
         self._trackers = tuple(trackers)
         self._console = console
         self._history: dict[str, list[tuple[int, float]]] = {name: [] for name in _HISTORY}
-        self._latest: dict[str, float] = {}
         self._last_step = 0
         self._is_closed = False
 
@@ -42,7 +41,6 @@ class MetricsHub:
             raise AssertionError(f"metrics of step {step} logged after those of step {self._last_step}")
         self._last_step = step
         values = {name: float(value) for name, value in metrics.items()}
-        self._latest.update(values)
         for name in _HISTORY:
             if name in values:
                 self._history[name].append((step, values[name]))
@@ -54,10 +52,6 @@ class MetricsHub:
     def series(self, name: str) -> list[tuple[int, float]]:
         """All `(step, value)` of `reward/mean` or `eval/accuracy`, the names whose history is kept."""
         return list(self._history[name])
-
-    def latest(self, name: str) -> float | None:
-        """The last value logged under `name`, or None."""
-        return self._latest.get(name)
 
     def close(self, summary: RunSummary | None) -> None:
         """Hand the summary to every sink and close them all; None for a run that has none. Safe to call twice."""

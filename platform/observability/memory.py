@@ -26,17 +26,13 @@ class MemorySampler:
     A process once seen stays counted while it lives, even if its parent is gone.
     """
 
-    def __init__(
-        self, *, root_pid: int | None = None, interval_s: float = 2.0, read_total: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, *, interval_s: float = 2.0, read_total: Callable[[], int] | None = None) -> None:
         """Prepare; `start` starts the thread.
 
         Args:
-            root_pid: Root of the process tree; this process by default.
             interval_s: Shortest time between two samples, seconds.
             read_total: Returns the total in bytes; replaced in tests.
         """
-        self._root_pid = os.getpid() if root_pid is None else root_pid
         self._interval_s = interval_s
         self._read_total = read_total or self._sum_pss
         self._known: dict[_ProcessKey, psutil.Process] = {}
@@ -86,7 +82,7 @@ class MemorySampler:
 
     def _sum_pss(self) -> int:
         try:
-            root = psutil.Process(self._root_pid)
+            root = psutil.Process()
             for process in [root, *root.children(recursive=True)]:
                 self._known.setdefault((process.pid, process.create_time()), process)
         except psutil.Error:

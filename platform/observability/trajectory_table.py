@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.platform.observability.atomic_file import write_atomically
 
@@ -38,7 +36,6 @@ TRAJECTORY_SCHEMA = pa.schema(
         ("spans", pa.string()),
         ("staleness", pa.int64()),
         ("num_tokens", pa.int64()),
-        ("advantage", pa.float64()),
         ("threads", pa.string()),
         ("retried_after", pa.string()),
     ]
@@ -55,42 +52,27 @@ _BAD_BATCH_SCHEMA = pa.schema(
 
 
 class TrajectoryTable:
-    """Write at most `max_per_step` of a step's trained trajectories, chosen by the seed.
+    """Write some of a step's trained trajectories (`FlowStats.samples`).
 
     Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
     finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
-    num_tokens (sampled tokens), advantage (null if not given), threads (JSON list of [name, fork_of, tokens]; empty
+    num_tokens (sampled tokens), threads (JSON list of [name, fork_of, tokens]; empty
     for a trajectory of one thread), retried_after (why the attempt before it failed; empty for a first attempt). The
     response of several threads is written turn by turn, behind their names.
     """
 
-    def __init__(self, run_dir: Path, *, max_per_step: int = 16, seed: int = 0) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / TRAJECTORIES_DIR
-        self._max_per_step = max_per_step
-        self._seed = seed
 
-    def write_step(
-        self,
-        step: int,
-        trajectories: Sequence[Trajectory],
-        *,
-        version: int,
-        advantages: Mapping[TrajectoryId, float] | None = None,
-    ) -> Path:
-        """Write the sample of one step atomically and return its path.
+    def write_step(self, step: int, trajectories: Sequence[Trajectory], *, version: int) -> Path:
+        """Write those of one step atomically and return the path.
 
         Args:
             step: Training step.
-            trajectories: All that were trained in the step.
+            trajectories: Of those that were trained in the step.
             version: The trainer's policy version when it used them.
-            advantages: Per trajectory, where known.
         """
-        chosen = list(trajectories)
-        if len(chosen) > self._max_per_step:
-            rng = random.Random(f"{self._seed}/{step}")
-            indices = sorted(rng.sample(range(len(chosen)), self._max_per_step))
-            chosen = [chosen[index] for index in indices]
-        rows = [trajectory_row(step, trajectory, version, advantages or {}) for trajectory in chosen]
+        rows = [trajectory_row(step, trajectory, version) for trajectory in trajectories]
         path = self._directory / f"step_{step:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA)
         write_atomically(path, lambda temporary: pq.write_table(table, temporary))
@@ -119,7 +101,7 @@ class BadBatches:
         self._num_written += 1
         rows = [
             {
-                **trajectory_row(self._num_written, one, version, {}),
+                **trajectory_row(self._num_written, one, version),
                 "policy_id": one.policy_id,
                 "token_ids": one.token_ids,
                 "loss_mask": one.loss_mask,
@@ -147,9 +129,7 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def trajectory_row(
-    step: int, trajectory: Trajectory, version: int, advantages: Mapping[TrajectoryId, float]
-) -> dict[str, Any]:
+def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str, Any]:
     """One trajectory by the columns of `TRAJECTORY_SCHEMA`; `version` is that of the trainer."""
     spans, response = trajectory.spans, trajectory.text
     if trajectory.threads and trajectory.episode is not None:
@@ -167,7 +147,6 @@ def trajectory_row(
         "spans": json.dumps([[span.version, span.num_tokens] for span in spans]),
         "staleness": version - trajectory.oldest_version if spans else 0,
         "num_tokens": trajectory.num_sampled_tokens,
-        "advantage": advantages.get(trajectory.trajectory_id),
         "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
         "retried_after": _encodable(trajectory.retried_after),
     }

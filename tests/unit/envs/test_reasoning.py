@@ -109,7 +109,7 @@ async def test_a_reward_gets_the_answer_and_the_trainer_all_tokens() -> None:
     trajectory.score(1.0, {})
     metrics = batch_metrics([GroupPayload(GroupId(0), (trajectory, trajectory))])
     assert metrics["length/reasoning_share"] == pytest.approx(len(trajectory.reasoning) / len(said))
-    assert trajectory_row(0, trajectory, 0, {})["response"] == said
+    assert trajectory_row(0, trajectory, 0)["response"] == said
 
 
 async def test_an_environment_gets_answers_while_the_history_keeps_the_thinking() -> None:

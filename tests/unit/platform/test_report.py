@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import PenstockError
-from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Episode, Thread, Trajectory, Turn
+from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
+from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
+from penstock.platform.observability.flow_stats import SAMPLES_PER_STEP, FlowStats
 from penstock.platform.observability.report import write_report
 from penstock.platform.observability.run_record import read_run
 from penstock.platform.observability.summary import LedgerCounts, RunSummary, write_staleness, write_summary
@@ -128,12 +129,12 @@ def test_a_directory_that_is_no_run_is_a_clear_error(tmp_path: Path, name: str, 
 
 def test_the_trajectory_table_keeps_what_the_browser_needs(tmp_path: Path) -> None:
     trajectory = a_trajectory(response="bad \ud800 surrogate", reward=None)
-    path = TrajectoryTable(tmp_path).write_step(9, [trajectory], version=6, advantages={TrajectoryId("3/0"): -0.5})
+    path = TrajectoryTable(tmp_path).write_step(9, [trajectory], version=6)
     (row,) = read_trajectories(path)
     assert row == {
         "step": 9, "group_id": 3, "trajectory_id": "3/0", "task_id": "arithmetic/train/7", "prompt": "47+85=",
         "response": "bad ? surrogate", "reward": None, "reward_parts": {"exact": 1.0, "<i>form</i>": 0.5},
-        "finish_reason": "stop", "spans": [[4, 1], [5, 3]], "staleness": 2, "num_tokens": 4, "advantage": -0.5,
+        "finish_reason": "stop", "spans": [[4, 1], [5, 3]], "staleness": 2, "num_tokens": 4,
         "threads": [], "retried_after": "",
     }  # fmt: skip
 
@@ -147,14 +148,16 @@ def test_turns_of_several_threads_stand_behind_their_names_and_the_oldest_token_
     assert row["staleness"] == 2
 
 
-def test_the_sample_is_bounded_and_repeatable(tmp_path: Path) -> None:
-    trajectories = [a_trajectory(f"{group}/{member}") for group in range(10) for member in range(8)]
-    names = []
-    for directory in ("a", "b"):
-        path = TrajectoryTable(tmp_path / directory, max_per_step=16, seed=3).write_step(1, trajectories, version=5)
-        names.append([row["trajectory_id"] for row in read_trajectories(path)])
-    assert names[0] == names[1]
-    assert len(set(names[0])) == 16
+def test_a_step_shows_few_of_its_trajectories_those_of_several_versions_first() -> None:
+    stats, mixed = FlowStats(), a_trajectory("19/0")
+    plain = [replace(a_trajectory(f"{group}/0"), spans=(Span(5, 4),)) for group in range(19)]
+    members = [*plain, mixed]
+    for group, one in enumerate(members):
+        stats.group_ready(GroupId(group), [one, one, one])
+    refs = [GroupRef(GroupId(group), TaskId("t"), None, (one.spans,), (1.0,), 6) for group, one in enumerate(members)]
+    stats.batch_closed(refs, version=6)
+    assert len(stats.samples) == SAMPLES_PER_STEP
+    assert stats.samples[:2] == [mixed, mixed]
 
 
 def test_the_report_reads_few_steps_of_a_long_run(tmp_path: Path) -> None:
