@@ -16,7 +16,6 @@ from penstock.trainer.backend import Backend
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.lora import load_adapted_policy
-from penstock.trainer.passes import StepSettings
 from penstock.trainer.policy_model import load_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
@@ -24,7 +23,7 @@ from penstock.trainer.torch_backend import Loader, build_torch_backend
 from penstock.trainer.validation import trainer_violations
 from penstock.trainer.value_model import load_value_model
 from penstock.trainer.work import Work, peak_flops
-from penstock.weights.model_config import ModelConfig, ModelShape
+from penstock.weights.model_config import ModelConfig
 
 
 def build_trainer(
@@ -71,16 +70,6 @@ def build_trainer(
     if trainer.lora is not None:
         load = partial(load_adapted_policy, trainer.lora, spec.seed)
     backend = build_backend(load, spec.model_path, model, trainer, spec.device)
-    settings = StepSettings(
-        max_tokens_per_micro_batch=trainer.max_group_tokens,
-        attention_share=attention_share(model.shape),
-        attention=model.attention,
-        temperature=spec.temperature,
-        max_new_tokens=spec.max_new_tokens,
-        kind=spec.kind,
-        policy_id=spec.policy_id,
-        share_prompts=trainer.share_prompts,
-    )
     device_name = torch.cuda.get_device_name(backend.device) if spec.device == "cuda" else None
     work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
     critic = None
@@ -89,18 +78,8 @@ def build_trainer(
         its_trainer = trainer.model_copy(update={"optimizer": optimizer})
         its_path = spec.critic.path or spec.model_path
         its_backend = build_backend(load_value_model, its_path, model, its_trainer, spec.device)
-        critic = Critic(its_backend, algorithm, optimizer, settings, work)
-    return PolicyTrainer(backend, algorithm, trainer.optimizer, settings, work, critic)
-
-
-def attention_share(shape: ModelShape) -> float:
-    """Attention products per token and token of context, relative to those with weights.
-
-    `a = 4 · layers · heads · head_dim / (2 · weights outside embeddings)`: QKᵀ and AV over one multiply-add per weight.
-    """
-    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    weights = shape.num_parameters - embeddings
-    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim / weights
+        critic = Critic(its_backend, spec, optimizer, work)
+    return PolicyTrainer(backend, spec, work, critic)
 
 
 def save_policy(trainer: PolicyTrainer, path: str, tokenizer_source: str) -> None:

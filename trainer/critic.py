@@ -19,8 +19,9 @@ from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import sampled_tokens
-from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
-from penstock.trainer.passes import Passes, StepSettings
+from penstock.trainer.config import OptimizerConfig
+from penstock.trainer.passes import Passes
+from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.updates import learning_rate
 from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
@@ -28,18 +29,11 @@ from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 class Critic:
     """One rank's critic. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        algorithm: AlgorithmConfig,
-        optimizer: OptimizerConfig,
-        settings: StepSettings,
-        work: Work,
-    ) -> None:
+    def __init__(self, backend: Backend, spec: TrainerSpec, optimizer: OptimizerConfig, work: Work) -> None:
         self.backend = backend
-        self._algorithm = algorithm
+        self._algorithm = spec.algorithm
         self._optimizer = optimizer
-        self._passes = Passes(backend, settings)
+        self._passes = Passes(backend, spec)
         self._work = work
         self._num_steps = 0
         self._updates: list[NDArray[np.float64]] = []  # [loss, clipped tokens, tokens, gradient norm] of each

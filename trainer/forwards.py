@@ -22,7 +22,6 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.passes import Passes
 from penstock.trainer.work import Work
@@ -103,9 +102,9 @@ class Prefetched:
 class Forwards:
     """One rank's. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(self, passes: Passes, algorithm: AlgorithmConfig, critic: Critic | None, work: Work) -> None:
+    def __init__(self, passes: Passes, critic: Critic | None, work: Work) -> None:
         self._passes = passes
-        self._algorithm = algorithm
+        self._algorithm = passes.spec.algorithm
         self._critic = critic
         self._work = work
         self._prefetched = Prefetched()
@@ -159,7 +158,7 @@ class Forwards:
                 f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
                 "one (teacher.path), or use a loss that learns from rewards."
             )
-        settings, found = self._passes.settings, self._prefetched.of(payloads, version)
+        spec, found = self._passes.spec, self._prefetched.of(payloads, version)
         if self._is_own_reference and not references:
             there = [None if one is None else one.reference for one in found]
             references = _completed(payloads, there, self._reference_logprobs)
@@ -170,14 +169,14 @@ class Forwards:
         sequences = policy_sequences(
             payloads,
             algorithm,
-            settings.max_new_tokens,
+            spec.max_new_tokens,
             min_versions,
             normaliser,
             references,
             version,
             values,
             teachers,
-            settings.policy_id,
+            spec.policy_id,
             [None if one is None else one.proximal for one in found] if self._recomputes else (),
         )
         missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataflow.ids import POLICY, PolicyId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.backend import Backend
 from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
@@ -20,32 +19,9 @@ from penstock.trainer.batches.packing import (
     plan_batch,
     plan_with_shared_prompts,
 )
-from penstock.trainer.batches.sequences import ModelKind, all_sequences, sampled_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StepSettings:
-    """What a step needs besides the algorithm.
-
-    Attributes:
-        max_tokens_per_micro_batch: Padded tokens of one forward-backward of the ranks that share sequences.
-        attention_share: a of the packing cost model, per token.
-        attention: `sdpa` packs rows under a mask; `flash_attention_2` packs one row.
-        temperature: Of sampling; the trainer's logprobs use the same.
-        max_new_tokens: Sampling limit, the constant of `constant_length`.
-        kind: A policy, or a reward model, which is trained with preferences only.
-        policy_id: Which of the policies of a run is trained.
-        share_prompts: Compute a prompt once for all sequences of a row that begin with it.
-    """
-
-    max_tokens_per_micro_batch: int
-    attention_share: float
-    attention: str
-    temperature: float
-    max_new_tokens: int
-    kind: ModelKind = "policy"
-    policy_id: PolicyId = POLICY
-    share_prompts: bool = False
+from penstock.trainer.batches.sequences import all_sequences, sampled_tokens
+from penstock.trainer.spec import TrainerSpec
+from penstock.weights.model_config import ModelShape
 
 
 class TeacherForced(NamedTuple):
@@ -65,27 +41,27 @@ class Passes:
     """This rank's share of a batch, by a plan that is the same on all ranks."""
 
     backend: Backend
-    settings: StepSettings
+    spec: TrainerSpec
 
     def plan(self, sequences: Sequence[TrainingSequence]) -> BatchPlan:
         """Which sequences go where."""
-        num_ranks, settings = self.backend.data_parallel_size, self.settings
-        max_tokens, attention_share = settings.max_tokens_per_micro_batch, settings.attention_share
-        if settings.share_prompts:
-            return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=attention_share)
+        num_ranks, max_tokens = self.backend.data_parallel_size, self.spec.trainer.max_group_tokens
+        share = attention_share(self.spec.model.shape)
+        if self.spec.trainer.share_prompts:
+            return plan_with_shared_prompts(sequences, num_ranks, max_tokens, attention_share=share)
         masked_layout: RowLayout = "rows" if self.backend.sequence_parallel_size == 1 else "single_sequence"
         return plan_batch(
             [sequence.num_inputs for sequence in sequences],
             num_ranks,
             max_tokens,
             units=[sequence.unit for sequence in sequences],
-            attention_share=attention_share,
-            layout=masked_layout if settings.attention == "sdpa" else "single_row",
+            attention_share=share,
+            layout=masked_layout if self.spec.model.attention == "sdpa" else "single_row",
         )
 
     def micro_batches(self, sequences: Sequence[TrainingSequence], plan: BatchPlan) -> Iterator[MicroBatch]:
         """Those of this rank, as tensors."""
-        backend, needs_mask = self.backend, self.settings.attention == "sdpa"
+        backend, needs_mask = self.backend, self.spec.model.attention == "sdpa"
         for planned in plan.ranks[backend.data_parallel_rank]:
             micro_batch = collate(planned, sequences, device=backend.device, needs_mask=needs_mask)
             if backend.sequence_parallel_size == 1:
@@ -107,7 +83,7 @@ class Passes:
         found = np.zeros(int(starts[-1]))  # tokens of other ranks count 0
         with self.backend.evaluation():
             for micro_batch in self.micro_batches(sequences, self.plan(sequences)):
-                values, _ = self.backend.forward(micro_batch.inputs, self.settings.temperature)
+                values, _ = self.backend.forward(micro_batch.inputs, self.spec.temperature)
                 places = starts[micro_batch.sequence_index] + micro_batch.token_index
                 found[places] = values[: micro_batch.num_tokens].double().cpu().numpy()
         return np.split(self.backend.all_reduce(found, "sum"), starts[1:-1]) if counts else []
@@ -123,3 +99,13 @@ class Passes:
                 np.add.at(gold_logprobs, index, logprobs[: micro_batch.num_tokens].double().cpu().numpy())
         num_wrong, gold_logprobs = self.backend.all_reduce(np.stack([num_wrong, gold_logprobs]), "sum")
         return TeacherForced(float(np.mean(num_wrong == 0)), float(np.exp(gold_logprobs).mean()))
+
+
+def attention_share(shape: ModelShape) -> float:
+    """Attention products per token and token of context, relative to those with weights.
+
+    `a = 4 · layers · heads · head_dim / (2 · weights outside embeddings)`: QKᵀ and AV over one multiply-add per weight.
+    """
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    weights = shape.num_parameters - embeddings
+    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim / weights

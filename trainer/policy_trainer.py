@@ -34,12 +34,12 @@ from penstock.trainer.batches.sequences import (
     preference_sequences,
     supervised_sequences,
 )
-from penstock.trainer.config import AlgorithmConfig, OptimizerConfig
 from penstock.trainer.critic import Critic
 from penstock.trainer.forwards import Forwards, References
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
-from penstock.trainer.passes import Passes, StepSettings, TeacherForced
+from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.rank_agreement import RankShare, agreement
+from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
 from penstock.weights.adapters import adapter_tensors
@@ -52,24 +52,15 @@ _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 class PolicyTrainer:
     """Trains one policy through a `Backend`. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        algorithm: AlgorithmConfig,
-        optimizer: OptimizerConfig,
-        settings: StepSettings,
-        work: Work,
-        critic: Critic | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, spec: TrainerSpec, work: Work, critic: Critic | None = None) -> None:
         self.backend = backend
         self.critic = critic
-        self._algorithm = algorithm
-        self._optimizer = optimizer
-        self._settings = settings
-        self._passes = Passes(backend, settings)
-        self._forwards = Forwards(self._passes, algorithm, critic, work)
+        self._spec = spec
+        self._algorithm = spec.algorithm
+        self._passes = Passes(backend, spec)
+        self._forwards = Forwards(self._passes, critic, work)
         self._work = work
-        self._objective = PolicyObjective(algorithm)
+        self._objective = PolicyObjective(spec.algorithm)
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
 
@@ -109,7 +100,7 @@ class PolicyTrainer:
         else:
             sequences = self._forwards.sequences(payloads, version, min_versions, references, None, teachers)
             updates = []
-            for part in mini_batches(sequences, self._algorithm, self._settings.max_new_tokens, version):
+            for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
                 is_first_epoch = len(updates) < self._algorithm.mini_batches
                 opened = self._open(share, is_first=is_first, is_first_epoch=is_first_epoch)
@@ -200,7 +191,7 @@ class PolicyTrainer:
         start = time.perf_counter()
         self._forwards.forget()
         opened = self._open()
-        sequences = preference_sequences(pairs, self._settings.kind, self._algorithm, reference_logprobs)
+        sequences = preference_sequences(pairs, self._spec.kind, self._algorithm, reference_logprobs)
         self._backward(opened, sequences, self._objective, is_last=True)
         metrics = summary([self._update(opened)])
         names = ("loss/grad_norm", "loss/lr", "trainer/num_micro_batches", "trainer/packing_efficiency")
@@ -217,7 +208,7 @@ class PolicyTrainer:
         return [values.astype(np.float32) for values in self._preference_values(pairs)]
 
     def _preference_values(self, pairs: Sequence[Preference]) -> list[NDArray[np.float64]]:
-        return self._passes.per_target(preference_sequences(pairs, self._settings.kind, self._algorithm))
+        return self._passes.per_target(preference_sequences(pairs, self._spec.kind, self._algorithm))
 
     def teacher_forced(self, examples: Sequence[Example]) -> TeacherForced:
         """Measure examples without sampling: what greedy decoding and one sample would answer."""
@@ -283,7 +274,7 @@ class PolicyTrainer:
         count = len(plan.ranks[self.backend.data_parallel_rank])
         with torch.set_grad_enabled(learns):  # without one too in training mode, where the policy tells its entropies
             for position, micro_batch in enumerate(self._passes.micro_batches(sequences, plan)):
-                target, entropies = self.backend.forward(micro_batch.inputs, self._settings.temperature)
+                target, entropies = self.backend.forward(micro_batch.inputs, self._spec.temperature)
                 opened.share.watch(target)
                 loss = loss_function(target, entropies, micro_batch, opened)
                 if learns:
@@ -298,7 +289,7 @@ class PolicyTrainer:
         normaliser = max(opened.normaliser, 1.0)
         if self._algorithm.renormalise and sums.kept_share > 0:
             normaliser *= sums.kept_share
-        lr = learning_rate(self._optimizer, self._num_steps)
+        lr = learning_rate(self._spec.trainer.optimizer, self._num_steps)
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser
         if not opened.has_gradient:
             nothing = OptimizerResult(0.0, is_skipped=not math.isfinite(loss))

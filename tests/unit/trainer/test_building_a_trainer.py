@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.trainer.build import attention_share
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.passes import attention_share
 from penstock.trainer.tensor_parallel import TensorSplit, check_splittable
 from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
