@@ -20,6 +20,7 @@ from penstock.platform.config.checks_algorithm import (
     check_algorithm_limits,
     check_algorithm_parallel,
     check_critic,
+    check_partner,
     check_teacher,
 )
 from penstock.platform.config.checks_cluster import check_cluster, check_pools
@@ -33,9 +34,14 @@ from penstock.platform.config.checks_flow import (
     check_streams,
     check_surplus,
 )
-from penstock.platform.config.checks_lora import check_lora_reference, check_no_lora
-from penstock.platform.config.checks_parallel import check_parallel, split_models, unequal_work
-from penstock.platform.config.checks_partner import check_partner
+from penstock.platform.config.checks_trainer import (
+    check_lora_reference,
+    check_no_lora,
+    check_parallel,
+    check_trainer,
+    split_models,
+    unequal_work,
+)
 from penstock.platform.config.checks_without_effect import check_without_effect
 from penstock.platform.config.findings import Command, Finding, error, warning
 from penstock.platform.config.schema import RunConfig
@@ -132,43 +138,6 @@ def check_batch(config: RunConfig) -> Iterator[Finding]:
             f"ever be trained and the run would wait for ever. Use 2..{flow.group_size}.",
             "dataflow.min_group_size",
             "dataflow.group_size",
-        )
-
-
-def check_trainer(config: RunConfig) -> Iterator[Finding]:
-    """What the backends can do, and whether a trajectory fits a micro-batch."""
-    trainer, context = config.trainer, config.model.max_context_tokens
-    if trainer.backend == "torch" and (trainer.num_ranks > 1 or trainer.zero_stage > 0):
-        yield error(
-            f"trainer.backend=torch runs one rank that shards nothing, not num_ranks={trainer.num_ranks} with "
-            f"zero_stage={trainer.zero_stage}. Use trainer.backend=deepspeed, or num_ranks=1 and zero_stage=0.",
-            "trainer.backend",
-            "trainer.num_ranks",
-            "trainer.zero_stage",
-        )
-    if trainer.offload_optimizer and (trainer.zero_stage == 0 or trainer.backend == "torch"):
-        yield error(
-            f"trainer.offload_optimizer=true needs DeepSpeed with zero_stage >= 1, not {trainer.backend} with "
-            f"zero_stage={trainer.zero_stage}: only a sharded optimizer can leave the device. Use zero_stage=1.",
-            "trainer.offload_optimizer",
-            "trainer.zero_stage",
-            "trainer.backend",
-        )
-    if trainer.max_group_tokens < context:
-        sharing = trainer.sequence_parallel_size
-        over = f" over sequence_parallel_size={sharing} ranks" if sharing > 1 else ""
-        yield error(
-            f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below "
-            f"model.max_context_tokens={context}{over}: a trajectory of full length could never be trained. "
-            f"Use at least {-(-context // sharing)}.",
-            "trainer.max_tokens_per_micro_batch",
-            "trainer.sequence_parallel_size",
-            "model.max_context_tokens",
-        )
-    if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
-        yield error(
-            f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).",
-            "trainer.optimizer.betas",
         )
 
 

@@ -1,12 +1,13 @@
-"""Cross-field checks of `algorithm`: its own rules, and what streaming, expiry, budgets and staleness ask of it."""
+"""Cross-field checks of `algorithm`: its own rules; what streaming, expiry, budgets, staleness, a partner ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.platform.config.checks_parallel import split_models
+from penstock.platform.config.checks_trainer import split_models
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import Algorithm, find
@@ -14,6 +15,8 @@ from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violatio
 from penstock.trainer.config import AlgorithmConfig
 
 _MASKS_OF_SEQUENCES = ("f_tis", "veto")
+_LOOK_AT_BEHAVIOR = ("dppo", "topr")
+"""Losses that take the sampling policy into account by themselves."""
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Finding]:
@@ -225,3 +228,48 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "effect. `penstock sft` is for worked answers.",
             "algorithm.loss",
         )
+
+
+def check_partner(config: RunConfig) -> Iterator[Finding]:
+    """What two policies share must mean the same to both, and what the other has sampled must not count as own."""
+    partner, flow, algorithm = config.partner, config.dataflow, config.algorithm
+    if partner is None:
+        return
+    if partner.model.path is None or partner.model.from_scratch:
+        yield error("partner.model.path is not set: the partner starts from a policy on disk.", "partner.model.path")
+    ours, theirs = config.model.shape.vocab_size, partner.model.shape.vocab_size
+    if ours != theirs:
+        yield error(
+            f"partner.model.shape.vocab_size={theirs} differs from model.shape.vocab_size={ours}: each trains on "
+            "tokens that the other has sampled. Use two policies of one tokenizer.",
+            "partner.model.shape.vocab_size",
+            "model.shape.vocab_size",
+        )
+    if flow.group_size % 2:
+        yield error(
+            f"dataflow.group_size={flow.group_size} is odd: half of each group is sampled by the partner. Use "
+            f"{flow.group_size + 1}.",
+            "dataflow.group_size",
+            "partner",
+        )
+    loss = find("loss", algorithm.loss)
+    has_own_ratio = loss.has_ratio and algorithm.proximal == "behavior"
+    carries = loss.name in _LOOK_AT_BEHAVIOR or loss.level == "pair" or has_own_ratio
+    if not weights_in(algorithm) and not carries and not loss.is_own:
+        yield error(
+            f"partner with algorithm.correction={list(algorithm.correction)}: what the partner has sampled would count "
+            "as if the policy had. Use algorithm.correction=[f_tis].",
+            "partner",
+            "algorithm.correction",
+        )
+    for key, is_set, why in (
+        ("algorithm.kl_coefficient", algorithm.needs_reference, "the reference scores groups for one policy"),
+        ("dataflow.gang", flow.gang, "a gang is on one engine, and the members of a group are on two"),
+        ("dataflow.stream_micro_batches", flow.stream_micro_batches, "both train a batch that is complete"),
+        ("cluster.colocated", config.cluster.colocated, "turns are of one trainer and its engines"),
+        ("algorithm.proximal", algorithm.proximal == "interpolate", "what the partner has sampled has no staleness"),
+    ):
+        if is_set:
+            yield error(
+                f"partner with {key}={attrgetter(key)(config)}: {why}. Leave it at its default.", "partner", key
+            )

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from penstock.platform import hardware
-from penstock.platform.config.checks_companions import check_tokenizer, companions
-from penstock.platform.config.checks_lora import check_lora_targets
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
@@ -22,6 +22,7 @@ from penstock.platform.memory import GIB, published_gib, shared_gib
 from penstock.platform.placement import host_load_gib, plan_placement
 from penstock.platform.run_dir import is_finished, occupied
 from penstock.platform.transports import SLOT_WAYS, way_of
+from penstock.trainer.validation import unmatched_targets
 from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.allocator import expandable_segments
 
@@ -257,3 +258,59 @@ def _hub_cache() -> Path:
 def _is_cached(name: str) -> bool:
     snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
     return any(snapshots.glob("*/config.json"))
+
+
+def companions(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and path of every model that the algorithm asks and that is not the policy itself."""
+    paths = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
+    if config.algorithm.needs_critic:
+        paths.append(("critic.path", config.critic.path))
+    return ((key, path) for key, path in paths if path is not None)
+
+
+def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
+    """Where both are directories with a tokenizer, every token has the same id in both."""
+    ours, theirs = _token_ids(config.model.path), _token_ids(path)
+    if not ours or not theirs:
+        return
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if differing:
+        example = differing[0]
+        yield error(
+            f"{key}={path}: {len(differing)} of {len(ours | theirs)} tokens have another id than in the policy's "
+            f"tokenizer, e.g. {example!r} {theirs.get(example, 'none')} instead of {ours.get(example, 'none')}: it "
+            "would take the policy's tokens for others. Use a model with the policy's tokenizer.",
+            key,
+            "model.path",
+        )
+
+
+def _token_ids(path: str | None) -> dict[str, int]:
+    """Token -> id of the `tokenizer.json` of a model directory; empty if there is none, or of another form."""
+    file = Path(path or "").expanduser() / "tokenizer.json"
+    if path is None or not file.is_file():
+        return {}
+    tokenizer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    added = {one["content"]: one["id"] for one in tokenizer.get("added_tokens", [])}
+    return (dict(vocabulary) if isinstance(vocabulary, dict) else {}) | added
+
+
+def check_lora_targets(config: RunConfig, directory: Path) -> Iterator[Finding]:
+    """Targets are linear layers of the checkpoint in `directory`."""
+    lora = config.trainer.lora
+    if lora is not None and (layers := _linear_layers(directory)):
+        yield from (error(message, "trainer.lora", "model.path") for message in unmatched_targets(layers, lora.targets))
+
+
+def _linear_layers(directory: Path) -> list[str]:
+    """By the names and shapes of its tensors; nothing is loaded."""
+    layers = []
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                layer = name.removesuffix(".weight")
+                is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
+                if is_linear and not layer.endswith(("embed_tokens", "lm_head")):
+                    layers.append(layer)
+    return layers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from penstock.platform.config.findings import Finding, warning
@@ -236,7 +237,7 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
         if value == default or failed is None or name in refused:
             continue
         keys = [key if "." in key else f"algorithm.{key}" for key in failed.keys]
-        combination = ", ".join(f"{key}={_shown(_value(config, key))}" for key in keys)
+        combination = ", ".join(f"{key}={_shown(attrgetter(key)(config))}" for key in keys)
         yield warning(
             f"algorithm.{name}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
             f"leave {name} at {_shown(default)}.",
@@ -247,11 +248,6 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
 
 def _default(name: str) -> Any:
     return AlgorithmConfig.model_fields[name].get_default(call_default_factory=True)
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _shown(value: Any) -> str:
