@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -37,7 +38,7 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
 def print_warnings(warnings: Sequence[str], console: Console) -> None:
     """Print one line per warning."""
     for warning in warnings:
-        console.print(f"[yellow]warning[/yellow] {_escape(warning)}", soft_wrap=True)
+        console.print(f"[yellow]warning[/yellow] {escape(warning)}", soft_wrap=True)
 
 
 def placement_table(placements: Sequence[RolePlacement]) -> Table:
@@ -97,7 +98,3 @@ def _who(placement: RolePlacement) -> str:
 def _memory_words(parts: dict[Part, float]) -> str:
     """`weights 1.0 GiB, optimizer 3.1 GiB`; parts too small to print are left out."""
     return ", ".join(f"{name} {gib:.2f} GiB" for name, gib in parts.items() if gib >= _LEAST_GIB)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -64,19 +64,16 @@ class EngineMonitor:
         self._update(asyncio.get_running_loop().time(), loads)
         if self._adapts_concurrency:
             for engine_id, load in loads.items():
-                self._adapt(engine_id, load)
+                limit = self._limits.get(engine_id)
+                if limit is None:
+                    limit = self._limits[engine_id] = ConcurrencyLimit.starting(self._pool.max_per_engine)
+                self._pool.set_limit(engine_id, limit.observe(load))
 
     async def poll_on(self) -> None:
         """Poll until cancelled."""
         while True:
             await self.poll()
             await asyncio.sleep(self._period_s)
-
-    def _adapt(self, engine_id: EngineId, load: EngineLoad) -> None:
-        limit = self._limits.get(engine_id)
-        if limit is None:
-            limit = self._limits[engine_id] = ConcurrencyLimit.starting(self._pool.max_per_engine)
-        self._pool.set_limit(engine_id, limit.observe(load))
 
     def _update(self, now: float, loads: Mapping[EngineId, EngineLoad]) -> None:
         for engine_id, load in loads.items():

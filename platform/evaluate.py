@@ -6,7 +6,7 @@ import json
 
 from penstock.envs.streams import load_held_out
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.evaluation import Evaluation, Evaluator
+from penstock.platform.evaluation import Evaluator
 from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.roles import model_path
 from penstock.platform.serving import serving
@@ -16,7 +16,10 @@ def run_eval(config: RunConfig) -> int:
     """Run `penstock eval`; prints one JSON line with the figures and returns the exit code."""
 
     async def main() -> int:
-        evaluation = await _evaluate(config)
+        tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
+        async with serving(config, "eval") as (runner, rewards):
+            evaluator = Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens)
+            evaluation = await evaluator.evaluate(0, tasks)
         print(
             json.dumps(
                 {
@@ -30,9 +33,3 @@ def run_eval(config: RunConfig) -> int:
         return EXIT_OK
 
     return run_to_end(main)
-
-
-async def _evaluate(config: RunConfig) -> Evaluation:
-    tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
-    async with serving(config, "eval") as (runner, rewards):
-        return await Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens).evaluate(0, tasks)

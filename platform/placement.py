@@ -127,7 +127,9 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
         *(place("engine", index, first_engine_slot, width) for index in range(num_engines)),
         *(place(role, index, first_slots[role]) for role, count in num_frozen.items() for index in range(count)),
         *(
-            _reward_worker(index) if reward_pool is None else place("reward", index, first_reward_slot)
+            RolePlacement("reward", index, None, "cpu", 0, 0.0, 0.0, Memory({}, {"base": BASE_HOST_GIB["reward"]}))
+            if reward_pool is None
+            else place("reward", index, first_reward_slot)
             for index in range(num_rewards)
         ),
     ]
@@ -203,7 +205,3 @@ def _driver(config: RunConfig, command: Command) -> RolePlacement:
     if command == "train":
         parts["published"] = shared_gib(config)
     return RolePlacement("driver", 0, None, "cpu", 0, 0.0, 0.0, Memory({}, parts))
-
-
-def _reward_worker(index: int) -> RolePlacement:
-    return RolePlacement("reward", index, None, "cpu", 0, 0.0, 0.0, Memory({}, {"base": BASE_HOST_GIB["reward"]}))

@@ -68,14 +68,11 @@ def _publish(config: RunConfig, folder: str) -> WeightManifest:
     tensors = checkpoint_tensors(Path(model_path(config)))
     if config.weights.transport == "gather":
         return write_version(tensors, 0, config.model.dtype, Path(folder))
-    whole = {name: tensor for name, tensor in tensors if not _is_tied(name, config)}
+    tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
+    whole = {name: tensor for name, tensor in tensors if name != tied}
     training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
     transfer = ShardTransfer.between(training, engine_side(config), config.model.dtype, folder)
     writer = ShardWriter(transfer, 0, ShardFiles(transfer))
     flat = {name: tensor.flatten() for name, tensor in whole.items()}
     writer.write(0, flat)
     return transfer.manifest(0, writer.sums(flat))
-
-
-def _is_tied(name: str, config: RunConfig) -> bool:
-    return name == "lm_head.weight" and config.model.shape.tie_word_embeddings

@@ -10,9 +10,8 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.platform.config.checks_trainer import split_models
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.trainer.algorithms.catalog import Algorithm, find
+from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
-from penstock.trainer.config import AlgorithmConfig
 
 _MASKS_OF_SEQUENCES = ("f_tis", "veto")
 _LOOK_AT_BEHAVIOR = ("dppo", "topr")
@@ -174,31 +173,16 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _advice(loss: Algorithm) -> str:
-    if not loss.has_ratio:
-        return "algorithm.correction=tis_token"
-    weight = "tis_seq" if loss.level == "sequence" else "decoupled"
-    return f"algorithm.correction={weight}, or algorithm.proximal=behavior"
-
-
-def _is_dapo(algorithm: AlgorithmConfig) -> bool:
-    """Clip-higher and the soft penalty of overlong answers, as the preset has them; its name is not in the values."""
-    return algorithm.overlong == "penalty" and algorithm.clip_high > algorithm.clip_low
-
-
-def _drops_equal_groups(pass_rate: tuple[float, float] | None) -> bool:
-    """Whether groups that all pass and groups that all fail are filtered."""
-    return pass_rate is not None and pass_rate[0] > 0 and pass_rate[1] < 1
-
-
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     """What runs and is biased, or is less than its name says."""
     algorithm, eta = config.algorithm, config.dataflow.max_staleness
     loss = find("loss", algorithm.loss)
     if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
+        weight = "tis_seq" if loss.level == "sequence" else "decoupled"
+        advice = f"{weight}, or algorithm.proximal=behavior" if loss.has_ratio else "tis_token"
         yield warning(
             f"algorithm.correction={' '.join(algorithm.correction)} with dataflow.max_staleness={eta}: stale tokens "
-            f"are trained as if they were on-policy, which biases the gradient. Use {_advice(loss)}.",
+            f"are trained as if they were on-policy, which biases the gradient. Use algorithm.correction={advice}.",
             "algorithm.correction",
             "algorithm.proximal",
             "dataflow.max_staleness",
@@ -211,7 +195,11 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "algorithm.aggregation",
         )
     filters = config.dataflow.filters
-    if _is_dapo(algorithm) and not filters.zero_variance and not _drops_equal_groups(filters.pass_rate):
+    # Clip-higher and the soft penalty of overlong answers, as the preset has them: its name is not in the values.
+    is_dapo = algorithm.overlong == "penalty" and algorithm.clip_high > algorithm.clip_low
+    lowest, highest = filters.pass_rate or (0.0, 1.0)
+    drops_equal_groups = filters.zero_variance or (lowest > 0 and highest < 1)
+    if is_dapo and not drops_equal_groups:
         yield warning(
             f"dataflow.filters.zero_variance=false with algorithm.clip_high={algorithm.clip_high:g} above clip_low="
             f"{algorithm.clip_low:g} and algorithm.overlong=penalty, which is DAPO without its dynamic sampling: "

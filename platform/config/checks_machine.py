@@ -23,7 +23,6 @@ from penstock.platform.placement import host_load_gib, plan_placement
 from penstock.platform.run_dir import is_finished, occupied
 from penstock.platform.transports import SLOT_WAYS, way_of
 from penstock.trainer.validation import unmatched_targets
-from penstock.weights.model_config import ModelShape
 from penstock.weights.transport.allocator import expandable_segments
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -227,8 +226,8 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
     checkpoint: dict[str, Any] = json.loads(path.read_text())
     shape = "partner.model.shape" if key == "partner.model.path" else "model.shape"
     is_trained = key in ("model.path", "partner.model.path")
-    for theirs, name, stated in _stated(config.model.shape):
-        found = checkpoint.get(theirs)
+    for theirs, name in _SHAPE_KEYS.items():
+        found, stated = checkpoint.get(theirs), getattr(config.model.shape, name)
         if found is None or found == stated or (not is_trained and name != "vocab_size"):
             continue
         why = (
@@ -241,12 +240,6 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
             f"{shape}.{name}",
             key,
         )
-
-
-def _stated(shape: ModelShape) -> Iterator[tuple[str, str, int | bool]]:
-    """Name in config.json, name of ours, value of ours."""
-    ours: dict[str, int | bool] = shape.model_dump()
-    return ((theirs, name, ours[name]) for theirs, name in _SHAPE_KEYS.items())
 
 
 def _hub_cache() -> Path:
