@@ -56,12 +56,14 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 		algorithm.correction=none algorithm.proximal=target --folder runs/sweep-staleness-uncorrected
 
 # Tests that start Ray, vLLM or DeepSpeed (marked `integration`) run one after the other, beside the others, of which two
-# run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over.
+# run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over. A pytest that
+# Ctrl-C has ended exits with 2.
 define pytest_in_two
 	@set -m; report=$$(mktemp); \
 	$(BIN)/pytest -m "$(1)integration" $(2) >"$$report" 2>&1 & started=$$!; \
 	trap 'kill -INT $$started; wait $$started; cat "$$report"; exit 130' INT TERM; \
 	failed=0; $(BIN)/pytest -m "$(1)not integration" $(2) -n 2 --dist worksteal || failed=$$?; \
+	[ $$failed -ne 2 ] || kill -INT $$started; \
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
@@ -73,7 +75,7 @@ test-full: setup  ## Run all tests, cases and seeds but those of `make soak` (ho
 	$(call pytest_in_two,not soak and ,--timeout=3600)
 
 PART ?= 1/1
-soak: setup  ## Run 10,000 fault seeds, 2,000 publishes and the RLHF chain, or a part of them; goes on where it stopped (PART=1/4)
+soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; goes on where it stopped (PART=1/4)
 	@$(BIN)/python -m tests.soak $(PART)
 
 # A test may fail for the time that measuring takes, or for what it writes: the lines are counted all the same.
