@@ -18,19 +18,22 @@ GROUP = "penstock.envs"
 BUILT_IN = {
     "agent": "penstock.envs.agents:AgentTasks",
     "arithmetic": "penstock.envs.arithmetic:ArithmeticTasks",
-    "calculator": "penstock.envs.calculator:CalculatorTasks",
-    "countdown": "penstock.envs.countdown:CountdownTasks",
     "dataset": "penstock.envs.adapters.rows:RowTasks",
-    "guessing": "penstock.envs.guessing:GuessingGame",
     "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
     "math": "penstock.envs.math_tasks:MathTasks",
-    "nim": "penstock.envs.nim:NimGame",
     "python_code": "penstock.envs.python_tasks:PythonTasks",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
-    "sudoku": "penstock.envs.sudoku:SudokuTasks",
     "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",
 }
 """Name -> import path of the factory."""
+_EXAMPLES = {
+    "calculator": "CalculatorTasks", "countdown": "CountdownTasks", "guessing": "GuessingGame", "nim": "NimGame"
+}  # fmt: skip
+MOVED = {
+    name: f"It is an example now: in examples/, env.factory={name}:{factory} '~env.args'; see {name}.py there."
+    for name, factory in _EXAMPLES.items()
+} | {"sudoku": "Use reasoning-gym's: env=reasoning_gym env.args.dataset=sudoku (or mini_sudoku) reward=reasoning_gym."}
+"""Name of a former environment -> where it is now."""
 
 
 def known_factories() -> dict[str, str]:
@@ -61,6 +64,8 @@ def factory_path(name_or_path: str) -> str:
     if "." in name_or_path or ":" in name_or_path:
         return name_or_path
     known = known_factories()
+    if name_or_path not in known and name_or_path in MOVED:
+        raise ConfigError([f"env.factory={name_or_path!r} is no longer built in. {MOVED[name_or_path]}"])
     if name_or_path not in known:
         raise ConfigError(
             [

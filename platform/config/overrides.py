@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from penstock.envs.registry import MOVED
 from penstock.platform.config.field_errors import nearest_choice
 
 Groups = Mapping[str, Sequence[str]]
@@ -105,6 +106,9 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
     for choice in chosen:
         name = None if choice is None else str(choice).removesuffix(".yaml")
         if not override.is_delete() and name is not None and name not in groups[group]:
+            if group in ("env", "reward") and name in MOVED:
+                result.problems.append(f"{group}={name} is no longer there. {MOVED[name]}")
+                return
             hint = nearest_choice(name, groups[group])
             result.problems.append(
                 f"{group}={name} is no valid choice. Choices: {', '.join(groups[group])}.{hint}"

@@ -43,7 +43,7 @@ def test_a_users_environment_and_reward_train(train: Train, tmp_path: Path, rand
         shutil.copy(EXAMPLES / name, tmp_path)
     overrides = [
         "experiment=arithmetic",
-        "env=guessing",
+        "env.episode.max_turns=12",
         "env.factory=own_environment:HotOrCold",
         "~env.args",
         "reward=episode",

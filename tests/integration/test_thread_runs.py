@@ -31,12 +31,15 @@ def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
 def test_a_game_and_drafts_train(train: Train, tmp_path: Path) -> None:
     source = (EXAMPLES / "drafts.py").read_text()
     assert sum(bool(line.strip()) and not line.startswith('"""') for line in source.splitlines()) <= 30
-    shutil.copy(EXAMPLES / "drafts.py", tmp_path)
+    for name in ("drafts.py", "nim.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
     policy = tmp_path / "policy"
     create_policy(ModelConfig(max_context_tokens=128, shape=SHAPE), character_tokenizer(), str(policy), seed=0)
     overrides = [
         "experiment=arithmetic",
-        "env=nim",
+        "env.factory=nim:NimGame",
+        "env.args={low: 4, high: 40}",
+        "env.episode.max_turns=40",
         "+env.streams.game={weight: 1}",
         "+env.streams.drafts={factory: 'drafts:Drafts', args: {digits: 1}}",
         "env.episode.max_threads=4",

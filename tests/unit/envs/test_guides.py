@@ -48,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pairs = [{"prompt": f"{n}+{n}=", "chosen": f";{2 * n}", "rejected": f";{n}"} for n in range(4096)]
     for name, lines in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    monkeypatch.syspath_prepend(GUIDES.parents[1] / "examples")  # where some commands go first
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # of programs called `python`

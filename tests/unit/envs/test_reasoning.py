@@ -86,9 +86,11 @@ def test_reading_in_pieces_says_what_reading_it_whole_says(
 
 
 def test_the_marks_are_one_key() -> None:
-    assert EnvConfig.model_validate({"factory": "sudoku", "reasoning": "think"}).reasoning == THINK
-    assert EnvConfig.model_validate({"factory": "sudoku", "reasoning": {"open": "[[", "close": "]]"}}).reasoning == OWN
-    assert EnvConfig(factory="sudoku").reasoning is None
+    assert EnvConfig.model_validate({"factory": "arithmetic", "reasoning": "think"}).reasoning == THINK
+    assert (
+        EnvConfig.model_validate({"factory": "arithmetic", "reasoning": {"open": "[[", "close": "]]"}}).reasoning == OWN
+    )
+    assert EnvConfig(factory="arithmetic").reasoning is None
 
 
 def test_a_mark_that_no_text_shows_is_refused() -> None:

@@ -51,7 +51,7 @@ def test_an_environment_of_a_package_is_known_and_loaded_by_name(install: Instal
 
 def test_a_name_that_is_nearly_right_is_answered_with_that_of_the_package(install: Install) -> None:
     install("mazes", maze="penstock_test_maze:Maze")
-    with pytest.raises(ConfigError, match=r"env.factory='maz' is no environment.*nim.*Did you mean 'maze'"):
+    with pytest.raises(ConfigError, match=r"env.factory='maz' is no environment.*math.*Did you mean 'maze'"):
         load_task_source(EnvConfig(factory="maz"), seed=0)
 
 
@@ -66,7 +66,7 @@ def test_two_packages_of_one_name_are_refused_unless_they_mean_the_same(install:
 
 
 def test_what_is_built_in_is_never_replaced(install: Install) -> None:
-    install("mazes", nim="penstock_test_maze:Maze")
+    install("mazes", math="penstock_test_maze:Maze")
     assert known_factories() == BUILT_IN
 
 

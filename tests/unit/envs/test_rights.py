@@ -128,9 +128,9 @@ def test_code_of_ours_has_the_users_rights_unless_a_section_says_otherwise() -> 
 
 
 def test_environments_share_processes_so_one_of_the_users_contains_all() -> None:
-    assert grants_of_episodes(EnvConfig(factory="guessing")) is None
+    assert grants_of_episodes(EnvConfig(factory="arithmetic")) is None
     assert grants_of_episodes(EnvConfig(factory="my_env:Echo")) == Grants()
-    assert grants_of_episodes(EnvConfig(factory="guessing", streams={"a": StreamConfig(factory="my_env:Echo")}))
+    assert grants_of_episodes(EnvConfig(factory="arithmetic", streams={"a": StreamConfig(factory="my_env:Echo")}))
     user = EpisodeConfig(rights=RightsConfig(user=True))
     assert grants_of_episodes(EnvConfig(factory="my_env:Echo", episode=user)) is None
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from penstock.platform.cli import app
 from penstock.platform.cli_env import run_env_play
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 PLANTED = """
 import os, time, random
 from penstock.envs.environment import Done, Environment, Observation
@@ -70,6 +71,7 @@ class Lazy(Good):
 @pytest.fixture(autouse=True)
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "checked_envs.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -98,9 +100,8 @@ def test_check_finds_what_is_wrong(name: str, code: int, found: str) -> None:
     assert exit_code == code
 
 
-@pytest.mark.parametrize("words", [["guessing", "high=100"], ["calculator"], ["countdown"], ["arithmetic", "digits=2"]])
-def test_what_is_built_in_passes(words: list[str]) -> None:
-    exit_code, output = invoke("check", *words)
+def test_what_is_built_in_passes() -> None:
+    exit_code, output = invoke("check", "arithmetic", "digits=2")
     assert exit_code == 0, output
 
 
@@ -135,8 +136,11 @@ def test_what_a_reward_needs_is_granted_by_rights(monkeypatch: pytest.MonkeyPatc
 
 
 def test_list_and_show_say_what_there_is() -> None:
-    assert "penstock.envs.guessing:GuessingGame" in invoke("list")[1]
-    exit_code, output = invoke("show", "guessing", "high=50")
+    assert "penstock.envs.arithmetic:ArithmeticTasks" in invoke("list")[1]
+    exit_code, output = invoke("show", "arithmetic", "digits=1")
+    assert exit_code == 0
+    assert "tasks of a single turn" in output
+    exit_code, output = invoke("show", "guessing:GuessingGame", "high=50")
     assert exit_code == 0
     assert "tasks of several turns" in output
     assert "?1-50" in output
@@ -145,13 +149,13 @@ def test_list_and_show_say_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["show", "gessing"], "Did you mean 'guessing'?"),
-        (["show", "guessing", "hihg=3"], "Did you mean 'high'?"),
-        (["show", "guessing", "high=1"], "high=1 is outside 2..1000000"),
-        (["show", "guessing", "high"], "'high' is no KEY=VALUE"),
+        (["show", "arithmetik"], "Did you mean 'arithmetic'?"),
+        (["show", "guessing:GuessingGame", "hihg=3"], "Did you mean 'high'?"),
+        (["show", "guessing:GuessingGame", "high=1"], "high=1 is outside 2..1000000"),
+        (["show", "arithmetic", "digits"], "'digits' is no KEY=VALUE"),
         (["play", "arithmetic"], "tasks of a single turn"),
-        (["check", "guessing", "--rights", "usr"], "write user, or what is granted"),
-        (["check", "guessing", "--rights", "{netwrk: true}"], "write user, or what is granted"),
+        (["check", "arithmetic", "--rights", "usr"], "write user, or what is granted"),
+        (["check", "arithmetic", "--rights", "{netwrk: true}"], "write user, or what is granted"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str) -> None:

@@ -42,7 +42,7 @@ def test_every_experiment_composes_and_validates(experiment):
     "overrides",
     [
         ["rollout/engine=torch", "dataflow.max_staleness=0", "env.args={digits: 1}"],
-        ["env=nim", "~env.args", "+env.streams.game={weight: 1}", "trainer.optimizer.betas=[0.9,0.99]"],
+        ["env=gymnasium", "~env.args", "+env.streams.game={weight: 1}", "trainer.optimizer.betas=[0.9,0.99]"],
         ["algorithm=ppo", "name=${algorithm.loss}-${seed}", "seed=3"],
     ],
 )

@@ -1,24 +1,31 @@
-"""The built-in multi-turn and generated tasks: gold gets full reward, garbage does not, splits are disjoint."""
+"""Guessing, calculator, countdown: gold gets full reward, garbage none, splits are disjoint, commands pass."""
 
 from __future__ import annotations
 
+import ast
 import random
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
+from calculator import CalculatorTasks
+from countdown import CountdownTasks, countdown_reward, evaluate, solves
+from guessing import GuessingGame
+from typer.testing import CliRunner
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.calculator import CalculatorTasks
-from penstock.envs.countdown import CountdownTasks, countdown_reward, solves
-from penstock.envs.countdown_expressions import evaluate
 from penstock.envs.environment import Action, Done
 from penstock.envs.episode_child import call_environment
 from penstock.envs.generated_tasks import GeneratedTasks
-from penstock.envs.guessing import GuessingGame
+from penstock.envs.registry import factory_path
+from penstock.platform.cli import app
+from penstock.platform.config.compose import compose_config
+from penstock.platform.config.load import load_config
 from tests.answers import answered
 
 SOURCES: list[Callable[[int], GeneratedTasks]] = [
@@ -62,29 +69,6 @@ def test_too_few_held_out_tasks_are_said_with_both_numbers() -> None:
         GuessingGame(0, 30).held_out(50)
 
 
-def test_a_draw_without_a_prompt_is_said() -> None:
-    class Mine(GeneratedTasks):
-        def draw(self, rng: random.Random) -> dict[str, Any]:
-            return {"question": "?"}
-
-    with pytest.raises(ValueError, match=r"Mine.draw\(rng\) gave keys \['question'\]; expected a dict with 'prompt'"):
-        next(Mine(0).train())
-
-
-def test_a_field_whose_text_differs_between_processes_is_refused_unless_the_split_leaves_it_out() -> None:
-    class Mine(GeneratedTasks):
-        def draw(self, rng: random.Random) -> dict[str, Any]:
-            return {"prompt": str(rng.random()), "tags": {"a", "b"}}
-
-    class Split(Mine):
-        def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {"prompt": row["prompt"]}
-
-    with pytest.raises(ConfigError, match=r"field 'tags' of a task is .* of type set, which is not JSON"):
-        next(Mine(0).train())
-    assert next(Split(0).train()).fields == {"tags": {"a", "b"}}
-
-
 @pytest.mark.parametrize("source", [GuessingGame(0, 100, 7), GuessingGame(0, 100, 2), CalculatorTasks(0)])
 async def test_gold_actions_get_full_reward_and_garbage_none(source: GuessingGame | CalculatorTasks) -> None:
     for task in islice(source.train(), 50):
@@ -121,9 +105,9 @@ def test_the_evaluator_agrees_with_fractions_on_a_thousand_trees_and_with_python
             with pytest.raises(ValueError, match="division by zero"):
                 evaluate(text)
         else:
-            assert evaluate(text).value == value
+            assert evaluate(text)[0] == value
         flat = "".join(f"{rng.randint(1, 9)}{rng.choice('+-*')}" for _ in range(5)) + "7"
-        assert evaluate(flat).value == eval(flat)
+        assert evaluate(flat)[0] == eval(flat)
 
 
 @pytest.mark.parametrize(
@@ -150,3 +134,51 @@ def test_the_gold_trace_of_countdown_solves_it(make: Callable[[int], CountdownTa
         assert countdown_reward(answered(gold), **task.fields) == 1.0
         assert countdown_reward(answered(f"{gold} <answer>no expression</answer>"), **task.fields) == 0.0
         assert countdown_reward(answered(str(task.fields["target"] * 1000)), **task.fields) == 0.0
+
+
+FOLDER = Path(__file__).parents[3] / "examples"
+SCRIPTS = ("calculator", "countdown", "guessing", "nim")
+
+
+def commands(script: str) -> list[list[str]]:
+    """What the file says about how it is started."""
+    docstring = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text(encoding="utf-8")), clean=False)
+    assert docstring is not None
+    text = docstring.replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.startswith("    penstock ")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_training_command_of_an_example_passes_all_checks(script: str) -> None:
+    ((_, _, *overrides),) = (words for words in commands(script) if words[1] == "train")
+    assert overrides.pop() == "--dry-run"
+    config = load_config("train", overrides, dry_run=True).config
+    assert config.env.factory.startswith(f"{script}:")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["calculator:CalculatorTasks"],
+        ["countdown:CountdownTasks", "--reward", "countdown:countdown_reward"],
+        ["guessing:GuessingGame", "high=100"],
+    ],
+)
+def test_an_example_passes_the_check_of_environments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    result = CliRunner().invoke(app, ["env", "check", *words], env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_name_that_was_built_in_is_answered_with_the_example(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"env={name} is no longer there\. .*in examples/, env\.factory={name}:\w+"):
+        compose_config(["experiment=arithmetic", f"env={name}"])
+    with pytest.raises(ConfigError, match=rf"'{name}' is no longer built in\. .*env\.factory={name}:\w+"):
+        factory_path(name)
+
+
+@pytest.mark.parametrize("group", ["env", "reward"])
+def test_sudoku_is_answered_with_that_of_reasoning_gym(group: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{group}=sudoku is no longer there\. .*env=reasoning_gym env\.args"):
+        compose_config(["experiment=arithmetic", f"{group}=sudoku"])

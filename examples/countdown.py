@@ -1,11 +1,16 @@
 """Countdown: reach a target from given numbers, each used at most once, by + - * / (as in TinyZero, arXiv:2504.01296).
 
-The verifier is exact (fractions, no `eval`). Every task can be solved: the target is computed from a random expression,
-which is its gold trace. Difficulty: `num_numbers`, `max_number`, `max_target`.
+    cd examples
+    penstock train experiment=arithmetic env.factory=countdown:CountdownTasks 'env.args={chat: false}' \\
+        reward.fn=countdown:countdown_reward --dry-run
+
+The verifier is exact: fractions, and no `eval` of what the policy wrote. Every task can be solved: the target is
+computed from a random expression, which is its gold trace. Difficulty: `num_numbers`, `max_number`, `max_target`.
 """
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from collections import Counter
@@ -15,10 +20,48 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.countdown_expressions import evaluate
 from penstock.envs.generated_tasks import GeneratedTasks
 
+MAX_CHARACTERS = 200
+_SIGNS = re.compile(r"[\d\s+*/()-]*")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of numbers, + - * / and parentheses, and the numbers in it, left to right.
+
+    Raises:
+        ValueError: If it is too long, no such expression, or divides by zero.
+    """
+    if len(expression) > MAX_CHARACTERS or _SIGNS.fullmatch(expression) is None:
+        raise ValueError(f"{expression[:MAX_CHARACTERS]!r} is no expression of numbers, + - * / and parentheses")
+    try:
+        tree = ast.parse(" ".join(expression.split()), mode="eval")
+    except (SyntaxError, MemoryError) as error:  # the second: parentheses nested too deeply
+        raise ValueError(f"{expression!r} is no expression: {error}") from error
+    numbers: list[int] = []
+
+    def value(node: ast.AST) -> Fraction:
+        match node:
+            case ast.Constant(int(number)):
+                numbers.append(number)
+                return Fraction(number)
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Sub(), right):
+                return value(left) - value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                return value(left) * value(right)
+            case ast.BinOp(left, ast.Div(), right):
+                return value(left) / value(right)
+        raise ValueError(f"{expression!r}: only + - * / are known")
+
+    try:
+        return value(tree.body), numbers
+    except ZeroDivisionError:
+        raise ValueError(f"{expression!r}: division by zero") from None
 
 
 class CountdownTasks(GeneratedTasks):
@@ -100,10 +143,10 @@ def _random_expression(rng: random.Random, numbers: list[int]) -> tuple[Fraction
 def solves(expression: str, numbers: list[int], target: int) -> bool:
     """Whether an expression uses only `numbers`, each at most as often as it is there, and is exactly `target`."""
     try:
-        evaluated = evaluate(expression)
+        value, used = evaluate(expression)
     except ValueError:
         return False
-    return not Counter(evaluated.numbers) - Counter(numbers) and evaluated.value == target
+    return not Counter(used) - Counter(numbers) and value == target
 
 
 @pure

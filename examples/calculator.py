@@ -1,4 +1,11 @@
-"""Arithmetic too long for the head, with a calculator as a tool: the smallest task in which calling a tool pays."""
+"""Arithmetic too long for the head, with a calculator as a tool: the smallest task in which calling a tool pays.
+
+    cd examples
+    penstock env check calculator:CalculatorTasks
+    penstock train experiment=text env=gsm8k env.factory=calculator:CalculatorTasks '~env.args' reward=episode --dry-run
+
+The policy writes `<tool_call>{"name": "calculate", "arguments": {"expression": "12*34"}}</tool_call>`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from countdown import evaluate
+
 from penstock.dataflow.trajectory import Task
-from penstock.envs.countdown_expressions import evaluate
 from penstock.envs.environment import Environment
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.tool_environment import ToolEnvironment
@@ -18,7 +26,7 @@ _NUMBER = re.compile(r"-?\d+(?:/\d+)?")
 
 def calculate(expression: str) -> str:
     """Evaluate an expression of numbers, + - * / and parentheses exactly."""
-    return str(evaluate(expression).value)
+    return str(evaluate(expression)[0])
 
 
 class CalculatorTasks(GeneratedTasks):
@@ -49,7 +57,7 @@ class CalculatorTasks(GeneratedTasks):
         expression = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
         question = f"What is {expression}? Use the calculator, then answer with the number alone."
         prompt = [{"role": "user", "content": question}]
-        return {"prompt": prompt, "expression": expression, "answer": str(evaluate(expression).value)}
+        return {"prompt": prompt, "expression": expression, "answer": str(evaluate(expression)[0])}
 
     def environment(self) -> Environment:
         """A calculator."""

@@ -4,6 +4,11 @@ Both are the policy, in threads of their own, `first` and `second`. Each sees th
 turn. The side to move wins with best play unless the stones are a multiple of `most + 1`; a move is right if it leaves
 such a multiple, or if there is none that does.
 
+    cd examples
+    penstock env play nim:NimGame
+    penstock train experiment=arithmetic env.factory=nim:NimGame 'env.args={high: 40}' env.episode.max_turns=40 \\
+        reward=episode evaluation.num_tasks=2 --dry-run
+
 With `chat: false` everything is written in characters that the tiny policies know: `14:` asks, `3` takes three.
 """
 

@@ -1,5 +1,10 @@
 """A number-guessing game of several turns: the environment says `<` if the number is smaller, `>` if it is larger.
 
+    cd examples
+    penstock env play guessing:GuessingGame high=100
+    penstock train experiment=arithmetic env.factory=guessing:GuessingGame 'env.args={high: 1000, max_guesses: 12}' \\
+        env.episode.max_turns=12 reward=episode evaluation.num_tasks=64 --dry-run
+
 With `chat: false` everything is written in characters that the tiny policies know: `?1-30` asks, `<` and `>` answer.
 """
 
