@@ -35,7 +35,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import Departure, Export, Parcel
@@ -232,24 +232,6 @@ class ActorWeightPublisher:
         )
 
 
-class UpdatableEngine(Protocol):
-    """An engine that takes weights."""
-
-    engine_id: EngineId
-
-    @property
-    def version(self) -> int: ...
-
-    async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
-        """Serve `manifest.version` from the return on.
-
-        Raises:
-            WeightSyncError: The engine refused.
-            EngineLostError: The engine died.
-        """
-        ...
-
-
 class InFlight:
     """All engines at once, with their requests inside.
 
@@ -386,16 +368,16 @@ class Rolling:
                     first.set_result(ack)
                     drained_by = now() + self._config.drain_timeout_s  # from here on all others drain
 
-    def _next(self, version: int, asked: set[EngineId]) -> UpdatableEngine | None:
+    def _next(self, version: int, asked: set[EngineId]) -> RemoteEngine | None:
         """Of the engines that are behind, the one that has least left to do."""
         views = self._pool.views()
         behind = [view for view in views if view.version < version and view.engine_id not in asked]
         if not behind:
             return None
         nearest = min(behind, key=lambda view: (view.in_use > 0, view.outstanding_tokens))
-        return cast("UpdatableEngine", nearest.engine)
+        return cast("RemoteEngine", nearest.engine)
 
-    async def _drained(self, engine: UpdatableEngine, manifest: WeightManifest, timeout_s: float) -> bool:
+    async def _drained(self, engine: RemoteEngine, manifest: WeightManifest, timeout_s: float) -> bool:
         """Whether to go on with this engine: it is quiet, or its time is up, and no newer version has come."""
         quiet = asyncio.create_task(self._pool.quiet(engine.engine_id))
         taken_over = asyncio.create_task(self._taken_over.wait())
@@ -418,13 +400,13 @@ def make_updater(pool: EnginePool, config: WeightsConfig) -> InFlight | Rolling:
     return Drain(pool, config) if config.update_mode == "drain" else InFlight(pool, config)
 
 
-def in_service(pool: EnginePool) -> list[UpdatableEngine]:
+def in_service(pool: EnginePool) -> list[RemoteEngine]:
     """Engines that are not fenced off."""
-    return cast("list[UpdatableEngine]", pool.engines())
+    return cast("list[RemoteEngine]", pool.engines())
 
 
 async def attempt(
-    engine: UpdatableEngine, manifest: WeightManifest, payload: Any, timeout_s: float
+    engine: RemoteEngine, manifest: WeightManifest, payload: Any, timeout_s: float
 ) -> WeightAck | PenstockError:
     """Update one engine; its acknowledgement, or why there is none."""
     try:
@@ -438,7 +420,7 @@ async def attempt(
 
 
 async def last_attempt(
-    engine: UpdatableEngine, manifest: WeightManifest, payload: Any, pool: EnginePool, timeout_s: float
+    engine: RemoteEngine, manifest: WeightManifest, payload: Any, pool: EnginePool, timeout_s: float
 ) -> WeightAck | None:
     """Update one engine; if that fails it is fenced off, and the run goes on with the rest."""
     answer = await attempt(engine, manifest, payload, timeout_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.actors.engine_client import RemoteEngine
 from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher, attempt
 from penstock.actors.trainer_client import TrainerClient
@@ -325,7 +326,8 @@ class WatchedPublisher:
             version = self._world.published
             manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
             for _ in range(PUBLISH_ATTEMPTS):
-                if isinstance(await attempt(engine, manifest, None, self._weights.timeout_s), WeightAck):
+                answer = await attempt(cast("RemoteEngine", engine), manifest, None, self._weights.timeout_s)
+                if isinstance(answer, WeightAck):
                     return True
             return False
 
