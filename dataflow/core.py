@@ -75,10 +75,8 @@ class Dataflow:
         self.ignored: Counter[Ignored] = Counter()
         self.newest_ignored: GroupId | None = None
         self._gate = ConsumptionGate(limits)
-        self._ready: dict[GroupId, GroupRef] = {}
         self._in_training: list[GroupRef] = []
         self._cancelled: list[Cancelled] = []
-        self._awaited: GroupId | None = None
 
     @property
     def free_credits(self) -> int:
@@ -102,19 +100,20 @@ class Dataflow:
 
     @property
     def num_ready(self) -> int:
-        return len(self._ready)
+        return self._gate.num_ready
 
     def find_ready(self, group_id: GroupId) -> GroupRef | None:
         """A group that waits for its batch; None if it is in a batch, not ready, or ended."""
-        return self._ready.get(group_id)
+        record = self.ledger.get(group_id)
+        return None if record is None else record.ready
 
     def admit(self, task_id: TaskId, *, group_size: int | None = None, stream: str = "", requeues: int = 0) -> GroupId:
         """Start a group. Ask `free_credits` first."""
         if self.free_credits < 1:
             raise AccountingError(f"dataflow: no credit to admit {task_id} (I6)")
-        group_id = self.ledger.admit(task_id, group_size or self.rules.group_size, stream, requeues).group_id
-        self._gate.add(group_id)
-        return group_id
+        record = self.ledger.admit(task_id, group_size or self.rules.group_size, stream, requeues)
+        self._gate.add(record)
+        return record.group_id
 
     def member_at(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
@@ -122,16 +121,8 @@ class Dataflow:
         if record is None or record.state not in UNREADY:
             self._ignore(group_id, record)
             return
-        if (before := record.member_versions[member]) == version:
-            return
         record.member_versions[member] = version
-        if version < record.oldest:
-            record.oldest = version
-        elif before == record.oldest:
-            record.oldest = min(record.member_versions)
-        else:
-            return
-        self._gate.date(group_id, record.oldest)
+        self._gate.date(record, min(known for known in record.member_versions if known is not None))
 
     def may_retry(self, kind: FailureKind, attempts: int) -> bool:
         """Count a failed attempt and say whether the trajectory gets another one.
@@ -158,11 +149,10 @@ class Dataflow:
         oldest = group.oldest_version
         self._check_stamps(record, group, oldest)
         self.ledger.move(group.group_id, GroupState.READY)
-        record.oldest = oldest
-        record.member_versions = [record.oldest]
-        self._gate.date(group.group_id, record.oldest)
-        self._gate.mark_ready(group.group_id)
-        self._ready[group.group_id] = group
+        record.member_versions = [oldest]
+        record.ready = group
+        self._gate.date(record, oldest)
+        self._gate.mark_ready(record)
         if self.limits.on_expiry is not ExpiryPolicy.WAIT and self._is_too_old(group):
             self._expire(record)
         return True
@@ -173,9 +163,8 @@ class Dataflow:
         if record is None:
             return
         if record.state is not GroupState.TRAINING:
-            self._gate.remove(group_id)
+            self._gate.remove(record)
         self.ledger.end(group_id, state, reason)
-        self._ready.pop(group_id, None)
 
     def close_batch(self) -> tuple[GroupRef, ...] | None:
         """Take the next batch if it may close now, in deadline order; None while it has to wait.
@@ -189,8 +178,8 @@ class Dataflow:
         shortfall = self._gate.shortfall(self.version)
         if shortfall is None or shortfall > self.limits.surplus:
             return None
-        for group_id in self._gate.redundant(shortfall) if shortfall else ():
-            self._cancel(group_id, Reason.REDUNDANT)
+        for record in self._gate.redundant(shortfall) if shortfall else ():
+            self._cancel(record.group_id, Reason.REDUNDANT)
         for _ in range(self.limits.batch_groups):
             self._take_next()
         return tuple(self._in_training)
@@ -245,18 +234,10 @@ class Dataflow:
         return self.ledger.counts()
 
     def held_by(self, num_needed: int) -> Hold:
-        """What the trainer waits for, of which `num_needed` groups would be enough if nobody fell due.
-
-        The awaited group is looked for once, then asked for its state until it is ready or has ended.
-        """
-        if self.num_ready < num_needed:
+        """What the trainer waits for, of which `num_needed` groups would be enough if nobody fell due."""
+        awaited = self._gate.first_unready()
+        if self.num_ready < num_needed or awaited is None:
             return "too_few"
-        awaited = None if self._awaited is None else self.ledger.get(self._awaited)
-        if awaited is None or awaited.state not in UNREADY:
-            self._awaited = self._gate.first_unready()
-            if self._awaited is None:
-                return "too_few"
-            awaited = self.ledger.find(self._awaited)
         return "scoring" if awaited.state is GroupState.SCORING else "generating"
 
     def waiting_for(self, most: int = 8) -> str:
@@ -285,11 +266,12 @@ class Dataflow:
             self.ignored["out_of_order" if record.state is GroupState.GENERATING else "repeated"] += 1
 
     def _take_next(self) -> GroupRef:
-        group_id = self._gate.next_ready()
-        assert group_id is not None, "the gate said that a group is ready"
-        group = self._ready.pop(group_id)
-        self._gate.remove(group_id)
-        self.ledger.move(group_id, GroupState.TRAINING)
+        record = self._gate.next_ready()
+        assert record is not None, "the gate said that a group is ready"
+        assert record.ready is not None, "it is"
+        group, record.ready = record.ready, None
+        self._gate.remove(record)
+        self.ledger.move(record.group_id, GroupState.TRAINING)
         floor = self.version - self.limits.max_staleness
         if self.limits.on_expiry is ExpiryPolicy.TRIM and group.oldest_version < floor:
             group = replace(group, min_version=floor)
@@ -298,10 +280,10 @@ class Dataflow:
         return group
 
     def _expire_overdue(self) -> None:
-        for group_id in self._gate.overdue(self.version):
-            group = self._ready.get(group_id)
+        for record in self._gate.overdue(self.version):
+            group = record.ready
             if self.limits.on_expiry is ExpiryPolicy.DROP or (group is not None and self._is_too_old(group)):
-                self._expire(self.ledger.find(group_id))
+                self._expire(record)
 
     def _is_too_old(self, group: GroupRef) -> bool:
         """Whether nothing of a ready group may train any more."""

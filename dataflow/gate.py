@@ -15,96 +15,97 @@ counts as due at v + η, the earliest deadline it can get.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
+from itertools import accumulate
 
 from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ledger import GroupRecord
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 
 
-class ConsumptionGate:
-    """Live groups outside the batch, counted by deadline.
+def _order(record: GroupRecord) -> tuple[float, GroupId]:
+    """By deadline, then admission number; groups without a deadline come last."""
+    return (math.inf if record.deadline is None else record.deadline, record.group_id)
 
-    Invariant: `_by_deadline[d]` are the groups with deadline d, so expired groups are found without a search;
-    `_unready_due[d]` is the number of those that are not ready, `_undated` of groups without a deadline.
+
+class ConsumptionGate:
+    """Live groups outside the batch, by deadline.
+
+    Invariant: a group stands in `_unready` or in `_ready`, under the deadline of its record; None until it has one. No
+    deadline without groups is kept.
     """
 
     def __init__(self, limits: FlowLimits) -> None:
         self._limits = limits
-        self._deadlines: dict[GroupId, int | None] = {}
-        self._by_deadline: dict[int, dict[GroupId, None]] = {}
-        self._unready_due: dict[int, int] = defaultdict(int)  # quicker to set than a Counter
-        self._undated = 0
-        self._ready: set[GroupId] = set()
+        self._unready: dict[int | None, dict[GroupId, GroupRecord]] = {}
+        self._ready: dict[int | None, dict[GroupId, GroupRecord]] = {}
         self._ready_queue: list[tuple[int, GroupId]] = []
 
     @property
     def num_ready(self) -> int:
-        return len(self._ready)
+        return sum(map(len, self._ready.values()))
 
     def __len__(self) -> int:
-        return len(self._deadlines)
+        return self.num_ready + sum(map(len, self._unready.values()))
 
-    def add(self, group_id: GroupId) -> None:
+    def add(self, record: GroupRecord) -> None:
         """A group was admitted."""
-        self._deadlines[group_id] = None
-        self._undated += 1
+        self._unready.setdefault(None, {})[record.group_id] = record
 
-    def date(self, group_id: GroupId, oldest_version: int) -> None:
-        """The group's oldest version is now known, or known better."""
-        deadline, known = oldest_version + self._limits.max_staleness, self._deadlines[group_id]
-        if known != deadline:
-            self._forget_deadline(group_id, known)
-            self._deadlines[group_id] = deadline
-            self._by_deadline.setdefault(deadline, {})[group_id] = None
-            self._unready_due[deadline] += group_id not in self._ready
+    def date(self, record: GroupRecord, oldest_version: int) -> None:
+        """The oldest version of a group that is not ready is now known, or known better."""
+        deadline = oldest_version + self._limits.max_staleness
+        if record.deadline != deadline:
+            self.remove(record)
+            record.deadline = deadline
+            self._unready.setdefault(deadline, {})[record.group_id] = record
 
-    def mark_ready(self, group_id: GroupId) -> None:
+    def mark_ready(self, record: GroupRecord) -> None:
         """The group can train: every member that did not fail is scored."""
-        deadline = self._deadlines[group_id]
-        assert deadline is not None, "a ready group has sampled tokens"
-        assert group_id not in self._ready, "a group becomes ready once"
-        self._ready.add(group_id)
-        self._unready_due[deadline] -= 1
-        heapq.heappush(self._ready_queue, (deadline, group_id))
+        assert record.deadline is not None, "a ready group has sampled tokens"
+        assert record.group_id in self._unready[record.deadline], "a group becomes ready once"
+        self.remove(record)
+        self._ready.setdefault(record.deadline, {})[record.group_id] = record
+        heapq.heappush(self._ready_queue, (record.deadline, record.group_id))
 
-    def remove(self, group_id: GroupId) -> None:
+    def remove(self, record: GroupRecord) -> None:
         """The group ended, or went into the batch. Its place in the heap is forgotten when it comes up."""
-        self._forget_deadline(group_id, self._deadlines.pop(group_id))
-        self._ready.discard(group_id)
+        place = self._ready if record.group_id in self._ready.get(record.deadline, ()) else self._unready
+        del place[record.deadline][record.group_id]
+        if not place[record.deadline]:
+            del place[record.deadline]
 
     def due_counts(self, version: int) -> list[int]:
         """For k = 0..η: groups outside the batch with deadline ≤ version + k. O(η + distinct deadlines)."""
-        eta = self._limits.max_staleness
-        counts = [0] * (eta + 1)
-        for deadline, groups in self._by_deadline.items():
-            if deadline - version <= eta:
-                counts[max(deadline - version, 0)] += len(groups)
-        counts[eta] += self._undated
-        for k in range(1, eta + 1):
-            counts[k] += counts[k - 1]
-        return counts
+        return [
+            sum(due) for due in zip(self._due(self._unready, version), self._due(self._ready, version), strict=True)
+        ]
 
-    def overdue(self, version: int) -> list[GroupId]:
+    def overdue(self, version: int) -> list[GroupRecord]:
         """Groups whose deadline has passed, in deadline, then admission order."""
-        late = sorted(deadline for deadline in self._by_deadline if deadline < version)
-        return [group_id for deadline in late for group_id in sorted(self._by_deadline[deadline])]
+        late = [
+            record
+            for place in (self._unready, self._ready)
+            for deadline, groups in place.items()
+            if deadline is not None and deadline < version
+            for record in groups.values()
+        ]
+        return sorted(late, key=_order)
 
-    def next_ready(self) -> GroupId | None:
+    def next_ready(self) -> GroupRecord | None:
         """The ready group with the earliest deadline, then the lowest admission number."""
         while self._ready_queue:
-            _, group_id = self._ready_queue[0]
-            if group_id in self._ready:
-                return group_id
+            deadline, group_id = self._ready_queue[0]
+            if group_id in self._ready.get(deadline, ()):
+                return self._ready[deadline][group_id]
             heapq.heappop(self._ready_queue)
         return None
 
-    def first_unready(self) -> GroupId | None:
-        """The group that is due first among those that are not ready; None if all are. O(groups due with it)."""
-        for deadline in sorted(self._by_deadline):
-            if self._unready_due[deadline]:
-                return next(one for one in self._by_deadline[deadline] if one not in self._ready)
-        return next((one for one, deadline in self._deadlines.items() if deadline is None), None)
+    def first_unready(self) -> GroupRecord | None:
+        """The group that is due first among those that are not ready; None if all are. O(distinct deadlines)."""
+        deadline = min((deadline for deadline in self._unready if deadline is not None), default=None)
+        return next(iter(self._unready.get(deadline, {}).values()), None)
 
     def can_take(self, version: int, num_places: int) -> bool:
         """May the next ready group go into a batch that has `num_places` left, closing at `version`?
@@ -112,15 +113,14 @@ class ConsumptionGate:
         Under `wait`: only if whoever must still be in fits in the places that remain. `trim` and `drop` do
         not wait for anybody.
         """
-        group_id = self.next_ready()
-        if group_id is None or num_places < 1:
+        first = self.next_ready()
+        if first is None or num_places < 1:
             return False
         if self._limits.on_expiry is not ExpiryPolicy.WAIT:
             return True
-        deadline = self._deadlines[group_id]
-        assert deadline is not None
+        assert first.deadline is not None, "a ready group has sampled tokens"
         for k, due in enumerate(self.due_counts(version)):
-            inside = deadline <= version + k
+            inside = first.deadline <= version + k
             if due - inside - k * self._limits.batch_groups > num_places - 1:
                 return False
         return True
@@ -132,46 +132,31 @@ class ConsumptionGate:
             0 if they can close as it is; None if fewer than B are ready.
         """
         batch = self._limits.batch_groups
-        if len(self._ready) < batch:
+        if self.num_ready < batch:
             return None
         if self._limits.on_expiry is not ExpiryPolicy.WAIT:
             return 0
-        shortfall = 0
-        for k, due in enumerate(self.due_counts(version)):
-            ready = due - self._unready_within(version + k, is_last=k == self._limits.max_staleness)
-            shortfall = max(shortfall, due - min(batch, ready) - k * batch)
-        return shortfall
+        counts = zip(self.due_counts(version), self._due(self._ready, version), strict=False)
+        return max(0, *(due - min(batch, ready) - k * batch for k, (due, ready) in enumerate(counts)))
 
-    def redundant(self, count: int) -> list[GroupId]:
+    def redundant(self, count: int) -> list[GroupRecord]:
         """The `count` groups due first among those that the next batch leaves outside.
 
         Among equals the unready before the ready, then the youngest first. O(live log live), for `shortfall` > 0 only.
         """
-        batch = set(heapq.nsmallest(self._limits.batch_groups, self._ready_entries()))
-        found: list[GroupId] = []
-        for deadline in sorted(self._by_deadline):
-            outside = [group_id for group_id in self._by_deadline[deadline] if (deadline, group_id) not in batch]
-            found += sorted(outside, key=lambda group_id: (group_id in self._ready, -group_id))
-            if len(found) >= count:
-                return found[:count]
-        undated = [group_id for group_id, deadline in self._deadlines.items() if deadline is None]
-        return (found + undated[::-1])[:count]
+        ready = [record for groups in self._ready.values() for record in groups.values()]
+        batch = {record.group_id for record in heapq.nsmallest(self._limits.batch_groups, ready, key=_order)}
+        outside = [(record, False) for groups in self._unready.values() for record in groups.values()]
+        outside += [(record, True) for record in ready if record.group_id not in batch]
+        outside.sort(key=lambda one: (_order(one[0])[0], one[1], -one[0].group_id))
+        return [record for record, _ in outside[:count]]
 
-    def _ready_entries(self) -> Iterator[tuple[int, GroupId]]:
-        deadlines = ((self._deadlines[group_id], group_id) for group_id in self._ready)
-        return ((deadline, group_id) for deadline, group_id in deadlines if deadline is not None)
-
-    def _unready_within(self, last_deadline: int, *, is_last: bool) -> int:
-        dated = sum(count for deadline, count in self._unready_due.items() if deadline <= last_deadline)
-        return dated + (self._undated if is_last else 0)
-
-    def _forget_deadline(self, group_id: GroupId, deadline: int | None) -> None:
-        if deadline is None:
-            self._undated -= 1
-            return
-        groups = self._by_deadline[deadline]
-        del groups[group_id]
-        self._unready_due[deadline] -= group_id not in self._ready
-        if not groups:
-            del self._by_deadline[deadline]
-            del self._unready_due[deadline]
+    def _due(self, groups: Mapping[int | None, Mapping[GroupId, GroupRecord]], version: int) -> list[int]:
+        """For k = 0..η: those of `groups` with deadline ≤ version + k."""
+        eta = self._limits.max_staleness
+        counts = [0] * (eta + 1)
+        for deadline, due in groups.items():
+            slack = eta if deadline is None else deadline - version
+            if slack <= eta:
+                counts[max(slack, 0)] += len(due)
+        return list(accumulate(counts))

@@ -10,19 +10,18 @@ remain, so memory is bounded by the admission window.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.dataflow.errors import AccountingError
 from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.trajectory import GroupRef
 
 
 class GroupState(StrEnum):
     """Where a group is in its life."""
-
-    __hash__ = str.__hash__  # that of Enum is a function in Python, and states are keys of what every event looks up
 
     GENERATING = "generating"
     SCORING = "scoring"
@@ -76,36 +75,37 @@ REASONS = {
 }
 
 
-UNDATED = 1 << 62
-"""Stands for the version of a member that was not dispatched yet: newer than any."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GroupRecord:
-    """A live group.
+    """A live group: all that the dataflow knows of it.
 
     Attributes:
-        member_versions: Per member, the version that bounds its oldest token from below: the engine's
-            acknowledged version at dispatch, then the version of its first token; `UNDATED` before dispatch.
         group_size: Trajectories it was admitted with.
         stream: The task stream it came from.
         requeues: How often its task was started before and dropped as too old.
-        oldest: The smallest of `member_versions`.
+        member_versions: Per member, the version that bounds its oldest token from below: the engine's
+            acknowledged version at dispatch, then the version of its first token; None before dispatch.
+        deadline: The last version at which it may train (dataflow/gate.py); None before anything was dispatched.
+        ready: What its members came to, while it waits for its batch.
     """
 
     group_id: GroupId
     task_id: TaskId
-    member_versions: list[int]
     group_size: int
     stream: str = ""
     requeues: int = 0
     state: GroupState = GroupState.GENERATING
-    oldest: int = UNDATED
+    member_versions: list[int | None] = field(init=False)
+    deadline: int | None = None
+    ready: GroupRef | None = None
+
+    def __post_init__(self) -> None:
+        self.member_versions = [None] * self.group_size
 
     @property
     def oldest_version(self) -> int | None:
         """Lower bound of the group's oldest token; None before anything was dispatched."""
-        return None if self.oldest == UNDATED else self.oldest
+        return min((version for version in self.member_versions if version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,6 @@ class LedgerCounts:
         return self.admitted == self.trained + self.returned + self.live
 
 
-def _counts() -> dict[str, int]:
-    """A `Counter` that is quick to set."""
-    return defaultdict(int)
-
-
 @dataclass(slots=True)
 class Ledger:
     """All groups of a run.
@@ -173,17 +168,17 @@ class Ledger:
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
     live_trajectories: int = 0
-    live_by_stream: dict[str, int] = field(default_factory=_counts)
-    admitted_by_stream: dict[str, int] = field(default_factory=_counts)
-    tasks_by_stream: dict[str, int] = field(default_factory=_counts)
+    live_by_stream: Counter[str] = field(default_factory=Counter)
+    admitted_by_stream: Counter[str] = field(default_factory=Counter)
+    tasks_by_stream: Counter[str] = field(default_factory=Counter)
     sink: Callable[[JournalEntry], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
-    _ended: dict[GroupState, int] = field(default_factory=lambda: dict.fromkeys(TERMINAL, 0))
+    _ended: Counter[GroupState] = field(default_factory=Counter)
     _admitted: int = 0
 
     def admit(self, task_id: TaskId, group_size: int, stream: str = "", requeues: int = 0) -> GroupRecord:
         """Open a record under the next admission number."""
-        record = GroupRecord(GroupId(self._admitted), task_id, [UNDATED] * group_size, group_size, stream, requeues)
+        record = GroupRecord(GroupId(self._admitted), task_id, group_size, stream, requeues)
         self._live[record.group_id] = record
         self._admitted += 1
         self.live_trajectories += group_size

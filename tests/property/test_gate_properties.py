@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.dataflow.gate import ConsumptionGate
-from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ids import GroupId, TaskId
+from penstock.dataflow.ledger import GroupRecord
 from penstock.dataflow.staleness import FlowLimits
 from tests.staleness_definition import Candidate, choose_batch
 from tests.tiers import examples
@@ -24,6 +25,7 @@ class GateAgainstDefinition(RuleBasedStateMachine):
         self.gate = ConsumptionGate(self.limits)
         self.version = 0
         self.oldest: dict[GroupId, int | None] = {}
+        self.records: dict[GroupId, GroupRecord] = {}
         self.is_ready: set[GroupId] = set()
         self.admitted = 0
 
@@ -31,7 +33,8 @@ class GateAgainstDefinition(RuleBasedStateMachine):
     def admit(self) -> None:
         group = GroupId(self.admitted)
         self.admitted += 1
-        self.gate.add(group)
+        self.records[group] = GroupRecord(group, TaskId("t"), 2)
+        self.gate.add(self.records[group])
         self.oldest[group] = None
 
     @precondition(lambda self: self.oldest)
@@ -40,7 +43,7 @@ class GateAgainstDefinition(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.oldest)))
         if group not in self.is_ready:
             self.oldest[group] = max(0, self.version - back)
-            self.gate.date(group, self.oldest[group])  # type: ignore[arg-type]
+            self.gate.date(self.records[group], self.oldest[group])  # type: ignore[arg-type]
 
     @precondition(lambda self: any(v is not None for g, v in self.oldest.items() if g not in self.is_ready))
     @rule(data=st.data())
@@ -48,7 +51,7 @@ class GateAgainstDefinition(RuleBasedStateMachine):
         dated = sorted(g for g, v in self.oldest.items() if v is not None and g not in self.is_ready)
         group = data.draw(st.sampled_from(dated))
         self.is_ready.add(group)
-        self.gate.mark_ready(group)
+        self.gate.mark_ready(self.records[group])
 
     @precondition(lambda self: self.oldest)
     @rule(data=st.data())
@@ -63,8 +66,8 @@ class GateAgainstDefinition(RuleBasedStateMachine):
         assert self.gate.shortfall(self.version) == 0
         for expected in batch:
             taken = self.gate.next_ready()
-            assert taken == expected
-            self.forget(taken)
+            assert taken is self.records[expected]
+            self.forget(expected)
         self.version += 1
 
     @invariant()
@@ -81,7 +84,7 @@ class GateAgainstDefinition(RuleBasedStateMachine):
         return choose_batch(self.limits, self.version, live)
 
     def forget(self, group: GroupId) -> None:
-        self.gate.remove(group)
+        self.gate.remove(self.records[group])
         del self.oldest[group]
         self.is_ready.discard(group)
 

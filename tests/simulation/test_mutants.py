@@ -79,7 +79,7 @@ class OldestDropped(Dataflow):
 
     def ready(self, group: GroupRef) -> bool:
         if self.num_ready == 3:
-            self._ready.pop(next(iter(self._ready)))
+            self._gate.remove(self._gate.next_ready())
         return super().ready(group)
 
 

@@ -100,6 +100,6 @@ async def test_a_group_beyond_the_window_stops_the_run() -> None:
     flow = make_flow(engines := [FakeEngine()], FakeRewards())
     for _ in range(flow.core.limits.window):
         flow.core.admit(TaskId("planted"))
-    flow.core._gate.add(flow.core.ledger.admit(TaskId("one too many"), 2).group_id)
+    flow.core._gate.add(flow.core.ledger.admit(TaskId("one too many"), 2))
     with pytest.raises(AccountingError, match=r"-1 free credits with .*\(I6\)"):
         await train_all(flow, engines)
