@@ -44,7 +44,7 @@ from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.platform.observability.memory import pss_bytes
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.partial import PartialTurn
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
 
 SIGMA, MOST_MEANS = 1.25, 30.0
@@ -52,7 +52,7 @@ TURNS = 8
 SETTLING_S = 1.0
 MIB = float(1 << 20)
 
-Sample = Callable[[PartialTrajectory], Awaitable[None]]
+Sample = Callable[[PartialTurn], Awaitable[None]]
 
 
 def latency_s(episode: int, turn: int, mean_s: float) -> float:
@@ -116,7 +116,7 @@ class Sessions:
         sampling = SamplingParams(4, temperature=1.0, stop_token_ids=(1,))
         await self._player.play(task, TrajectoryId(f"{episode}/0"), sampling, sample)
 
-    async def sample(self, episode: int, turns: Iterator[int], turn: PartialTrajectory) -> None:
+    async def sample(self, episode: int, turns: Iterator[int], turn: PartialTurn) -> None:
         turn.extend(TokenDelta((3, 1), (-0.5, -0.5), (Span(0, 2),), "stop"))
         if self._barrier is not None:
             await self._barrier.wait()
@@ -170,7 +170,7 @@ async def idle(kind: str, num: int, num_workers: int) -> None:
     sessions = Sessions(host, 0.0, None)
     everybody = asyncio.Barrier(num + 1)
 
-    async def wait(_: PartialTrajectory) -> None:
+    async def wait(_: PartialTurn) -> None:
         await everybody.wait()
         await asyncio.Event().wait()
 

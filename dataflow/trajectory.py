@@ -150,7 +150,7 @@ class Trajectory:
         if threads:
             assert sum(one.num_tokens for one in threads) == len(mask)
         self.num_sampled_tokens = labelled = num_tokens(self.spans)
-        masked = mask.tobytes().count(1)
+        masked = int(np.count_nonzero(mask))
         if labelled != masked:
             raise StalenessError(
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "

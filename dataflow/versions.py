@@ -32,8 +32,6 @@ def join_spans(spans: Sequence[Span]) -> Spans:
     Raises:
         StalenessError: If a version decreases (I4).
     """
-    if len(spans) == 1 and spans[0].num_tokens:
-        return (spans[0],)
     joined: list[Span] = []
     for span in spans:
         if span.num_tokens == 0:
@@ -64,7 +62,7 @@ def concatenate_spans(threads: Sequence[Spans]) -> Spans:
 
 def num_tokens(spans: Spans) -> int:
     """Total of the span lengths, in tokens."""
-    return spans[0][1] if len(spans) == 1 else sum(span.num_tokens for span in spans)
+    return sum(span.num_tokens for span in spans)
 
 
 def first_tokens(spans: Spans, num_tokens: int) -> Spans:

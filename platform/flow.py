@@ -12,7 +12,6 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -93,7 +92,6 @@ class Flow:
         self.options = options
         self._changed = asyncio.Event()
         self._credits = asyncio.Event()
-        self.context = copy_context()
         self._groups: dict[GroupId, GroupRun] = {}
         self._admission: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[Any]] = set()

@@ -1,7 +1,7 @@
 """A run of two policies: one flow, one ledger, one bound on staleness; two trainers, two sets of engines.
 
 Both train every batch and publish every version, so the controller's loop and the gates of the flow need not know.
-Consumes: batches of groups that both have answered (rollout/shared_groups.py). Waits for: both. Unblocked by: the
+Consumes: batches of groups that both have answered (rollout/runner.py). Waits for: both. Unblocked by: the
 slower one.
 """
 
@@ -21,7 +21,7 @@ from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.run import Side
 from penstock.platform.streams import stream_of
-from penstock.rollout.shared_groups import SharedGroups
+from penstock.rollout.runner import SharedGroups
 
 
 class Versioned(TrainerGroup, GroupForward, Protocol):

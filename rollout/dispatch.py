@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.routing import EngineView, RoutingPolicy, Ticket
+from penstock.rollout.routing import EngineView, LeastLoaded, Ticket
 
 Granted = list[Ticket]
 
@@ -34,7 +34,7 @@ class Dispatcher:
         newest: Version of the newest engine in service, when last looked.
     """
 
-    def __init__(self, policy: RoutingPolicy) -> None:
+    def __init__(self, policy: LeastLoaded) -> None:
         self.policy = policy
         self.views: dict[EngineId, EngineView] = {}
         self.floor = -1

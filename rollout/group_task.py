@@ -1,11 +1,20 @@
-"""What the members of a group have in common while they are sampled: kept once, not once for each."""
+"""What the members of a group have in common while they are sampled: the task, its prompt, and how old they are."""
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from penstock.dataflow.ids import GroupId, TrajectoryId
-from penstock.dataflow.trajectory import Task
-from penstock.rollout.lease import LeaseMaker
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.rollout.partial import PartialTurn
 from penstock.rollout.routing import EngineView
+from penstock.rollout.tokenizers import TokenCodec
+
+if TYPE_CHECKING:
+    from penstock.rollout.pool import EnginePool, Gang
 
 
 class GroupTask:
@@ -16,22 +25,24 @@ class GroupTask:
         group: Names the group.
         name: The same as text; its trajectories are `<name>/<member>`.
         slots: A gang to lease from while there is one; else the pool.
-        lost_engines: Those that died or stood still over its prompt; None once any engine has answered it.
+        prompts: Its prompt, by the codec of the policy that answers.
+        lost_engines: Those that died or stood still over its prompt before any engine answered it.
+        is_answered: Whether an engine has answered it with a token.
     """
 
-    __slots__ = ("group", "lost_engines", "name", "slots", "task")
-
-    def __init__(self, task: Task, group: GroupId | str, slots: LeaseMaker | None = None) -> None:
+    def __init__(self, task: Task, group: GroupId | str, slots: EnginePool | Gang | None = None) -> None:
         self.task = task
         self.group = group
         self.name = str(group)
         self.slots = slots
-        self.lost_engines: tuple[EngineView, ...] | None = ()
+        self.prompts: dict[TokenCodec, Prompt] = {}
+        self.lost_engines: list[EngineView] = []
+        self.is_answered = False
 
     @property
     def is_harmful(self) -> bool:
         """Whether two engines were lost over its prompt: a third is not given to it."""
-        return self.lost_engines is not None and len(self.lost_engines) > 1
+        return not self.is_answered and len(self.lost_engines) > 1
 
     def trajectory_id(self, member: int) -> TrajectoryId:
         return TrajectoryId(f"{self.name}/{member}")
@@ -41,3 +52,84 @@ class GroupTask:
 
         Here nobody wants to know.
         """
+
+
+class Prompt:
+    """A prompt, rendered once for all who answer it.
+
+    Attributes:
+        token_ids: It begins every request.
+    """
+
+    def __init__(self, codec: TokenCodec, token_ids: tuple[int, ...]) -> None:
+        self.token_ids = token_ids
+        self._codec = codec
+
+    @cached_property
+    def text(self) -> str:
+        """As the policy reads it."""
+        return self._codec.decode(self.token_ids)
+
+    def trajectory(self, asked: GroupTask, member: int, partial: PartialTurn) -> Trajectory:
+        """The trajectory that a complete answer makes."""
+        assert partial.finish_reason is not None, "it ended"
+        num_prompt, answer = len(self.token_ids), partial.joined()
+        num_tokens = num_prompt + len(answer.token_ids)
+        loss_mask = np.zeros(num_tokens, np.bool_)
+        loss_mask[num_prompt:] = True
+        behavior_logprobs = np.zeros(num_tokens, np.float32)
+        behavior_logprobs[num_prompt:] = answer.logprobs
+        spoken = self._codec.split(answer.token_ids, self.text)
+        return Trajectory(
+            trajectory_id=asked.trajectory_id(member),
+            task_id=asked.task.task_id,
+            token_ids=np.array((*self.token_ids, *answer.token_ids), np.int32),
+            loss_mask=loss_mask,
+            behavior_logprobs=behavior_logprobs,
+            spans=answer.spans,
+            prompt=self.text,
+            response=spoken.answer,
+            finish_reason=partial.finish_reason,
+            reasoning=spoken.reasoning,
+        )
+
+
+class OldestTurn:
+    """How old an episode is: as its oldest turn, of which several may be sampled at the same time.
+
+    The gate dates a group by what it is told of each member: the version at dispatch, then that of the first token. A
+    turn that begins later begins at `floor` or newer, so only turns at the same time move the date, and it never falls
+    by a thread that is opened late.
+    """
+
+    def __init__(self, asked: GroupTask, member: int) -> None:
+        self._asked = asked
+        self._member = member
+        self._versions: dict[GroupTask, int] = {}
+
+    @property
+    def floor(self) -> int:
+        """Version of the oldest turn that was dispatched; -1 before the first."""
+        return min(self._versions.values(), default=-1)
+
+    def begin(self) -> GroupTask:
+        """What a further turn is sampled for."""
+        return _Turn(self._asked, self)
+
+    def turn_at(self, turn: GroupTask, version: int) -> None:
+        """A turn was dispatched at `version`, or its first token came from it."""
+        before = self.floor
+        self._versions[turn] = version
+        if self.floor != before:
+            self._asked.member_at(self._member, self.floor)
+
+
+class _Turn(GroupTask):
+    """One turn of an episode."""
+
+    def __init__(self, asked: GroupTask, episode: OldestTurn) -> None:
+        super().__init__(asked.task, asked.group, asked.slots)
+        self._episode = episode
+
+    def member_at(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one member
+        self._episode.turn_at(self, version)

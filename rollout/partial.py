@@ -16,7 +16,7 @@ from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Spans, first_tokens, join_spans
-from penstock.rollout.lease import InterruptionKind
+from penstock.rollout.pool import InterruptionKind
 
 
 @dataclass(slots=True)
@@ -42,28 +42,33 @@ class ResumeStats:
 
 
 @dataclass(slots=True)
-class PartialTrajectory:
-    """Tokens received so far, delta by delta. They are never sampled again.
+class PartialTurn:
+    """Tokens of a turn received so far, delta by delta. They are never sampled again.
 
     Attributes:
+        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
+            the episode so far; -1 is any.
+        on_delta: Called with each delta when it is kept; may `cut`.
         num_tokens: Sampled so far.
         resumed_with: Tokens it had when it was last resumed; 0 if it never was.
         num_interruptions: So far, those of earlier turns included.
+        is_cut: It was ended before its engine ended it.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    floor: int = -1
+    on_delta: Callable[[TokenDelta], None] | None = None
     num_tokens: int = 0
     resumed_with: int = 0
     num_interruptions: int = 0
     finish_reason: FinishReason | None = None
-    _deltas: list[TokenDelta] | None = None
+    is_cut: bool = False
+    _deltas: list[TokenDelta] = field(default_factory=list)
 
     def joined(self) -> TokenDelta:
         """All that was sampled, as if it had come at once."""
-        deltas = self._deltas or ()
-        if len(deltas) == 1 and len(deltas[0].spans) == 1:
-            return deltas[0]
+        deltas = self._deltas
         return TokenDelta(
             tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
             tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
@@ -91,18 +96,16 @@ class PartialTrajectory:
         return self.sampling.max_new_tokens - self.num_tokens
 
     def min_version(self) -> int:
-        """Oldest version that may go on with it (I4); -1 is any."""
-        return self._newest_or(-1)
+        """Oldest version that may go on with it (I4): that of its newest token, before the first its floor."""
+        return next((delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), self.floor)
 
-    def extend(self, delta: TokenDelta) -> bool:
-        """Keep what an engine reported; says whether that is enough, and the engine is to stop."""
-        if self._deltas is None:
-            self._deltas = [delta]  # not before: most of its life a trajectory waits for its first tokens
-        else:
-            self._deltas.append(delta)
+    def extend(self, delta: TokenDelta) -> None:
+        """Keep what an engine reported; `is_cut` says whether that is enough, and the engine is to stop."""
+        self._deltas.append(delta)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
-        return False
+        if self.on_delta is not None:
+            self.on_delta(delta)
 
     def request(self, request_id: RequestId) -> GenerateRequest:
         """Ask for all of it, or for what is missing."""
@@ -110,12 +113,6 @@ class PartialTrajectory:
             return GenerateRequest(request_id, self.prompt_ids, self.sampling)
         prompt = (*self.prompt_ids, *self.token_ids)
         return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()))
-
-    def _newest_or(self, default: int) -> int:
-        """Version of the newest token."""
-        if self._deltas is None:
-            return default
-        return next((delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), default)
 
     def settle(self) -> bool:
         """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""
@@ -126,34 +123,8 @@ class PartialTrajectory:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-
-@dataclass(slots=True)
-class PartialTurn(PartialTrajectory):
-    """One turn of an episode; what only turns need is kept out of the thousands that have none.
-
-    Attributes:
-        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
-            the episode so far; -1 is any.
-        on_delta: Called with each delta when it is kept; may `cut`.
-    """
-
-    floor: int = -1
-    on_delta: Callable[[TokenDelta], None] | None = None
-    _is_cut: bool = False
-
-    def min_version(self) -> int:
-        """As of any trajectory; before the first token its floor."""
-        return self._newest_or(self.floor)
-
-    def extend(self, delta: TokenDelta) -> bool:
-        """Keep what an engine reported, and look whether that is enough."""
-        PartialTrajectory.extend(self, delta)
-        if self.on_delta is not None:
-            self.on_delta(delta)
-        return self._is_cut
-
     def cut(self, num_tokens: int) -> None:
         """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""
         logprobs = self.logprobs[:num_tokens]
         self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
-        self.num_tokens, self.finish_reason, self._is_cut = num_tokens, "stop", True
+        self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True

@@ -1,9 +1,12 @@
 """The engines as one pool: slots of engines, leased to trajectories.
 
+A lease is the right to run one request on one engine, for as long as a context is open, so a slot cannot leak. While a
+request runs under it, the lease is also where it can be interrupted: silence and fencing end it from outside.
+
 Consumes: leases. Waits for: an engine with a free slot, new enough. Unblocked by: a lease given back, an engine that
 joins or gets newer weights, the loss of the last engine that serves or is coming back (then every waiter gets the
-error), the time limit for a version that no engine has. A lease is a context manager, so a slot cannot leak. Who gets
-what is decided in rollout/dispatch.py; here are only the futures.
+error), the time limit for a version that no engine has. Who gets what is decided in rollout/dispatch.py; here are only
+the futures.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Self
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
 from penstock.rollout.config import RolloutConfig
 from penstock.rollout.dispatch import Dispatcher
-from penstock.rollout.lease import Gang, Lease
-from penstock.rollout.routing import EngineView, PrefixAware, RoutingPolicy, Ticket, make_policy
+from penstock.rollout.routing import EngineView, LeastLoaded, PrefixAware, Ticket, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,167 @@ LOSSES_IN_A_ROW = 8
 """An engine that loses so many requests without delivering a token in between is fenced off, if they were of at least
 `LOSING_GROUPS`: what only one group loses, wherever it goes, may be its own fault."""
 LOSING_GROUPS = 2
+
+
+InterruptionKind = Literal["lost", "aborted", "silent", "fenced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """Why an engine will not finish a request; the trajectory can go on from its tokens."""
+
+    kind: InterruptionKind
+    reason: str
+    view: EngineView
+
+    @property
+    def may_be_the_requests_fault(self) -> bool:
+        """Whether the engine died with it or stood still over it; not if it went out of service for other reasons."""
+        return self.kind == "silent" or (self.kind == "lost" and self.view.fenced is not None)
+
+
+class Lease(Ticket):
+    """One slot, from `acquire` to `release` or under `async with`; afterwards it cannot be used again.
+
+    Attributes:
+        granted: Resolved with the grant of a lease that waits.
+        heard_at: When the engine last delivered tokens, or the lease was granted or began to wait; seconds.
+        interruption: Why it was interrupted from outside, if it was.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        tokens: int = 1,
+        prefix: str | None = None,
+        min_version: int = -1,
+        avoid: EngineId | None = None,
+        slots: int = 1,
+        gang: Gang | None = None,
+    ) -> None:
+        super().__init__(tokens, prefix, min_version, avoid, slots)
+        self.granted: asyncio.Future[None] | None = None
+        self.heard_at = 0.0
+        self.interruption: Interruption | None = None
+        self._pool = pool
+        self._gang = gang
+        self._holder: asyncio.Task[object] | None = None
+        self._cancelling = 0
+
+    async def acquire(self) -> None:
+        """Wait for the slot. If that fails or is cancelled there is nothing to release."""
+        self.heard_at = _now()
+        if self._gang is not None:
+            self._gang.join(self)
+            return
+        self._pool.submit(self)
+        if self.granted is not None:
+            try:
+                await self.granted
+            except BaseException:
+                self._pool.give_up(self)
+                raise
+            self.heard_at = _now()
+
+    def release(self) -> None:
+        """Give the slot back; nothing under it can be interrupted any more."""
+        self._holder = None
+        if self._gang is not None:
+            self._gang.num_members -= 1
+        self._pool.give_back(self)
+
+    async def __aenter__(self) -> Self:
+        await self.acquire()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self.release()
+
+    @property
+    def engine(self) -> Engine:
+        assert self.view is not None, "held between enter and exit"
+        return self.view.engine
+
+    def received(self, num_tokens: int) -> None:
+        """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
+        now = _now()
+        assert self.view is not None, "tokens without a grant"
+        self._pool.delivered(self, self.view, num_tokens, now - self.heard_at)
+        self.heard_at = now
+
+    def lost(self, error: EngineLostError, group: Hashable) -> None:
+        """The engine lost the request, or was silent; one that is dead, or loses many in a row, is fenced off.
+
+        Args:
+            error: Why.
+            group: Whose request it was: one group alone may be the cause of all that it loses.
+        """
+        self._holder = None  # fencing interrupts the others on this engine, not the one that tells
+        assert self.view is not None, "reported while held"
+        self._pool.lost(self.view, error, group)
+
+    def hold(self) -> None:
+        """Until `let_go` the present task may be interrupted, by a cancellation that `was_interrupted` tells."""
+        self._holder = holder = asyncio.current_task()
+        assert holder is not None, "called in a task"
+        self._cancelling = holder.cancelling()
+
+    def let_go(self) -> None:
+        self._holder = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a request runs under it that can be interrupted."""
+        return self._holder is not None
+
+    def interrupt(self, kind: InterruptionKind, reason: str) -> None:
+        """End the request under this lease from outside; only the first reason counts."""
+        if self._holder is not None and self.interruption is None:
+            assert self.view is not None, "a request runs"
+            self.interruption = Interruption(kind, reason, self.view)
+            self._holder.cancel()
+
+    def was_interrupted(self) -> bool:
+        """Whether a CancelledError that was just caught is ours alone. It is then used up (as in asyncio.timeout)."""
+        if self.interruption is None:
+            return False
+        task = asyncio.current_task()
+        assert task is not None, "called in a task"
+        return task.uncancel() <= self._cancelling
+
+
+class Gang:
+    """Slots of one engine, held together; members lease from it at once.
+
+    Attributes:
+        num_members: Leases of it that are held.
+    """
+
+    def __init__(self, pool: EnginePool, held: Lease) -> None:
+        self.num_members = 0
+        self._pool = pool
+        self._held = held
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that all members run on."""
+        return self._held.engine
+
+    def lease(
+        self, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
+    ) -> Lease:
+        """One of the gang's slots; if its engine is gone, or the gang has ended, any slot."""
+        view = self._held.view
+        if view is None or view.fenced is not None or avoid == view.engine_id:
+            return self._pool.lease(tokens=tokens, prefix=prefix, min_version=min_version, avoid=avoid)
+        return Lease(self._pool, tokens, prefix, min_version, slots=0, gang=self)
+
+    def join(self, lease: Lease) -> None:
+        """Grant a lease of a member."""
+        assert self.num_members < self._held.slots, f"a gang of {self._held.slots} slots has no more"
+        assert self._held.view is not None, "leased inside the gang's context"
+        self.num_members += 1
+        self._pool.join(lease, self._held.view)
 
 
 class EnginePool:
@@ -45,16 +209,14 @@ class EnginePool:
         max_per_engine: int,
         seed: int = 0,
         *,
-        policy: RoutingPolicy | None = None,
+        policy: LeastLoaded | None = None,
         version_timeout_s: float = 600.0,
     ) -> None:
-        self.loop = asyncio.get_running_loop()
         self.max_per_engine = max_per_engine
         self.version_timeout_s = version_timeout_s
         self._dispatcher = Dispatcher(policy or PrefixAware(seed))
         for engine in engines:
             self._dispatcher.add(EngineView(engine, max_per_engine, max_per_engine))
-        self._promised: dict[Lease, asyncio.Future[None]] = {}
         self._num_leases = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -144,7 +306,7 @@ class EnginePool:
         if (quiet := self._quiet.pop(view, None)) is not None:
             quiet.set()
         if self._dispatcher.stalled():
-            self._watch_stall(self.loop.time() + self.version_timeout_s)
+            self._watch_stall(_now() + self.version_timeout_s)
         self._fail_if_hopeless()
 
     def _fail_if_hopeless(self) -> None:
@@ -233,26 +395,23 @@ class EnginePool:
         while view.in_use and view.fenced is None:
             await self._quiet.setdefault(view, asyncio.Event()).wait()
 
-    # What leases call (SlotSource).
+    # What leases call.
 
-    def take(self, lease: Lease) -> bool:
+    def submit(self, lease: Lease) -> None:
+        """Grant it at once, or let it wait for `lease.granted`."""
         dispatcher = self._dispatcher
         if not dispatcher.num_serving and not self._returning:
             raise EngineLostError(self._nobody())
         if dispatcher.submit(lease):
             self._num_leases += 1
-            if self._num_leases == 1:
-                self._idle.clear()
-            return True
-        self._promised[lease] = self.loop.create_future()
+            self._idle.clear()
+            return
+        lease.granted = asyncio.get_running_loop().create_future()
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.floor:
             self._watch_stall(lease.heard_at + self.version_timeout_s)
-        return False
-
-    def promise(self, lease: Lease) -> asyncio.Future[None]:
-        return self._promised[lease]
 
     def join(self, lease: Lease, view: EngineView) -> None:
+        """Grant a lease that takes no slot of its own."""
         self._dispatcher.join(lease, view)
         self._num_leases += 1
 
@@ -269,18 +428,19 @@ class EnginePool:
             quiet.set()
 
     def give_up(self, lease: Lease) -> None:
+        """Its waiter was cancelled, before or just after the grant."""
         if lease.view is not None:
             self.give_back(lease)
         elif lease.waits_at is not None:
-            del self._promised[lease]
             self._settle(self._dispatcher.withdraw(lease))
 
-    def measured(self, view: EngineView) -> None:
-        self._dispatcher.assume(view.speed)
+    def delivered(self, lease: Lease, view: EngineView, num_tokens: int, elapsed_s: float) -> None:
+        """The engine of `view` delivered tokens of one of its requests."""
+        if view.delivered(lease, num_tokens, elapsed_s):
+            self._dispatcher.assume(view.speed)
 
-    def lost(self, lease: Lease, error: EngineLostError, group: Hashable) -> None:
-        view = lease.view
-        assert view is not None, "reported while held"
+    def lost(self, view: EngineView, error: EngineLostError, group: Hashable) -> None:
+        """The engine of `view` lost a request of `group`."""
         view.losses += 1
         view.losers.add(group)
         if view.fenced is not None:
@@ -297,28 +457,28 @@ class EnginePool:
             assert isinstance(lease, Lease), "the pool submits leases"
             self._num_leases += 1
             self._idle.clear()
-            promised = self._promised.pop(lease)
-            if not promised.done():
-                promised.set_result(None)
+            assert lease.granted is not None, "it waited"
+            if not lease.granted.done():
+                lease.granted.set_result(None)
 
     def _fail(self, waiting: Iterable[Ticket], error: Exception) -> None:
         for ticket in list(waiting):
             assert isinstance(ticket, Lease), "the pool submits leases"
             self._settle(self._dispatcher.withdraw(ticket))
-            promised = self._promised.pop(ticket)
-            if not promised.done():
-                promised.set_exception(error)
+            assert ticket.granted is not None, "it waits"
+            if not ticket.granted.done():
+                ticket.granted.set_exception(error)
 
     def _watch_stall(self, at: float) -> None:
         """Look for stalled leases at a time of the loop's clock, or earlier if that is due already."""
         if self._stall is None:
-            self._stall = self.loop.call_at(at, self._end_stalled)
+            self._stall = asyncio.get_running_loop().call_at(at, self._end_stalled)
 
     def _end_stalled(self) -> None:
         """Fail those whose time is up; they wait for a version that no engine has."""
         self._stall = None
         stalled = [ticket for ticket in self._dispatcher.stalled() if isinstance(ticket, Lease)]
-        now = self.loop.time()
+        now = _now()
         # One sum says who is late and when to look again: with two that round differently, a look may find nobody late
         # and ask for another at once, without end.
         deadlines = {lease: lease.heard_at + self.version_timeout_s for lease in stalled}
@@ -333,6 +493,11 @@ class EnginePool:
 
     def _nobody(self) -> str:
         return f"no rollout engine is left in service: {self.fenced}"
+
+
+def _now() -> float:
+    """Seconds, by the clock of the event loop."""
+    return asyncio.get_running_loop().time()
 
 
 def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int) -> EnginePool:

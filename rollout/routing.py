@@ -13,7 +13,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
@@ -87,8 +87,8 @@ class EngineView:
         return (
             self.open_index >= 0
             and self.in_use + ticket.slots <= self.limit
-            and (ticket.min_version < 0 or self.engine.version >= ticket.min_version)
-            and (ticket.avoid is None or self.engine.engine_id != ticket.avoid)
+            and (ticket.min_version < 0 or self.version >= ticket.min_version)
+            and self.engine_id != ticket.avoid
         )
 
     def delivered(self, ticket: Ticket, num_tokens: int, elapsed_s: float) -> bool:
@@ -96,22 +96,22 @@ class EngineView:
 
         Speed is a ratio of averages: short intervals weigh little.
         """
-        fewer = num_tokens if num_tokens < ticket.tokens else ticket.tokens  # noqa: FURB136 - `min` is a call
+        fewer = min(num_tokens, ticket.tokens)
         ticket.tokens -= fewer
         self.outstanding_tokens -= fewer
-        if self.losses:
-            self.losses = 0
-            self.losers.clear()
+        self.losses = 0
+        self.losers.clear()
         if elapsed_s <= 0:
             return False
-        before = self._seconds
-        self._tokens = tokens = self._tokens * SPEED_DECAY + num_tokens
-        self._seconds = seconds = before * SPEED_DECAY + elapsed_s
-        if tokens > 0:
-            self.speed = tokens / seconds
-        return not before
+        is_first = not self.is_measured
+        self._tokens = self._tokens * SPEED_DECAY + num_tokens
+        self._seconds = self._seconds * SPEED_DECAY + elapsed_s
+        if self._tokens > 0:
+            self.speed = self._tokens / self._seconds
+        return is_first
 
 
+@dataclass(eq=False)
 class Ticket:
     """A request for slots, from its submission to its release.
 
@@ -126,60 +126,32 @@ class Ticket:
         waits_at: The waiting line it stands in.
     """
 
-    __slots__ = ("avoid", "min_version", "prefix", "serial", "slots", "tokens", "view", "waits_at")
-
-    def __init__(
-        self,
-        tokens: int = 1,
-        prefix: str | None = None,
-        min_version: int = -1,
-        avoid: EngineId | None = None,
-        slots: int = 1,
-    ) -> None:
-        self.tokens = tokens
-        self.prefix = prefix
-        self.min_version = min_version
-        self.avoid = avoid
-        self.slots = slots
-        self.serial = -1
-        self.view: EngineView | None = None
-        self.waits_at: OrderedDict[Ticket, None] | None = None
-
-
-class RoutingPolicy(Protocol):
-    """Decides; the dispatcher keeps the books."""
-
-    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        """One of `views`, which is not empty and all of which may take it."""
-        ...
-
-    def home(self, ticket: Ticket) -> EngineView | None:
-        """The engine that holds its prefix, if any and if that matters."""
-        ...
-
-    def placed(self, ticket: Ticket, view: EngineView) -> None:
-        """It was granted."""
-        ...
+    tokens: int = 1
+    prefix: str | None = None
+    min_version: int = -1
+    avoid: EngineId | None = None
+    slots: int = 1
+    serial: int = -1
+    view: EngineView | None = None
+    waits_at: OrderedDict[Ticket, None] | None = None
 
 
 class LeastLoaded:
-    """The engine that would be least loaded with the request; ties are broken at random."""
+    """Takes the engine that would be least loaded with the request; ties are broken at random.
+
+    It decides; the dispatcher keeps the books.
+    """
 
     def __init__(self, seed: int = 0) -> None:
-        self._draw = random.Random(seed).random
+        self._rng = random.Random(seed)
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        return self._least_loaded(views, ticket.tokens)
-
-    def _least_loaded(self, views: Sequence[EngineView], tokens: int) -> EngineView:
-        count, draw = len(views), self._draw
-        if count <= FULL_SCAN:
-            return self._best_of_all(views, tokens)
-        one, other = views[int(draw() * count)], views[int(draw() * count)]
-        is_other = (other.outstanding_tokens + tokens) * one.speed < (one.outstanding_tokens + tokens) * other.speed
-        return other if is_other else one
-
-    def _best_of_all(self, views: Sequence[EngineView], tokens: int) -> EngineView:
+        """One of `views`, which is not empty and all of which may take it."""
+        tokens, num_views = ticket.tokens, len(views)
+        if num_views > FULL_SCAN:
+            one, other = views[int(self._rng.random() * num_views)], views[int(self._rng.random() * num_views)]
+            is_other = (other.outstanding_tokens + tokens) * one.speed < (one.outstanding_tokens + tokens) * other.speed
+            return other if is_other else one
         best, fewest, num_equal = views[0], math.inf, 0
         for view in views:
             load = (view.outstanding_tokens + tokens) / view.speed
@@ -187,15 +159,16 @@ class LeastLoaded:
                 best, fewest, num_equal = view, load, 1
             elif load == fewest:
                 num_equal += 1
-                if self._draw() * num_equal < 1:
+                if self._rng.random() * num_equal < 1:
                     best = view
         return best
 
     def home(self, ticket: Ticket) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
+        """The engine that holds its prefix, if any and if that matters."""
         return None
 
     def placed(self, ticket: Ticket, view: EngineView) -> None:
-        pass
+        """It was granted."""
 
 
 class PrefixAware(LeastLoaded):
@@ -208,16 +181,15 @@ class PrefixAware(LeastLoaded):
         super().__init__(seed)
         self._max_lead = max_lead
         self._homes: OrderedDict[str, EngineView] = OrderedDict()
-        self._newest: str | None = None
 
     def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
-        tokens, home = ticket.tokens, None if ticket.prefix is None else self._homes.get(ticket.prefix)
+        home = self.home(ticket)
         if home is None or not home.may_take(ticket):
-            return self._least_loaded(views, tokens)
-        allowed = self._max_lead * home.max_slots * tokens
+            return super().choose(views, ticket)
+        allowed = self._max_lead * home.max_slots * ticket.tokens
         if home.outstanding_tokens <= allowed:
             return home  # it cannot lead by more than it has
-        best = self._least_loaded(views, tokens)
+        best = super().choose(views, ticket)
         lead = home.outstanding_tokens - best.outstanding_tokens * home.speed / best.speed
         return best if lead > allowed else home
 
@@ -228,18 +200,14 @@ class PrefixAware(LeastLoaded):
         return None if view is None or view.fenced is not None else view
 
     def placed(self, ticket: Ticket, view: EngineView) -> None:
-        prefix, homes = ticket.prefix, self._homes
-        if prefix is None:
+        if ticket.prefix is None:
             return
-        if prefix is self._newest and homes[prefix] is view:
-            return  # members of a group mostly come one after another
-        self._newest = prefix
-        homes[prefix] = view
-        homes.move_to_end(prefix)
-        if len(homes) > MAX_HOMES:
-            homes.popitem(last=False)
+        self._homes[ticket.prefix] = view
+        self._homes.move_to_end(ticket.prefix)
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
 
 
-def make_policy(name: RoutingName, seed: int) -> RoutingPolicy:
+def make_policy(name: RoutingName, seed: int) -> LeastLoaded:
     """The policy that the configuration names."""
     return PrefixAware(seed) if name == "prefix_aware" else LeastLoaded(seed)

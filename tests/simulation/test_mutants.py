@@ -34,8 +34,7 @@ from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.lease import Lease
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool import EnginePool, Lease
 from penstock.rollout.routing import EngineView
 
 SEEDS = 12

@@ -13,8 +13,7 @@ from penstock.actors.publisher import InFlight, Rolling, make_updater
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
-from penstock.rollout.lease import Lease
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool import EnginePool, Lease
 from penstock.weights.config import WeightsConfig
 
 

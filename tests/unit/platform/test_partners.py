@@ -18,8 +18,7 @@ from penstock.platform.placement import plan_placement
 from penstock.platform.streams import stream_of
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.shared_groups import SharedGroups
+from penstock.rollout.runner import SharedGroups, TrajectoryRunner
 from tests.fakes import FakeEngine
 from tests.flows import CODEC
 

@@ -14,7 +14,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.rollout.group_task import GroupTask
-from penstock.rollout.partial import PartialTrajectory
+from penstock.rollout.partial import PartialTurn
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
@@ -166,7 +166,7 @@ async def test_when_only_the_last_word_of_an_engine_is_lost_nothing_is_sampled_a
     dying = engine(loses_at=lambda _serial: num_sampled)
 
     async def without_last_word(request):  # type: ignore[no-untyped-def]
-        partial = PartialTrajectory(request.prompt_token_ids, request.sampling)
+        partial = PartialTurn(request.prompt_token_ids, request.sampling)
         async for delta in FakeEngine.generate(dying, request):
             partial.extend(delta)
             if not is_one_delta:

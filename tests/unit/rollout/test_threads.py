@@ -22,8 +22,7 @@ from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.episode_child import EpisodeReply, to_episode_reply
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.oldest_turn import OldestTurn
+from penstock.rollout.group_task import GroupTask, OldestTurn
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.routing import EngineView, LeastLoaded, Ticket
 from penstock.rollout.runner import TrajectoryRunner
