@@ -24,14 +24,14 @@ def ray_processes() -> list[psutil.Process]:
     return found
 
 
-def end_processes(processes: list[psutil.Process], grace_s: float = GRACE_S) -> int:
-    """Wait `grace_s` for processes to end by themselves, then kill the rest; returns how many had to be killed.
+def end_processes(processes: list[psutil.Process]) -> int:
+    """Wait `GRACE_S` for processes to end by themselves, then kill the rest; returns how many had to be killed.
 
     A process keeps its identity here (pid and start time), so a reused pid is never hit.
     """
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    _, alive = psutil.wait_procs(processes, timeout=GRACE_S)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
+    psutil.wait_procs(alive, timeout=GRACE_S)
     return len(alive)

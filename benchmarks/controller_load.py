@@ -30,7 +30,7 @@ from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.garbage import collect_rarely
+from penstock.platform.lifecycle import collect_rarely
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine

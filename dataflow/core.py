@@ -24,6 +24,8 @@ Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
 """Why a report changed nothing."""
 Hold = Literal["too_few", "generating", "scoring"]
 """What holds a batch open: too few groups are ready; or enough are, and one that must still be in is not."""
+MAX_LISTED = 8
+"""Groups that a time-out names."""
 _GENERATING, _SCORING = (GroupState.GENERATING,), (GroupState.SCORING,)
 
 
@@ -240,11 +242,11 @@ class Dataflow:
             return "too_few"
         return "scoring" if awaited.state is GroupState.SCORING else "generating"
 
-    def waiting_for(self, most: int = 8) -> str:
+    def waiting_for(self) -> str:
         """One sentence for time-outs: what the next batch waits for."""
         unready = [r for r in self.ledger.live() if r.state in UNREADY]
-        listed = ", ".join(f"{r.group_id}:{r.state}(oldest v{r.oldest_version})" for r in unready[:most])
-        more = f" and {len(unready) - most} more" if len(unready) > most else ""
+        listed = ", ".join(f"{r.group_id}:{r.state}(oldest v{r.oldest_version})" for r in unready[:MAX_LISTED])
+        more = f" and {len(unready) - MAX_LISTED} more" if len(unready) > MAX_LISTED else ""
         return (
             f"{self.num_ready} of {self.limits.batch_groups} groups ready at v{self.version}; "
             f"unfinished: {listed or 'none'}{more}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import traceback
@@ -13,9 +14,9 @@ from typing import Any
 
 from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.garbage import collect_rarely
 
 EXIT_OK = 0
+YOUNG_OBJECTS = 100_000
 SAME_SIGNAL_S = 1.0
 """Signals that come so soon after the first are that one: `timeout`, `uv run` and the like pass on what the terminal
 has sent to the whole process group."""
@@ -31,6 +32,15 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the r
     def __init__(self, signum: int) -> None:
         self.signum = signum
         super().__init__(signal.Signals(signum).name)
+
+
+def collect_rarely() -> None:
+    """Look for garbage in cycles after 100,000 young objects instead of 700.
+
+    A run keeps hundreds of thousands of small objects alive (tasks, futures, records of live groups), and walking them
+    was half of the time of a trajectory. What the flow lets go is freed by reference counts, so cycles may wait.
+    """
+    gc.set_threshold(YOUNG_OBJECTS, 20, 100)
 
 
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
