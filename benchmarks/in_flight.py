@@ -41,8 +41,9 @@ from penstock.rollout.tokenizers import character_tokenizer
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
@@ -71,22 +72,18 @@ class Publisher:
 
 
 def trainer_of(model: ModelConfig, lr: float) -> PolicyTrainer:
-    optimizer = OptimizerConfig(lr=lr)
-    return build_trainer(
-        str(model.path),
-        model,
-        TrainerConfig(backend="torch", max_tokens_per_micro_batch=4096, optimizer=optimizer),
-        AlgorithmConfig(),
-        rank=0,
-        world_size=1,
-        master_port=0,
+    spec = TrainerSpec(
+        model_path=str(model.path),
+        model=model,
+        trainer=TrainerConfig(backend="torch", max_tokens_per_micro_batch=4096, optimizer=OptimizerConfig(lr=lr)),
+        algorithm=AlgorithmConfig(),
         device="cpu",
         threads=1,
         seed=0,
         temperature=1.0,
         max_new_tokens=TOKENS,
-        critic=CriticConfig(optimizer=optimizer),
     )
+    return build_trainer(spec)
 
 
 @asynccontextmanager

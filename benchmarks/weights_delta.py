@@ -35,6 +35,7 @@ from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.config.compose import compose_config
 from penstock.rollout.tokenizers import load_codec
 from penstock.trainer.build import build_trainer
+from penstock.trainer.spec import TrainerSpec
 from penstock.weights.codec.codec import ReceiverState, SenderState, words
 from penstock.weights.codec.wire import CODECS, CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
@@ -161,20 +162,18 @@ def measure(policy: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
             *overrides,
         ]
     )
-    trainer = build_trainer(
-        str(policy),
-        config.model,
-        config.trainer,
-        config.algorithm,
-        rank=0,
-        world_size=1,
-        master_port=0,
+    spec = TrainerSpec(
+        model_path=str(policy),
+        model=config.model,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
         device="cpu",
         threads=1,
         seed=config.seed,
         temperature=config.rollout.sampling.temperature,
         max_new_tokens=config.rollout.sampling.max_new_tokens,
     )
+    trainer = build_trainer(spec)
     sampler, weights = Sampler(str(policy), config), trainer.local_weights()
     channels = {wire: {codec: Channel(codec, wire, weights) for codec in CODECS} for wire in WIRES}
     for channel in (channel for some in channels.values() for channel in some.values()):
