@@ -26,12 +26,24 @@ ADAPTERS = [
 SMALL = ["dataflow.batch_groups=8", "total_steps=3", "evaluation.num_tasks=32"]
 
 
+# Greedy accuracy rose by 0.29 to 0.31 with seeds 0 to 2 of the run (n = 1 each), and the reward by 0.06 to 0.07.
+LEARNING = [
+    "trainer.optimizer.lr=1e-4",
+    "trainer.optimizer.warmup_steps=5",
+    "total_steps=30",
+    "evaluation.every_steps=10",
+]
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.full)])
 def test_the_demo_learns_asynchronously_and_accounts_for_everything(
-    workspace: Path, train_overrides: list[str]
+    engine: str, workspace: Path, train_overrides: list[str]
 ) -> None:
-    done = run_cli("train", *train_overrides, "name=demo", "total_steps=30", "evaluation.every_steps=10", cwd=workspace)
+    name = f"demo_{engine}"
+    overrides = [*train_overrides, *LEARNING, f"rollout/engine={engine}", f"name={name}"]
+    done = run_cli("train", *overrides, cwd=workspace)
     assert done.returncode == 0, done.stderr
-    run_dir = workspace / "runs" / "demo"
+    run_dir = workspace / "runs" / name
     summary = read_summary(run_dir)
     assert summary["eval_after"] > summary["eval_before"] + 0.2, "greedy accuracy"
     assert summary["reward_last"] > summary["reward_first"], "mean of the sampled rewards, last ten steps and first ten"
@@ -180,7 +192,7 @@ def test_two_policies_learn_from_each_others_attempts(
     workspace: Path, train_overrides: list[str], tmp_path: Path
 ) -> None:
     """The partner begins with random weights: nothing it samples may harm the policy."""
-    two = ["experiment=arithmetic_two_policies", *train_overrides[1:]]
+    two = ["experiment=arithmetic_two_policies", *train_overrides[1:], "partner.model.shape.num_layers=2"]
     model = compose_config(two).partner_view.model
     create_policy(model, character_tokenizer(), str(tmp_path / "partner"), seed=0)
     overrides = [f"partner.model.path={tmp_path / 'partner'}", "rollout/engine=torch", "name=two_policies"]
@@ -194,7 +206,7 @@ def test_two_policies_learn_from_each_others_attempts(
     assert own[0] > 0 < others[0]
     assert read_metric(run_dir, "mismatch/abs_logprob_max")[0] < 1e-4, "of own tokens only"
     assert read_metric(run_dir, "partner/mismatch/abs_logprob_max")[0] < 1e-4
-    for policy, layers in (("policy", 4), ("partner", 3)):
+    for policy, layers in (("policy", 3), ("partner", 2)):
         assert json.loads((run_dir / policy / "config.json").read_text())["num_hidden_layers"] == layers
 
 
