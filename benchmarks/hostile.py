@@ -3,7 +3,7 @@
     python benchmarks/hostile.py > benchmarks/results/hostile.md
 
 Programs are those of `penstock sandbox check`; acts of rewards, environments and tools are those of
-tests/hostile_acts.py, committed in the processes that a run has.
+tests/hostile_acts.py, committed in the processes that a run has, with `isolation: strict`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PREFIX = re.compile(r"^(env: )?(step of t/0: )?(tests\.hostile_acts:reward on 0
 _RIGHTS = """\
 Who has which rights:
 
-| | program in the sandbox | reward, environment, tool | those with `rights: user`, and penstock's own |
+| | program in the sandbox | reward, environment, tool with `isolation: strict` | the same with `process`, the default |
 | --- | --- | --- | --- |
 | reads the environment | six harmless names | harmless names, and those granted | all but `WANDB_API_KEY` |
 | reads home, `/tmp` of others | no | what is granted, or named in `args` | yes |
@@ -86,7 +86,8 @@ def main() -> None:
         "",
     ]
     lines += [
-        f"The same acts in a reward, in a step of an environment, and in a tool: {len(committed)} acts; {num_bad}",
+        "The same acts in a reward, in a step of an environment, and in a tool, with `isolation: strict`:",
+        f"{len(committed)} acts; {num_bad}",
         "left a process or kept the next episode from being played; none got, wrote or reached anything of the",
         "host. `error: …` is said to the model, and the episode goes on.",
         "",

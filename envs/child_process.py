@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
-import logging
 import os
 import shutil
 import signal
@@ -15,23 +13,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
-from penstock.envs.containment import why_not_contained
 from penstock.envs.contract import Device
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
 from penstock.envs.rights import Grants, environment_for, grants_of_reward
+from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
 _LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
-logger = logging.getLogger(__name__)
+_NO_JAILS = (
+    "{section}.isolation=strict, but this host makes no jails: {problem}. Allow user namespaces (sysctl "
+    "user.max_user_namespaces, kernel.unprivileged_userns_clone; docker: --security-opt seccomp=unconfined), or set "
+    "{section}.isolation=process: then it has your rights."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class ChildSpec:
         section: Of the configuration, where the limits are.
         module: Its `main(arguments)` serves frames until its socket closes.
         arguments: Behind the number of its socket.
-        grants: What contained code may have; None: the user's rights.
+        grants: What jailed code may have; None: it is not jailed.
         is_hello: Whether what it says first is well-formed.
         is_reply: The same of an answer. The user's code can write into the socket, so a process that sends anything
             else has died.
@@ -109,14 +111,15 @@ class ChildProcess(asyncio.Protocol):
         """Start the process and wait until it has loaded the function.
 
         Raises:
-            ConfigError: If the function does not load, or not in time.
+            ConfigError: If the function does not load, or not in time, or should be jailed where there are no jails.
             OSError: If the machine has no process, memory, file or disk space left for it.
         """
-        is_contained = self._spec.grants is not None and await _can_contain()
+        if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_jails)):
+            raise ConfigError([_NO_JAILS.format(section=self._spec.section, problem=problem)])
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = self._spawn(theirs, is_contained=is_contained)
+                self._process = self._spawn(theirs)
             except BaseException:
                 ours.close()
                 raise
@@ -131,7 +134,7 @@ class ChildProcess(asyncio.Protocol):
             raise ConfigError([hello["error"]])
         self.hello = hello
 
-    def _spawn(self, connection: socket.socket, *, is_contained: bool) -> subprocess.Popen[bytes]:
+    def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
         grants = self._spec.grants
         self._temporary = tempfile.mkdtemp(prefix=f"penstock-{self._spec.section}-")
         memory_gib = self._spec.max_memory_gib
@@ -142,7 +145,10 @@ class ChildProcess(asyncio.Protocol):
             "max_memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
             "max_processes": self._spec.max_processes,
             "temporary": self._temporary,
-            "grants": asdict(grants) if grants is not None and is_contained else None,
+            "has_network": grants is not None and grants.network,
+            "jail": []
+            if grants is None
+            else user_code_arguments(grants.read, self._temporary, has_network=grants.network),
         }
         paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # an argument has at most 128 KiB
@@ -255,21 +261,3 @@ class ChildProcess(asyncio.Protocol):
             self._hello.set_result({"error": f"{self._spec.label}: its process {self.end()} while loading it."})
         else:
             self._on_exit(self)
-
-
-async def _can_contain() -> bool:
-    """Whether this host can; the first time takes a trial."""
-    problem = await asyncio.to_thread(why_not_contained)
-    if problem:
-        _warn(problem)
-    return not problem
-
-
-@functools.cache
-def _warn(problem: str) -> None:
-    """Once: this host cannot contain user code."""
-    logger.warning(
-        "This host cannot contain rewards, environments and tools (%s): they read, write and connect as you can; only "
-        "the variables of the environment are kept from them. Allow user namespaces (docs/guides/sandbox.md).",
-        problem,
-    )

@@ -7,38 +7,39 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-USERS_RIGHTS = "user"
+STRICT, PROCESS = "strict", "process"
 
 
-class RightsConfig(BaseModel):
-    """What user code may do beside computing (docs/guides/sandbox.md); `user` is `{user: true}`.
+class IsolationConfig(BaseModel):
+    """What jailed user code is given (docs/guides/sandbox.md); `strict` is a section with nothing in it.
 
     Attributes:
-        user: All that the user may who starts the run; then nothing else counts.
-        network: Open connections.
+        network: The host's network.
         variables: Names in the environment that it sees, beside harmless ones.
-        read: Paths that it may read in home and in folders for temporary files.
+        read: Paths that it may read, beside the system's, this Python's, and those on the import path and in `args`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    user: bool = False
     network: bool = False
     variables: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
 
 
-def _named_rights(value: object) -> object:
-    """One set of rights has a name."""
-    if isinstance(value, str) and value != USERS_RIGHTS:
-        near = " Did you mean user?" if get_close_matches(value, [USERS_RIGHTS]) else ""
-        raise ValueError(f"it is null, user, or a section with network, variables and read.{near}")
+def _named_isolation(value: object) -> object:
+    """Two kinds have names."""
+    if isinstance(value, str):
+        if value not in (STRICT, PROCESS):
+            near = get_close_matches(value, [STRICT, PROCESS], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"it is process, strict, or a section with network, variables and read.{hint}")
+        return {} if value == STRICT else None
     if isinstance(value, dict):
         return {name: tuple(one) if isinstance(one, list) else one for name, one in value.items()}
-    return {"user": True} if value == USERS_RIGHTS else value
+    return value
 
 
-Rights = Annotated[RightsConfig | None, BeforeValidator(_named_rights)]
+Isolation = Annotated[IsolationConfig | None, BeforeValidator(_named_isolation)]
 
 
 class StreamConfig(BaseModel):
@@ -76,7 +77,8 @@ class EpisodeConfig(BaseModel):
         num_workers: Environment processes; each plays many episodes at a time.
         max_memory_gib: Memory of a process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
-        rights: What user code may do; None: contained, and the user's for code of Penstock's own (envs/rights.py).
+        isolation: `process`, which is None: a process with the user's rights, killed at a limit. `strict` or a
+            section: in a jail too, with what the section grants.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -89,7 +91,7 @@ class EpisodeConfig(BaseModel):
     num_workers: int = Field(default=1, ge=1)
     max_memory_gib: float | None = Field(default=8.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
-    rights: Rights = None
+    isolation: Isolation = None
 
 
 class EndpointConfig(BaseModel):
@@ -201,7 +203,8 @@ class RewardConfig(BaseModel):
         max_attempts: Tries of a call whose process dies, each in a fresh process; then the trajectory fails.
         max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
-        rights: What user code may do; None: contained, and the user's for code of Penstock's own (envs/rights.py).
+        isolation: `process`, which is None: a process with the user's rights, killed at a limit. `strict` or a
+            section: in a jail too, with what the section grants.
         cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure); of parts,
             those of each pure one.
     """
@@ -220,7 +223,7 @@ class RewardConfig(BaseModel):
     max_attempts: int = Field(default=2, ge=1)
     max_memory_gib: float | None = Field(default=4.0, gt=0)
     max_processes: int = Field(default=256, ge=1)
-    rights: Rights = None
+    isolation: Isolation = None
     cache_entries: int = Field(default=4096, ge=0)
 
     @property

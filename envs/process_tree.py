@@ -17,16 +17,25 @@ if TYPE_CHECKING:
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies, whatever session it is in."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent's thread ends."""
+    _prctl(_PR_SET_PDEATHSIG, SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
     import ctypes
 
     zeros = [ctypes.c_ulong(0)] * 3
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), *zeros) != 0:
-        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), *zeros) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def descendants(pid: int) -> list[int]:

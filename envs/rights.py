@@ -1,8 +1,6 @@
-"""Whose rights user code has: the user's, or none but those that are granted.
+"""What user code may reach: all that the user may, or, under `isolation: strict`, what it was given.
 
-Code of Penstock's own (a judge, a reward model, an adapter, agent programs) does what the user configured it to do, and
-has the user's rights. Everything else is contained (containment.py), with what `reward.rights` or `env.episode.rights`
-grants. Where a host does not allow that, only the environment is kept from it.
+Either way it runs in processes that are killed at a limit (child_process.py), and never sees the tracker's key.
 """
 
 from __future__ import annotations
@@ -12,13 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.envs.config import EnvConfig, RewardConfig, RightsConfig
-from penstock.envs.registry import factory_path
+from penstock.envs.config import EnvConfig, IsolationConfig, RewardConfig
 from penstock.envs.streams import stream_factories
 
-_OURS = "penstock."
 _NOT_FOR_USER_CODE = frozenset({"WANDB_API_KEY"})
-"""Secrets of the run that no reward and no environment needs, whatever rights it has."""
+"""Secrets of the run that no reward and no environment needs."""
 _NAMES = frozenset({
     "PATH", "LANG", "LANGUAGE", "TZ", "TERM", "HOME", "USER", "LOGNAME", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TORCH_HOME",
@@ -32,7 +28,7 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """What contained code may have.
+    """What jailed code may have.
 
     Attributes:
         network: The host's.
@@ -46,9 +42,8 @@ class Grants:
 
 
 def grants_of_reward(reward: RewardConfig) -> Grants | None:
-    """None: the user's rights."""
-    sources = [(reward.fn, reward.args), *((part.fn, part.args) for part in reward.parts.values())]
-    return _grants(reward.rights, [(path, args) for path, args in sources if path is not None])
+    """None: it is not jailed."""
+    return _grants(reward.isolation, [reward.args, *(part.args for part in reward.parts.values())])
 
 
 def grants_of_episodes(env: EnvConfig) -> Grants | None:
@@ -57,20 +52,15 @@ def grants_of_episodes(env: EnvConfig) -> Grants | None:
     Raises:
         ConfigError: If a factory is a name that nobody offers.
     """
-    factories = stream_factories(env).values()
-    return _grants(env.episode.rights, [(factory_path(one.factory), one.args) for one in factories])
+    return _grants(env.episode.isolation, [one.args for one in stream_factories(env).values()])
 
 
-def _grants(rights: RightsConfig | None, sources: Iterable[tuple[str, Mapping[str, Any]]]) -> Grants | None:
-    sources = list(sources)
-    if rights is None and all(path.startswith(_OURS) for path, _ in sources):
+def _grants(isolation: IsolationConfig | None, args: Iterable[Mapping[str, Any]]) -> Grants | None:
+    if isolation is None:
         return None
-    rights = rights or RightsConfig()
-    if rights.user:
-        return None
-    named = [os.path.expanduser(path) for path in rights.read]  # noqa: PTH111
-    named += [path for _, args in sources for path in _paths_in(args)]
-    return Grants(rights.network, rights.variables, tuple(dict.fromkeys(map(os.path.abspath, named))))
+    named = [os.path.expanduser(path) for path in isolation.read]  # noqa: PTH111
+    named += [path for one in args for path in _paths_in(one)]
+    return Grants(isolation.network, isolation.variables, tuple(dict.fromkeys(map(os.path.abspath, named))))
 
 
 def _paths_in(value: object) -> Iterator[str]:

@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
-from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig, RightsConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource, Observation
@@ -45,24 +45,23 @@ def parse_args(pairs: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in loaded.items()}
 
 
-def _rights(text: str | None) -> RightsConfig | None:
-    """What `--rights` grants; it is read as YAML, as on the command line of `train`.
+def _isolation(text: str | None) -> IsolationConfig | None:
+    """What `--isolation` says; it is read as YAML, as on the command line of `train`.
 
     Raises:
-        ConfigError: If it is neither `user` nor a set of rights.
+        ConfigError: If it is neither a word for it nor a set of grants.
     """
     from omegaconf import OmegaConf
 
     if text is None:
         return None
     try:
-        loaded = OmegaConf.to_container(OmegaConf.create(f"rights: {text}"))
+        loaded = OmegaConf.to_container(OmegaConf.create(f"isolation: {text}"))
         assert isinstance(loaded, dict)
-        return EpisodeConfig(rights=loaded["rights"]).rights
+        return EpisodeConfig(isolation=loaded["isolation"]).isolation
     except (ValueError, YAMLError) as error:
-        raise ConfigError(
-            [f"--rights={text!r}: write user, or what is granted, e.g. '{{network: true, variables: [MY_KEY]}}'."]
-        ) from error
+        wanted = "process, strict, or what is granted, e.g. '{network: true, variables: [MY_KEY]}'"
+        raise ConfigError([f"--isolation={text!r}: write {wanted}."]) from error
 
 
 def run_env_list(console: Console) -> int:
@@ -95,14 +94,14 @@ def run_env_check(
     max_turns: int,
     timeout_s: float,
     reward: str | None,
-    rights: str | None,
+    isolation: str | None,
     console: Console,
 ) -> int:
     """Play it with a scripted agent, or score scripted answers; 1 if something is wrong, else 0."""
-    granted = _rights(rights)
-    limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, rights=granted)
+    wanted = _isolation(isolation)
+    limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
     config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
-    scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s, rights=granted)
+    scored_by = None if reward is None else RewardConfig(fn=reward, timeout_s=timeout_s, isolation=wanted)
     findings: list[Finding] = asyncio.run(check_environment(config, scored_by))
     table = Table("check", "verdict", "what was found")
     for finding in findings:
@@ -114,10 +113,10 @@ def run_env_check(
 
 
 def run_env_play(
-    factory: str, pairs: list[str], ask: Callable[[], str], console: Console, rights: str | None = None
+    factory: str, pairs: list[str], ask: Callable[[], str], console: Console, isolation: str | None = None
 ) -> int:
     """Play one episode by hand; an empty line, or the end of the input, ends it."""
-    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=EpisodeConfig(rights=_rights(rights)))
+    config = EnvConfig(factory=factory, args=parse_args(pairs), episode=EpisodeConfig(isolation=_isolation(isolation)))
     source = load_task_source(config, 0)
     if not isinstance(source, EnvironmentSource):
         raise ConfigError(

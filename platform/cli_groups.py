@@ -17,9 +17,12 @@ sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args
 environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
 GROUPS = {"weights": weights, "sandbox": sandbox, "env": environments}
 
-Rights = Annotated[
+Isolation = Annotated[
     str | None,
-    typer.Option(help="As env.episode.rights and reward.rights: user, or e.g. '{network: true}'.", show_default=False),
+    typer.Option(
+        help="As env.episode.isolation and reward.isolation: process, strict, or e.g. '{network: true}'.",
+        show_default=False,
+    ),
 ]
 Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
 EnvArgs = Annotated[
@@ -88,20 +91,20 @@ def env_check(
     max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
     timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
     reward: Annotated[str | None, typer.Option(help="Scores answers of single-turn tasks: as reward.fn.")] = None,
-    rights: Rights = None,
+    isolation: Isolation = None,
 ) -> None:
     """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
     from penstock.platform.cli_env import run_env_check
 
-    exit_with(lambda: run_env_check(factory, args or [], max_turns, timeout_s, reward, rights, _console()))
+    exit_with(lambda: run_env_check(factory, args or [], max_turns, timeout_s, reward, isolation, _console()))
 
 
 @environments.command("play")
-def env_play(factory: Factory, args: EnvArgs = None, *, rights: Rights = None) -> None:
+def env_play(factory: Factory, args: EnvArgs = None, *, isolation: Isolation = None) -> None:
     """Play one episode by hand; an empty line ends it."""
     from penstock.platform.cli_env import run_env_play
 
-    exit_with(lambda: run_env_play(factory, args or [], input, _console(), rights))
+    exit_with(lambda: run_env_play(factory, args or [], input, _console(), isolation))
 
 
 @sandbox.command("serve")

@@ -19,7 +19,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from penstock.envs.containment import why_not_contained
+from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.platform import hardware
 from penstock.platform.memory import GIB
 
@@ -56,7 +56,7 @@ def run_doctor(console: Console | None = None) -> int:
     console = console or Console(highlight=False, soft_wrap=True)
     is_broken = False
     looks = (look_at_python, look_at_packages, look_at_torchvision, look_at_devices, look_at_engines, look_at_room)
-    for look in (*looks, look_at_containment):
+    for look in (*looks, look_at_jails):
         for diagnosis in look():
             is_broken |= diagnosis.status == "bad"
             console.print(_line(diagnosis))
@@ -142,13 +142,13 @@ def look_at_room() -> Iterator[Diagnosis]:
         yield Diagnosis("shared memory", "warn", f"no {hardware.SHARED_MEMORY}", advice)
 
 
-def look_at_containment() -> Iterator[Diagnosis]:
-    """Whether rewards, environments and tools can be kept from home, the network and the run's processes."""
-    if problem := why_not_contained():
-        advice = "They would have your rights. Allow user namespaces: docs/guides/sandbox.md."
-        yield Diagnosis("containment", "warn", f"rewards and tools cannot be contained here: {problem}", advice)
+def look_at_jails() -> Iterator[Diagnosis]:
+    """Whether programs of a policy, and user code where that is asked for, can be kept from the machine."""
+    if problem := why_no_jails():
+        advice = "Rewards that run code are refused. Allow user namespaces: docs/guides/sandbox.md."
+        yield Diagnosis("jails", "warn", f"no sandbox and no isolation=strict here: {problem}", advice)
     else:
-        yield Diagnosis("containment", "ok", "rewards and tools run contained, in namespaces")
+        yield Diagnosis("jails", "ok", "programs of a policy run in jails, and user code with isolation=strict")
 
 
 def _compare_driver(version: str | None) -> Diagnosis:

@@ -50,6 +50,8 @@ _CHECKED, _SHOWN = "the reply is checked", "text is cut"
 _STEP_TIME, _TOOL_TIME = "timed out after 6 s (env.episode.timeout_s)", "error: act took longer than 1.5 s"
 _MEMORY, _PROCESSES = "more than {}.max_memory_gib=0.25", "more than {}.max_processes=24"
 _ENV = "env.episode"
+_KERNEL = "/proc/sys/kernel/core_pattern"
+"""Who may not write there is told so as root and as a user, in different words."""
 _FORGED = "sent what is no reply"
 
 
@@ -70,9 +72,9 @@ def _too_much(name: str, record: str, held_by: str) -> HostileAct:
 
 def _reach(name: str, held_by: str, record: str, grant: str) -> HostileAct:
     """The record of a reward and of a step also says what would be granted by which key."""
-    hints = [f"{record}&.rights.{grant}" if grant.startswith(("v", "r", "n")) else record] * 2
-    if grant == "=user":
-        hints = [f"{record}&{section}.rights=user" for section in ("reward", _ENV)]
+    hints = [f"{record}&.isolation.{grant}" if grant.startswith(("v", "r", "n")) else record] * 2
+    if grant == "=process":
+        hints = [f"{record}&{section}.isolation=process" for section in ("reward", _ENV)]
     return HostileAct(name, held_by, *hints, f"error: {record}")
 
 
@@ -136,16 +138,22 @@ ACTS = (
     ),
     _reach("reads the host's environment", "an environment of harmless names", "KeyError: 'KNOWN", "variables=[KNOWN"),
     _reach("reads others' environments", "processes of its own", "FileNotFoundError", ""),
-    _reach("reads home", "home is hidden", "FileNotFoundError", "read=[/"),
-    _reach("connects to the host", "no network", "OSError: [Errno 101] Network is unreachable", "network=true"),
+    _reach("reads home", "home is not there", "FileNotFoundError", "read=[/"),
+    _reach("connects to the host", "no network but its own", "ConnectionRefusedError", "network=true"),
     _reach("connects to an abstract socket", "no network", "ConnectionRefusedError", "network=true"),
     _reach("connects to the outside", "no network", "OSError: [Errno 101] Network is unreachable", "network=true"),
-    _reach("writes outside", "all but its own folder is read-only", "OSError: [Errno 30] Read-only", "=user"),
-    _reach("changes the kernel", "no user's rights", "PermissionError", "=user"),
+    _reach("writes outside", "all but its own folder is read-only", "OSError: [Errno 30] Read-only", "=process"),
+    HostileAct(
+        "changes the kernel",
+        "/proc is read-only",
+        f"{_KERNEL}&reward.isolation=process",
+        f"{_KERNEL}&{_ENV}.isolation=process",
+        f"error: &{_KERNEL}",
+    ),
     _reach("signals the run", "processes of its own", "ProcessLookupError", ""),
-    _everywhere("kills its parent", "processes of its own: it has none, and kills its group", "was killed by SIGKILL"),
+    _everywhere("kills its parent", "its parent is the jail's first process, which nobody in it can kill", ""),
     _reach("kills all it sees", "processes of its own: there is none", "ProcessLookupError", ""),
-    _reach("unmounts its view", "no user's rights", "FileNotFoundError", "read=[/"),
+    _reach("unmounts its view", "no capabilities", "FileNotFoundError", "read=[/"),
 )
 FINE = "fine"
 

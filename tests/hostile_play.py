@@ -16,7 +16,7 @@ from typing import Any
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
 from penstock.envs.environment import Action
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.episode_host import EpisodeHost
@@ -25,12 +25,18 @@ from penstock.envs.sandbox.hostile import Trap, survives
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct
-from tests.hostile_reaches import is_possible
+from tests.hostile_reaches import REACHES, is_possible
 
+STRICT = IsolationConfig()
 REWARDS = RewardConfig(
-    fn="tests.hostile_acts:reward", timeout_s=5.0, max_memory_gib=0.25, max_processes=24, max_attempts=2
+    fn="tests.hostile_acts:reward",
+    timeout_s=5.0,
+    max_memory_gib=0.25,
+    max_processes=24,
+    max_attempts=2,
+    isolation=STRICT,
 )
-EPISODES = EpisodeConfig(timeout_s=6.0, max_memory_gib=0.25, max_processes=24)
+EPISODES = EpisodeConfig(timeout_s=6.0, max_memory_gib=0.25, max_processes=24, isolation=STRICT)
 _SETTLE_S = 20.0
 _HUNG = re.compile(r"timed out after|took longer than")
 
@@ -51,15 +57,15 @@ class Played:
 
 
 async def play_steps_and_tools(
-    trap: Trap, outside: dict[str, Any], num_lanes: int = 5
+    trap: Trap, outside: dict[str, Any], num_lanes: int = 5, episodes: EpisodeConfig = EPISODES
 ) -> dict[tuple[str, str], Played]:
     """By door (`step`, `tool`) and act. Each lane has one episode host, which has to survive all of its acts."""
-    acts = [act for act in ACTS if is_possible(act.name)]
+    acts = [act for act in ACTS if is_possible(act.name) and (episodes.isolation or act.name not in REACHES)]
     todo = [(door, act) for act in acts for door in ("step", "tool") if door == "step" or act.tool is not None]
     played: dict[tuple[str, str], Played] = {}
 
     async def play_lane() -> None:
-        host = EpisodeHost(EnvConfig(factory="tests.hostile_acts:Tasks", episode=EPISODES), 0)
+        host = EpisodeHost(EnvConfig(factory="tests.hostile_acts:Tasks", episode=episodes), 0)
         try:
             while todo:
                 door, act = todo.pop(0)
@@ -114,13 +120,13 @@ async def _outlives(trap: Trap) -> bool:
 
 
 async def _settle(host: EpisodeHost) -> None:
-    """Wait until the host has one process at most, with nothing below it but what plays and its init.
+    """Wait until the host has one process at most, with nothing below it but its jail and what plays.
 
     Raises:
         TimeoutError: If it has more for long.
     """
     async with asyncio.timeout(_SETTLE_S):
-        while len(host.pids) > 1 or any(len(descendants(pid)) > 2 for pid in host.pids):  # noqa: ASYNC110
+        while len(host.pids) > 1 or any(len(descendants(pid)) > 3 for pid in host.pids):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 

@@ -1,14 +1,16 @@
-"""What a jailed program sees and may do, as arguments of `bwrap` (https://github.com/containers/bubblewrap).
+"""What jailed code sees and may do, as arguments of `bwrap` (https://github.com/containers/bubblewrap).
 
-A jail is made once and thrown away: its namespaces, its files in memory and every process in it end with its first
-process, and that one with the process that started it. Works as root, or as a user whom the kernel lets make user
-namespaces; whether it does is found out by starting one (local.py).
+There are two: the jail of programs that a policy wrote, which have nothing, and, under `isolation: strict`, that of
+rewards, environments and tools which the user wrote. A jail is made once and thrown away: its namespaces, its files in
+memory and every process in it end with its first process, and that one with the process that started it. Works as root,
+or as a user whom the kernel lets make user namespaces; whether it does is found out by starting one.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import importlib.util
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WORK_DIR = "/tmp"  # noqa: S108  the jail's own, empty and gone with it
@@ -26,10 +29,31 @@ _MIN_VERSION = (0, 8)  # of a system's bwrap: --disable-userns
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "mime.types")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_ALONE = (
+    "--unshare-all",
+    "--unshare-user",
+    "--disable-userns",
+    "--cap-drop",
+    "ALL",
+    "--die-with-parent",
+    "--new-session",
+)
+# Root that started a jail is still the owner of what the kernel shows there, though it has no capability.
+_PROCESSES = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc")
+_USER_CODE_SYSTEM = ("/opt", "/sys", "/run/current-system", "/run/opengl-driver")
+_USER_CODE_ETC = (
+    "passwd", "group", "nsswitch.conf", "hosts", "host.conf", "resolv.conf", "gai.conf", "services", "protocols",
+    "ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust", "ca-certificates", "OpenCL", "fonts",
+)  # fmt: skip
+_GPUS = ("nvidia*", "dri", "kfd")
+_SHARED_MEMORY_BYTES = 64 << 20
+_OTHERS = ("/", "/home", "/root", "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108
+_MODULES = (".py", ".so")
 _HIDDEN_MEMORY = ("memfd_create", "shmget", "msgget")
 _MEMFD_SECRET = 447  # the same on every architecture; libseccomp before 2.5.3 does not know its name
 _CLONE_NEWUSER = 0x10000000
 _BYTES_PER_STEP = 8
+_TRIAL_TIMEOUT_S = 60.0
 
 
 @functools.cache
@@ -107,17 +131,87 @@ def program_arguments(
     links = [("/proc/self/fd", "/dev/fd"), *streams, (WORK_DIR, "/dev/shm")]  # noqa: S108
     # fmt: off
     return [
-        find_bwrap(), "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent",
-        "--new-session", "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
+        find_bwrap(), *_ALONE, "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
         *_show((*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders(), *read_only_paths)),
         "--file", str(accounts_fd), "/etc/passwd",
         *devices, *(word for to, link in links for word in ("--symlink", to, link)),
-        # Root that started it is still the owner of what the kernel shows there, though it has no capability.
-        "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc",
+        *_PROCESSES,
         "--perms", "0700", "--size", str(max_disk_bytes), "--tmpfs", WORK_DIR, "--chdir", WORK_DIR,
         "--remount-ro", "/", "--seccomp", str(filter_fd),
     ]
     # fmt: on
+
+
+def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: bool) -> list[str]:
+    """Arguments of `bwrap`, before the command, for a process with user code.
+
+    It sees, read-only, the system's programs and libraries, this Python, the import path, the folder that the run was
+    started in, and `read`; GPUs; and, to write in, `/tmp` and 64 MiB of shared memory. The user stays who he is.
+
+    Args:
+        read: Paths of the host that are visible too.
+        temporary: Folder of the host that becomes `/tmp`.
+        has_network: Whether it has the host's network.
+    """
+    folder = _working_folder()
+    gpus = sorted(str(path) for pattern in _GPUS for path in Path("/dev").glob(pattern))
+    etc = [f"/etc/{name}" for name in (*_ETC, *_USER_CODE_ETC)]
+    # fmt: off
+    return [
+        find_bwrap(), *_ALONE, *(["--share-net"] if has_network else []),
+        "--bind", temporary, WORK_DIR,
+        *_show((*_SYSTEM, *_USER_CODE_SYSTEM, *etc, *python_folders(), *_import_path(folder), *read)),
+        "--dir", os.environ.get("HOME", "/"), "--dir", folder,
+        "--dev", "/dev", *(word for path in gpus for word in ("--dev-bind", path, path)),
+        "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",  # noqa: S108
+        *_PROCESSES, "--remount-ro", "/", "--chdir", folder,
+    ]
+    # fmt: on
+
+
+@functools.cache
+def why_no_jails() -> str:
+    """What keeps this host from jailing user code; empty if nothing. The first call tries it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-trial-") as temporary:
+            command = [os.path.realpath(sys.executable), "-I", "-S", "-c", ""]
+            jailed = [*user_code_arguments([], temporary, has_network=False), "--", *command]
+            tried = subprocess.run(jailed, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{type(error).__name__}: {error}"
+    if tried.returncode == 0:
+        return ""
+    return next(reversed(tried.stderr.strip().splitlines()), f"exit code {tried.returncode}")
+
+
+def _working_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "/"
+
+
+def _import_path(folder: str) -> Iterator[str]:
+    """What has to be there for imports beside this Python: the import path, and the folder that it was started in.
+
+    Of a folder in which others keep their things (home, /tmp, /) or that holds one: its modules and packages only.
+    """
+    package = importlib.util.find_spec("penstock")
+    folders = (package.submodule_search_locations or ()) if package else ()
+    linked = [
+        str(path.resolve()) for at in folders for path in Path(at).iterdir() if path.is_symlink()
+    ]  # in a checkout
+    editable = [module for name, module in sys.modules.items() if name.startswith("__editable__")]  # by setuptools
+    mapped = [path for module in editable for path in getattr(module, "MAPPING", {}).values()]
+    others = {os.path.realpath(path) for path in (*_OTHERS, os.environ.get("HOME", "/"))}
+    for path in (*sys.path, folder, *linked, *mapped):
+        real = Path(os.path.realpath(path))
+        if not any(Path(other).is_relative_to(real) for other in others):
+            yield from (path, str(real))
+        elif real.is_dir() and real != Path("/"):
+            for found in real.iterdir():
+                if found.suffix in _MODULES or (found / "__init__.py").is_file():
+                    yield str(found)
 
 
 def python_folders() -> list[str]:
@@ -137,6 +231,6 @@ def _show(paths: tuple[str, ...]) -> list[str]:
         if path.is_symlink() and path.parent == Path("/"):
             arguments += ["--symlink", str(path.readlink()), str(path)]
         else:
-            arguments += ["--ro-bind", str(path), str(path)]
+            arguments += ["--ro-bind-try", str(path), str(path)]
             shown.append(path)
     return arguments

@@ -28,6 +28,7 @@ from typing import BinaryIO, cast, get_args
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs import process_tree
+from penstock.envs.missing_rights import JAILED_VARIABLE
 from penstock.envs.sandbox import runner as runner_module
 from penstock.envs.sandbox.bubblewrap import ACCOUNTS, WORK_DIR, program_arguments, syscall_filter
 from penstock.envs.sandbox.config import SandboxConfig
@@ -261,16 +262,19 @@ def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
     """
     if isolation.is_isolated:
         return
+    problem = isolation.problem
+    if JAILED_VARIABLE in os.environ:
+        problem = "isolation is strict, and a jail makes none inside: use isolation=process or sandbox=remote"
     if not config.allow_unisolated:
         raise ConfigError(
             [
-                f"sandbox.allow_unisolated=false, but this host allows no isolation: {isolation.problem}. Untrusted "
+                f"sandbox.allow_unisolated=false, but this host allows no isolation: {problem}. Untrusted "
                 "code could read, change and send what you can. Allow user namespaces (sysctl user.max_user_namespaces,"
                 " kernel.unprivileged_userns_clone; docker: --security-opt seccomp=unconfined), set sandbox.remote, or "
                 "set sandbox.allow_unisolated=true if you trust the code."
             ]
         )
-    logger.warning("sandbox: this host allows no isolation (%s): programs run with limits only.", isolation.problem)
+    logger.warning("sandbox: this host allows no isolation (%s): programs run with limits only.", problem)
 
 
 class LocalSandbox:

@@ -20,8 +20,8 @@ import pytest_asyncio
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.envs.containment import why_not_contained
 from penstock.envs.process_tree import descendants
+from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
 from penstock.envs.sandbox.hostile import Trap, Verdict, lay_trap, survives, try_all
@@ -30,8 +30,8 @@ from penstock.envs.sandbox.local import Isolation, LocalSandbox
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct, says
-from tests.hostile_play import REWARDS, Played, no_process_left, play_steps_and_tools
-from tests.hostile_reaches import is_possible, lay_outside
+from tests.hostile_play import EPISODES, REWARDS, STRICT, Played, no_process_left, play_steps_and_tools
+from tests.hostile_reaches import REACHES, lay_outside
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
 NOT_CONTAINED_WITHOUT_ISOLATION = {
@@ -131,11 +131,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield made
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def runner(folder: Path) -> AsyncIterator[RewardRunner]:
+ISOLATIONS = [pytest.param(STRICT, id="strict"), pytest.param(None, id="process", marks=pytest.mark.full)]
+"""Without a jail user code has the user's rights, so what it then reaches for is not tried."""
+
+
+@pytest_asyncio.fixture(params=ISOLATIONS, loop_scope="module", scope="module")
+async def runner(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[RewardRunner]:
     """One worker for all cases: it has to survive them."""
     assert folder.is_dir()
-    made = RewardRunner(REWARDS)
+    if request.param and why_no_jails():
+        pytest.skip(f"this host makes no jails: {why_no_jails()}")
+    made = RewardRunner(REWARDS.model_copy(update={"isolation": request.param}))
     yield made
     await made.shutdown()
 
@@ -145,8 +151,8 @@ async def runner(folder: Path) -> AsyncIterator[RewardRunner]:
 async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     act: HostileAct, runner: RewardRunner, trap: Trap, outside: dict[str, Any]
 ) -> None:
-    if not is_possible(act.name):
-        pytest.skip(f"this host cannot contain: {why_not_contained()}")
+    if runner._config.isolation is None and act.name in REACHES:
+        pytest.skip("it has the user's rights")
     hostile = pair(act.name, nap=trap.nap_s, host=outside)
     fine, result, after = await runner.score_many([pair(FINE), hostile, pair(FINE)])
     assert fine == after == Score(0.5, {})
@@ -163,12 +169,15 @@ async def test_a_hostile_reward_costs_its_own_trajectory_at_most(
     assert len(descendants(os.getpid())) < 10
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def played(folder: Path, trap: Trap, outside: dict[str, Any]) -> dict[tuple[str, str], Played]:
+@pytest_asyncio.fixture(params=ISOLATIONS, loop_scope="module", scope="module")
+async def played(
+    request: pytest.FixtureRequest, folder: Path, trap: Trap, outside: dict[str, Any]
+) -> dict[tuple[str, str], Played]:
     """Every act in a step and in a tool, several episode hosts at a time; no process and no file is left."""
     before = set(folder.iterdir())
     with no_process_left():
-        records = await play_steps_and_tools(trap, outside)
+        episodes = EPISODES.model_copy(update={"isolation": request.param})
+        records = await play_steps_and_tools(trap, outside, episodes=episodes)
     assert set(folder.iterdir()) == before
     return records
 
@@ -183,8 +192,8 @@ async def test_a_hostile_environment_or_tool_costs_its_own_episode_at_most(
     expected = act.step if door == "step" else act.tool
     if expected is None:
         pytest.skip("a tool has no way to the running call")
-    if not is_possible(act.name):
-        pytest.skip(f"this host cannot contain: {why_not_contained()}")
+    if (door, act.name) not in played:
+        pytest.skip("it has the user's rights, or this host makes no jails")
     found = played[door, act.name]
     assert says(found.record, expected), found.record
     assert door == "tool" or found.record[:5] == ("env: " if expected else "")
@@ -257,6 +266,7 @@ def _naps(trap: Trap, ancestor: int) -> bool:
 
 AS_USER = """
 import asyncio, json
+from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.hostile import try_all
 

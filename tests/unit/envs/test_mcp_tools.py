@@ -14,7 +14,7 @@ import pytest
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.config import EnvConfig, EpisodeConfig, RightsConfig
+from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.mcp_tools import McpServer, McpToolEnvironment
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 TASK = Task(TaskId("t/0"), [{"role": "user", "content": "?"}], {}, "")
 
 
-USERS = EpisodeConfig(timeout_s=20, rights=RightsConfig(user=True))
+USERS = EpisodeConfig(timeout_s=20)
 
 
 @pytest.fixture(scope="module")

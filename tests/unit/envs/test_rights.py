@@ -1,10 +1,9 @@
-"""User code is contained; what is granted works, and what is not says by which key it would be."""
+"""User code has the user's rights; in a jail what is granted works, and what is not says by which key it would be."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import socket
 import threading
@@ -16,16 +15,16 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.envs import child_process
-from penstock.envs.config import EnvConfig, EpisodeConfig, RewardConfig, RewardPartConfig, RightsConfig, StreamConfig
-from penstock.envs.containment import why_not_contained
+from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig, RewardPartConfig, StreamConfig
 from penstock.envs.rights import Grants, environment_for, grants_of_episodes, grants_of_reward
+from penstock.envs.sandbox import bubblewrap
+from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
 from penstock.envs.scoring import RewardRunner
-from penstock.envs.view import plan_view
 from penstock.platform.config.compose import compose_config
 from tests.answers import pair
 
-OURS, THEIRS = "penstock.envs.arithmetic:exact_match", "my_reward:f"
+THEIRS = "my_reward:f"
+STRICT = IsolationConfig()
 
 REWARDS = """
 import multiprocessing, os, socket, subprocess, tempfile
@@ -73,7 +72,7 @@ if raise_at_import:
     open(raise_at_import)
 """
 
-contained = pytest.mark.skipif(bool(why_not_contained()), reason="this host cannot contain")
+jailed = pytest.mark.skipif(bool(why_no_jails()), reason="this host makes no jails")
 
 
 @pytest.fixture
@@ -116,28 +115,28 @@ def failure(result: object) -> str:
     return result.summary
 
 
-def test_code_of_ours_has_the_users_rights_unless_a_section_says_otherwise() -> None:
-    assert grants_of_reward(RewardConfig(fn=OURS)) is None
-    assert grants_of_reward(RewardConfig(fn=THEIRS)) == Grants()
-    both = {"a": RewardPartConfig(fn=OURS), "b": RewardPartConfig(fn=THEIRS)}
-    assert grants_of_reward(RewardConfig(parts=both)) == Grants()
-    assert grants_of_reward(RewardConfig(fn=THEIRS, rights=RightsConfig(user=True))) is None
-    rights = RightsConfig(network=True, variables=("MY_KEY",), read=("~/data",))
+def test_who_is_jailed_has_what_is_granted_and_what_arguments_name() -> None:
+    assert grants_of_reward(RewardConfig(fn=THEIRS)) is None
+    assert grants_of_reward(RewardConfig(fn=THEIRS, isolation=STRICT)) == Grants()
+    isolation = IsolationConfig(network=True, variables=("MY_KEY",), read=("~/data",))
     expected = Grants(network=True, variables=("MY_KEY",), read=(str(Path.home() / "data"),))
-    assert grants_of_reward(RewardConfig(fn=OURS, rights=rights)) == expected
+    assert grants_of_reward(RewardConfig(fn=THEIRS, isolation=isolation)) == expected
+    parts = {"a": RewardPartConfig(fn=THEIRS, args={"rows": "/usr/share"}), "b": RewardPartConfig(fn=THEIRS)}
+    assert grants_of_reward(RewardConfig(parts=parts, isolation=STRICT)) == Grants(read=("/usr/share",))
 
 
-def test_environments_share_processes_so_one_of_the_users_contains_all() -> None:
-    assert grants_of_episodes(EnvConfig(factory="arithmetic")) is None
-    assert grants_of_episodes(EnvConfig(factory="my_env:Echo")) == Grants()
-    assert grants_of_episodes(EnvConfig(factory="arithmetic", streams={"a": StreamConfig(factory="my_env:Echo")}))
-    user = EpisodeConfig(rights=RightsConfig(user=True))
-    assert grants_of_episodes(EnvConfig(factory="my_env:Echo", episode=user)) is None
+def test_environments_share_processes_and_so_what_the_arguments_of_one_name() -> None:
+    streams = {"a": StreamConfig(factory="my_env:Echo", args={"rows": "/usr/share"})}
+    assert grants_of_episodes(EnvConfig(factory="arithmetic", streams=streams)) is None
+    strict = EpisodeConfig(isolation=STRICT)
+    assert grants_of_episodes(EnvConfig(factory="arithmetic", streams=streams, episode=strict)) == Grants(
+        read=("/usr/share",)
+    )
 
 
 def test_what_arguments_name_may_be_read(tmp_path: Path) -> None:
     args = {"model": str(tmp_path), "more": [{"rows": str(tmp_path / "none")}], "text": "x\0y", "here": "."}
-    grants = grants_of_reward(RewardConfig(fn=THEIRS, args=args))
+    grants = grants_of_reward(RewardConfig(fn=THEIRS, args=args, isolation=STRICT))
     assert grants == Grants(read=(str(tmp_path),))
 
 
@@ -157,108 +156,125 @@ def test_a_home_on_the_import_path_shows_its_modules_only(tmp_path: Path, monkey
     for name in ("package/__init__.py", "notes/secret.txt", "module.py", ".netrc"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).touch()
-    (tmp_path / "leads_there").symlink_to(home / "package")
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.syspath_prepend(str(home))
-    view = plan_view([str(tmp_path / "leads_there")], str(tmp_path / "own"), has_network=False)
-    assert {path for path in view.shown if path.startswith(str(tmp_path))} == {
-        f"{home}/module.py",
-        f"{home}/package",
-    }
-    assert view.links[f"{tmp_path}/leads_there"] == f"{home}/package"
-    granted = plan_view([str(home)], str(tmp_path / "own"), has_network=False)
-    assert str(home) in granted.shown
+    shown = user_code_arguments([], str(tmp_path / "own"), has_network=False)
+    below_home = {path for path in shown if path.startswith(str(home))}
+    assert below_home == {f"{home}/module.py", f"{home}/package", str(home)}
+    assert shown[shown.index(str(home)) - 1] == "--dir"  # it is there, and empty
+    granted = user_code_arguments([str(home)], str(tmp_path / "own"), has_network=False)
+    assert granted[granted.index(str(home)) - 1] == "--ro-bind-try"
 
 
-@contained
+async def test_user_code_has_the_user_s_rights_but_for_the_tracker_s_key(
+    score: Callable[..., Any], secret: Path, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    monkeypatch.setenv("MY_KEY", "x")
+    read, connected, named, key = await asyncio.gather(
+        score("read", str(secret)), score("connect", port), score("names"), score("wrapped", "WANDB_API_KEY")
+    )
+    assert (read, connected, named) == (Score(4.0, {}), Score(1.0, {}), Score(1.0, {"MY_KEY": 1.0}))
+    assert failure(key) == "reward: RuntimeError: no key for the service"
+
+
+@jailed
 async def test_a_file_in_home_needs_a_grant_or_an_argument(score: Callable[..., Any], secret: Path) -> None:
     refused, granted, named = await asyncio.gather(
-        score("read", str(secret)),
-        score("read", str(secret), rights=RightsConfig(read=(str(secret),))),
-        score("read", args={"path": str(secret)}),
+        score("read", str(secret), isolation=STRICT),
+        score("read", str(secret), isolation=IsolationConfig(read=(str(secret),))),
+        score("read", args={"path": str(secret)}, isolation=STRICT),
     )
-    assert failure(refused).endswith(f"needs reward.rights.read=[{secret}]; docs/guides/sandbox.md]")
+    assert failure(refused).endswith(f"needs reward.isolation.read=[{secret}]; docs/guides/sandbox.md]")
     assert granted == named == Score(4.0, {})
 
 
-@contained
+@jailed
 async def test_the_network_needs_a_grant(score: Callable[..., Any], port: str) -> None:
     refused, granted = await asyncio.gather(
-        score("connect", port), score("connect", port, rights=RightsConfig(network=True))
+        score("connect", port, isolation=STRICT), score("connect", port, isolation=IsolationConfig(network=True))
     )
-    assert "reward.rights.network=true" in failure(refused)
+    assert "reward.isolation.network=true" in failure(refused)
     assert granted == Score(1.0, {})
-    assert "rights" not in failure(await score("connect", "1", rights=RightsConfig(network=True)))
+    assert "isolation" not in failure(await score("connect", "1", isolation=IsolationConfig(network=True)))
 
 
-async def test_variables_need_a_grant_on_every_host(
-    score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@jailed
+async def test_variables_need_a_grant(score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "x")
     monkeypatch.setenv("MY_OTHER", "x")
-    one = RightsConfig(variables=("MY_KEY",))
-    assert await score("names", rights=one) == Score(1.0, {"MY_KEY": 1.0})
-    assert await score("names", rights=RightsConfig(user=True)) == Score(2.0, {"MY_KEY": 1.0, "MY_OTHER": 1.0})
-    monkeypatch.setattr(child_process, "why_not_contained", lambda: "no namespaces here")
-    with caplog.at_level(logging.WARNING):
-        assert await score("names", rights=one) == Score(1.0, {"MY_KEY": 1.0})
-        assert await score("names") == Score(0.0, {})
-    assert [record.getMessage() for record in caplog.records if "no namespaces here" in record.getMessage()][1:] == []
-    assert "cannot contain" in caplog.text
+    one = IsolationConfig(variables=("MY_KEY",))
+    assert await score("names", isolation=one) == Score(1.0, {"MY_KEY": 1.0})
+    assert await score("names", isolation=STRICT) == Score(0.0, {})
 
 
-@contained
+async def test_where_there_are_no_jails_strict_is_refused_with_the_remedy(
+    score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why_no_jails.cache_clear()
+    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: "/bin/false")
+    try:
+        with pytest.raises(ConfigError, match=r"reward.isolation=strict, but this host .*Allow user namespaces"):
+            await score("names", isolation=STRICT)
+    finally:
+        why_no_jails.cache_clear()
+
+
+@jailed
 async def test_the_cause_of_a_failure_is_explained_too(score: Callable[..., Any]) -> None:
-    said = failure(await score("wrapped", "MY_KEY"))
-    assert said.startswith("reward: RuntimeError: no key for the service [it runs contained: ")
-    assert "reward.rights.variables=[MY_KEY]" in said
+    said = failure(await score("wrapped", "MY_KEY", isolation=STRICT))
+    assert said.startswith("reward: RuntimeError: no key for the service [isolation is strict: ")
+    assert "reward.isolation.variables=[MY_KEY]" in said
 
 
-@contained
+@jailed
 async def test_what_does_not_load_for_a_missing_right_says_so(
     score: Callable[..., Any], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_TEST_IMPORT", str(secret))
-    with pytest.raises(ConfigError, match=rf"importing granted_rewards raised .*reward.rights.read=\[{secret}\]"):
-        await score("names")
+    with pytest.raises(ConfigError, match=rf"importing granted_rewards raised .*reward.isolation.read=\[{secret}\]"):
+        await score("names", isolation=STRICT)
 
 
-@contained
+@jailed
 async def test_processes_locks_and_temporary_files_work(score: Callable[..., Any]) -> None:
-    assert await score("works") == Score(6.0, {})
+    assert await score("works", isolation=STRICT) == Score(6.0, {})
     assert not Path("/tmp/notes").exists()
 
 
-@contained
-async def test_a_contained_reward_runs_programs_in_the_sandbox(score: Callable[..., Any]) -> None:
+@jailed
+async def test_a_jail_makes_no_jails(score: Callable[..., Any]) -> None:
     assert await score("Runs") == Score(42.0, {})
+    assert "a jail makes none inside: use isolation=process or sandbox=remote" in failure(
+        await score("Runs", isolation=STRICT)
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("reward.rights=user", RightsConfig(user=True)),
-        ("reward.rights.network=true", RightsConfig(network=True)),
-        ("reward.rights={network: true, variables: [A]}", RightsConfig(network=True, variables=("A",))),
-        ("reward.rights.read=[/data]", RightsConfig(read=("/data",))),
-        ("reward.rights=null", None),
+        ("reward.isolation=strict", STRICT),
+        ("reward.isolation.network=true", IsolationConfig(network=True)),
+        ("reward.isolation={network: true, variables: [A]}", IsolationConfig(network=True, variables=("A",))),
+        ("reward.isolation.read=[/data]", IsolationConfig(read=("/data",))),
+        ("reward.isolation=process", None),
     ],
 )
-def test_rights_are_set_on_the_command_line(override: str, expected: RightsConfig | None) -> None:
+def test_isolation_is_set_on_the_command_line(override: str, expected: IsolationConfig | None) -> None:
     config = compose_config(["experiment=arithmetic", override, override.replace("reward.", "env.episode.")])
-    assert config.reward.rights == config.env.episode.rights == expected
+    assert config.reward.isolation == config.env.episode.isolation == expected
     assert RewardConfig.model_validate_json(json.dumps(config.reward.model_dump(mode="json"))) == config.reward
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reward.rights=usr", "Did you mean user?"),
-        ("reward.rights.netwrk=true", "Did you mean reward.rights.network?"),
+        ("reward.isolation=strct", "Did you mean strict?"),
+        ("reward.isolation.netwrk=true", "Did you mean reward.isolation.network?"),
         ("env.reasoning=thnk", "Did you mean think?"),
     ],
 )
-def test_a_misspelt_right_names_the_nearest(override: str, message: str) -> None:
+def test_a_misspelt_isolation_names_the_nearest(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose_config(["experiment=arithmetic", override])
     assert message in str(caught.value)

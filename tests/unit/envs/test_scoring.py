@@ -16,7 +16,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.envs.config import RewardConfig, RightsConfig
+from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
 
@@ -75,10 +75,8 @@ async def runner_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     monkeypatch.setenv("PENSTOCK_TEST_MARK", str(tmp_path / "mark"))
     runners: list[RewardRunner] = []
 
-    def make(name: str, timeout_s: float = 20.0, rights: RightsConfig | None = None) -> RewardRunner:
-        runners.append(
-            RewardRunner(RewardConfig(fn=f"penstock_test_rewards:{name}", timeout_s=timeout_s, rights=rights))
-        )
+    def make(name: str, timeout_s: float = 20.0) -> RewardRunner:
+        runners.append(RewardRunner(RewardConfig(fn=f"penstock_test_rewards:{name}", timeout_s=timeout_s)))
         return runners[-1]
 
     yield make
@@ -156,7 +154,7 @@ async def test_score_raises_the_failure(runner_of: Factory) -> None:
 
 
 async def test_a_process_killed_from_outside_is_replaced(runner_of: Factory) -> None:
-    runner = runner_of("obey", rights=RightsConfig(user=True))  # it leaves a mark
+    runner = runner_of("obey")  # it leaves a mark
     await runner.start()
     first_pid = runner.pid
     assert first_pid is not None
@@ -274,7 +272,7 @@ def is_zombie(pid: int) -> bool:
 
 PARENT = """
 import asyncio
-from penstock.envs.config import RewardConfig, RightsConfig
+from penstock.envs.config import RewardConfig
 from penstock.envs.scoring import RewardRunner
 
 async def main():

@@ -33,7 +33,7 @@ def keys(path: Path) -> Iterator[tuple[str, bool]]:
         has_own_value = bool(match["rest"].partition("#")[0].strip())
         dotted = ".".join(key for _, key in parents)
         yield dotted, " # " in line or not has_own_value
-        if match["key"] == "rights":  # null by default: its comment says what may stand there
+        if match["key"] == "isolation":  # a word by default: its comment says what may stand there
             yield from ((f"{dotted}.{inner}", True) for inner in _KEY_IN_COMMENT.findall(line.partition("#")[2]))
 
 

@@ -73,13 +73,13 @@ def test_too_little_room_is_bad(monkeypatch):
     assert "1.0 GiB" in memory.found
 
 
-def test_a_host_that_cannot_contain_user_code_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "why_not_contained", lambda: "unshare: Operation not permitted")
-    (diagnosis,) = doctor.look_at_containment()
+def test_a_host_without_jails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "why_no_jails", lambda: "unshare: Operation not permitted")
+    (diagnosis,) = doctor.look_at_jails()
     assert diagnosis.status == "warn"
     assert "unshare: Operation not permitted" in diagnosis.found
-    monkeypatch.setattr(doctor, "why_not_contained", lambda: "")
-    assert [diagnosis.status for diagnosis in doctor.look_at_containment()] == ["ok"]
+    monkeypatch.setattr(doctor, "why_no_jails", lambda: "")
+    assert [diagnosis.status for diagnosis in doctor.look_at_jails()] == ["ok"]
 
 
 @pytest.mark.parametrize(
