@@ -20,6 +20,7 @@ from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryE
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
+from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
@@ -107,6 +108,9 @@ class EngineActor:
             return await self._running().update_weights(replace(manifest, location=str(path)))
         finally:
             path.unlink(missing_ok=True)
+
+    async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
+        return await self._running().layout(tensors)
 
     async def make_slots(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int

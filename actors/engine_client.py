@@ -21,6 +21,7 @@ from penstock.actors.silence import silence_limit
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import SlotHandle
 
@@ -193,6 +194,21 @@ class RemoteEngine:
             )
         self._version = ack.version
         return ack
+
+    async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
+        """Where its ranks hold the tensors of a trainer.
+
+        Raises:
+            WeightSyncError: If the engine cannot tell.
+            EngineLostError: The engine died.
+        """
+        try:
+            layout: Layout = await self._actor.layout.remote(tensors)
+        except ray.exceptions.RayTaskError as error:
+            raise WeightSyncError(str(error.cause)) from error
+        except ray.exceptions.RayError as error:
+            raise self._lose(f"died when it was asked for its layout: {first_line(error)}") from error
+        return layout
 
     async def make_slots(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int

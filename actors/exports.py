@@ -23,7 +23,6 @@ from penstock.weights.config import NUM_SLOTS, WeightsConfig
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
-from penstock.weights.planner.cache import PlanCache
 from penstock.weights.transport.shards import ShardTransfer
 
 
@@ -112,7 +111,7 @@ class AdapterExport:
         transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
         parts = await self._trainer.ask("base_sums", ray.put(transfer))
         self._base = transfer.manifest(0, [part for some in parts for part in some]).entries
-        self._held = self._layout.layout(training.tensors)
+        self._held = self._layout.layout
         return self._held
 
     async def close(self) -> None:
@@ -201,7 +200,6 @@ class DeviceExport:
         self._dtype: DType = dtype
         self._timeout_s = config.timeout_s
         self._training: tuple[TrainingSide, list[str]] | None = None
-        self._plans = PlanCache()
         self._transfers: dict[RemoteEngine, ShardTransfer] = {}
 
     async def begin(self, version: int) -> Departure:
@@ -226,7 +224,7 @@ class DeviceExport:
 
     async def _connect(self, engine: RemoteEngine, training: TrainingSide, devices: list[str]) -> None:
         """Let an engine make its slots, and every training rank open them."""
-        buffers = self._layout.layout(training.tensors).buffers
+        buffers = self._layout.layout.buffers
         try:
             async with asyncio.timeout(self._timeout_s):
                 handles = await engine.make_slots(buffers, self._dtype, len(devices))
@@ -237,7 +235,7 @@ class DeviceExport:
         else:
             engine_at = [of_writers[0].device for of_writers in handles]
             transfer = await asyncio.to_thread(
-                ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at, self._plans
+                ShardTransfer.between, training, self._layout, self._dtype, None, devices, engine_at
             )
             what = f"publish: slots of {engine.engine_id}"
             opening = ("open_slots", engine.engine_id, transfer, handles)

@@ -108,9 +108,11 @@ async def pauses(model: ModelConfig, folder: str) -> dict[str, list[float]]:
 
     config = VllmEngineConfig(type="vllm", max_num_seqs=PAUSED_ANSWERS, kv_cache_gib=0.25, enforce_eager=True)
     spec = EngineSpec(EngineId("engine-0"), str(model.path), model, config, "cpu", "keep_kv", seed=0, threads=1)
-    publisher = Publisher(trainer_of(model, 1e-4), EngineSide("vllm", model.shape), folder)
+    trainer = trainer_of(model, 1e-4)
     found: dict[str, list[float]] = {"vLLM's own pause and resume": [], "a publish": []}
     async with running(VllmEngine(spec)) as engine:
+        side = EngineSide("vllm", await engine.layout(trainer.training_side().tensors))
+        publisher = Publisher(trainer, side, folder)
         await publisher.publish(0, engine)
         llm: Any = engine._open()  # type: ignore[attr-defined]  # noqa: SLF001 - its own pause, without ours
         room = model.max_context_tokens - 8
@@ -151,8 +153,9 @@ async def drifts(model: ModelConfig, update_mode: Literal["keep_kv", "recompute_
     spec = EngineSpec(EngineId("engine-0"), str(model.path), model, config, "cpu", update_mode, seed=0, threads=1)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        publisher = Publisher(trainer, EngineSide("torch", model.shape), folder)
         async with running(TorchEngine(spec)) as engine:
+            side = EngineSide("torch", await engine.layout(trainer.training_side().tensors))
+            publisher = Publisher(trainer, side, folder)
             await publisher.publish(0, engine)
             for version in range(1, PUBLISHES + 1):
                 prompts = [prompt for prompt, _ in examples(100 + version)]

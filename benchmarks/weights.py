@@ -36,6 +36,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import yaml
 from alone import ROOT
 from provenance import provenance
@@ -45,9 +46,8 @@ from vs_trl_report import RESULTS
 
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec, volume
-from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.training import training_layout
-from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.model_config import DTYPE_BYTES, ModelConfig
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
@@ -69,9 +69,10 @@ class Setting:
 
 def count_bytes() -> None:
     """The section `bytes`."""
+    os.environ.update(vllm_environment("cuda" if torch.cuda.is_available() else "cpu", threads=1))
     setting = Setting()
     model = ModelConfig.model_validate(yaml.safe_load((ROOT / f"conf/model/{setting.model}.yaml").read_text()))
-    tensors, item_bytes = decoder_tensors(model.shape), DTYPE_BYTES[model.dtype]
+    tensors, item_bytes = module_tensors(config_of_shape(model.shape)), DTYPE_BYTES[model.dtype]
     model_bytes = sum(sizes := [prod(tensor.shape) * item_bytes for tensor in tensors])
     m2n = many_to_many(setting, model, tensors, item_bytes)
     broadcast = dict.fromkeys(("leaving_trainer_bytes", "max_egress_bytes"), model_bytes) | {
@@ -93,11 +94,13 @@ def count_bytes() -> None:
 
 def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
     """The plan for the first engine, and the relay from there."""
+    from penstock.rollout.vllm_layout import plain_layout
+
     planning_s = []
+    destination = plain_layout(config_of_shape(model.shape), tensors, model.dtype, setting.tp_size)
     for _ in range(PLANNING_ROUNDS):
         started = time.perf_counter()
         source = training_layout(tensors, num_replicas=setting.num_training_ranks, is_partitioned=True)
-        destination = vllm_layout(tensors, model.shape, setting.tp_size)
         plan = make_plan(source, destination, item_bytes)
         planning_s.append(time.perf_counter() - started)
     needed = sum(volume(shard.box) for shards in destination.shards.values() for shard in shards)
@@ -119,9 +122,6 @@ def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], it
 
 def many_to_many(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
     """What vLLM's planner lets each engine rank receive."""
-    import torch
-
-    os.environ.update(vllm_environment("cuda" if torch.cuda.is_available() else "cpu", threads=1))
     import vllm
     from vllm.distributed.weight_transfer.m2n_common import M2NMesh, resolve_layout, shard_count
     from vllm.distributed.weight_transfer.m2n_layout import resolve_parameter_destinations

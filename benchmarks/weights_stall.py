@@ -22,15 +22,13 @@ from typing import Any
 
 import ray
 import torch
-from weights_time import MODEL, NUM_RANKS, TP, EngineProcess, TrainingProcess, _all, _timed
+from weights_time import NUM_RANKS, TP, EngineProcess, TrainingProcess, _all, _timed, sides
 
 from penstock.dataflow.ports import BucketSum
 from penstock.trainer.spec import free_port
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import PartialSum
 from penstock.weights.copies import copy_environment
-from penstock.weights.layout.decoder import decoder_tensors
-from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.planner.plan import BUCKET_BYTES
 from penstock.weights.staging import Staging
 from penstock.weights.streaming import Pieces
@@ -105,12 +103,14 @@ def time_stalls() -> dict[str, Any]:
 
 
 def _measured(directory: str) -> dict[str, Any]:
-    training = TrainingSide(tuple(decoder_tensors(MODEL)), NUM_RANKS, is_partitioned=True)
-    transfer = ShardTransfer.between(training, EngineSide("vllm", MODEL, TP), "float32", directory)
+    training, engine = sides()
+    transfer = ShardTransfer.between(training, engine, "float32", directory)
     port, store = free_port(), serve_store("127.0.0.1")
     as_shipped = {"runtime_env": {"env_vars": copy_environment()}}
     ranks = [ray.remote(StreamingRank).options(**as_shipped).remote(rank, port) for rank in range(NUM_RANKS)]
-    engines = [ray.remote(StreamingEngine).options(**as_shipped).remote(rank, transfer) for rank in range(TP)]
+    engines = [
+        ray.remote(StreamingEngine).options(**as_shipped).remote(rank, transfer, engine.layout) for rank in range(TP)
+    ]
     _all(rank.share.remote(transfer) for rank in ranks)
     crossing = Crossing(
         transfer=replace(transfer, directory=None),

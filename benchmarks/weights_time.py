@@ -14,6 +14,7 @@ layout at tensor parallelism 2. Rounds alternate between the three, so that a sl
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import time
 from collections import defaultdict
@@ -26,12 +27,13 @@ import ray
 import torch
 import torch.distributed as dist
 
+from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.spec import free_port
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
-from penstock.weights.layout.algebra import Box, TensorSpec, extents, volume
-from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, volume
+from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelShape
 from penstock.weights.staging import Staging
@@ -53,6 +55,17 @@ ROUNDS = 9
 TIMEOUT_S = 120.0
 
 
+def sides() -> tuple[TrainingSide, EngineSide]:
+    """ZeRO-3 ranks, and a vLLM engine of so many devices."""
+    os.environ.update(vllm_environment("cpu", threads=1))
+    from penstock.rollout.vllm_layout import plain_layout
+
+    config = config_of_shape(MODEL)
+    tensors = tuple(module_tensors(config))
+    layout = plain_layout(config, tensors, "float32", TP)
+    return TrainingSide(tensors, NUM_RANKS, is_partitioned=True), EngineSide("vllm", layout)
+
+
 class TrainingProcess:
     """One ZeRO-3 rank."""
 
@@ -62,7 +75,7 @@ class TrainingProcess:
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_RANKS)
         generator = torch.Generator().manual_seed(rank)
-        sizes = {spec.name: -(-volume_of(spec) // NUM_RANKS) for spec in decoder_tensors(MODEL)}
+        sizes = {spec.name: -(-volume_of(spec) // NUM_RANKS) for spec in module_tensors(config_of_shape(MODEL))}
         self._parts = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
         self._whole = {name: torch.empty(size * NUM_RANKS) for name, size in sizes.items()}
         self._writer: ShardWriter | None = None
@@ -101,15 +114,13 @@ class TrainingProcess:
 class EngineProcess:
     """One tensor-parallel rank with live parameters."""
 
-    def __init__(self, rank: int, transfer: ShardTransfer) -> None:
+    def __init__(self, rank: int, transfer: ShardTransfer, layout: Layout) -> None:
         torch.set_num_threads(1)
         self._rank = rank
         self._live = {name: torch.zeros(size) for name, size in transfer.buffers[rank].items()}
         num_elements = sum(map(len, self._live.values()))
         self._plain = torch.ones(num_elements), torch.full((num_elements,), 2.0)
-        tensors = decoder_tensors(MODEL)
-        layout = EngineSide("vllm", MODEL, TP).layout(tensors)
-        shapes = dict(tensors)
+        shapes = dict(module_tensors(config_of_shape(MODEL)))
         self._slices = [
             (name, shapes[name], shard) for name, some in layout.shards.items() for shard in some if shard.rank == rank
         ]
@@ -173,14 +184,15 @@ def time_publish() -> dict[str, Any]:
 
 
 def _measured(directory: Path) -> dict[str, Any]:
-    tensors = tuple(decoder_tensors(MODEL))
-    training = TrainingSide(tensors, NUM_RANKS, is_partitioned=True)
-    transfer = ShardTransfer.between(training, EngineSide("vllm", MODEL, TP), "float32", str(directory))
+    training, engine = sides()
+    transfer = ShardTransfer.between(training, engine, "float32", str(directory))
     num_bytes = transfer.manifest(0, []).num_bytes
     port = free_port()
     as_shipped = {"runtime_env": {"env_vars": copy_environment()}}
     ranks = [ray.remote(TrainingProcess).options(**as_shipped).remote(rank, port) for rank in range(NUM_RANKS)]
-    engines = [ray.remote(EngineProcess).options(**as_shipped).remote(rank, transfer) for rank in range(TP)]
+    engines = [
+        ray.remote(EngineProcess).options(**as_shipped).remote(rank, transfer, engine.layout) for rank in range(TP)
+    ]
     _all(rank.share.remote(transfer) for rank in ranks)
     seconds: dict[str, list[float]] = defaultdict(list)
     for version in range(-2, ROUNDS):

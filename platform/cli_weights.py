@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,14 +17,20 @@ from rich.table import Table
 from penstock.dataflow.ids import POLICY
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.placement import plan_placement
+from penstock.platform.roles import pool_device
 from penstock.platform.transports import way_of
-from penstock.weights.layout.algebra import Layout
-from penstock.weights.layout.decoder import decoder_tensors
+from penstock.rollout.vllm_environment import vllm_environment
+from penstock.trainer.tensor_parallel import expected_splits
+from penstock.weights.layout.algebra import Layout, TensorSpec
+from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES
-from penstock.weights.planner.cache import Meeting, PlanCache
 from penstock.weights.planner.plan import Plan, lower_bound_bytes
 from penstock.weights.planner.relay import Hop, depth, relay_tree
+from penstock.weights.transport.shards import ShardTransfer
+
+logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
@@ -69,24 +78,25 @@ def plan_report(config: RunConfig) -> PlanReport:
     """Plan a publish.
 
     Raises:
-        WeightSyncError: If the layout of a tensor is not known.
+        WeightSyncError: If vLLM's loader cannot be read as a layout.
     """
-    started = time.perf_counter()
     rollout, trainer, shape = config.rollout, config.trainer, config.model.shape
+    hf_config = _transformers_config(config)
+    tensors = tuple(module_tensors(hf_config))
+    engine = EngineSide(rollout.engine.type, _engine_layout(config, hf_config, tensors))
+    started = time.perf_counter()
     num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
     training = TrainingSide(
-        tuple(decoder_tensors(shape)),
+        tensors,
         num_replicas,
         trainer.zero_stage == 3,
         trainer.tensor_parallel_size,
-        shape.num_kv_heads if trainer.tensor_parallel_size > 1 else None,
+        expected_splits(tensors, trainer.tensor_parallel_size, shape.num_kv_heads),
     )
-    engine = EngineSide(rollout.engine.type, shape, rollout.engine.tensor_parallel_size)
-    item_bytes = DTYPE_BYTES[config.model.dtype]
-    cache, (training_at, engines_at) = PlanCache(), _devices(config)
-    meetings = [Meeting.of(training, engine, item_bytes, training_at, at, are_devices=True) for at in engines_at]
-    plans = [cache.plan(meeting).plan for meeting in meetings]
-    source, destination = training.layout(), engine.layout(training.tensors)
+    dtype, item_bytes = config.model.dtype, DTYPE_BYTES[config.model.dtype]
+    training_at, engines_at = _devices(config)
+    plans = [ShardTransfer.between(training, engine, dtype, None, training_at, at).plan for at in engines_at]
+    source, destination = training.layout(), engine.layout
     hops = relay_tree(["this node"] * (rollout.num_engines - len(plans) + 1))
     planning_s = time.perf_counter() - started
     egress = sum((Counter(plan.egress) for plan in plans), Counter[int]())
@@ -109,6 +119,31 @@ def plan_report(config: RunConfig) -> PlanReport:
         planning_s=planning_s,
         links=_links(plans[0]),
     )
+
+
+def _transformers_config(config: RunConfig) -> Any:
+    """transformers' configuration of the policy: of its checkpoint where that is on this machine, else by its shape."""
+    from transformers import AutoConfig
+
+    if config.model.path is not None:
+        try:
+            return AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+        except OSError as error:
+            logger.info(
+                "%s is not on this machine, so the plan is of a model of its shape: %s", config.model.path, error
+            )
+    return config_of_shape(config.model.shape)
+
+
+def _engine_layout(config: RunConfig, hf_config: Any, tensors: Sequence[TensorSpec]) -> Layout:
+    """Where an engine would hold the policy; vLLM's own loader tells it, without a device or memory."""
+    engine = config.rollout.engine
+    if engine.type == "torch":
+        return training_layout(tensors)
+    os.environ.update(vllm_environment(pool_device(config, config.cluster.rollout_pool), threads=1))
+    from penstock.rollout.vllm_layout import plain_layout
+
+    return plain_layout(hf_config, tensors, config.model.dtype, engine.tensor_parallel_size)
 
 
 def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -32,7 +32,6 @@ from typing import Literal
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.platform.transports import SLOT_WAYS, way_of
 from penstock.rollout.config import VllmEngineConfig
-from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.model_config import DTYPE_BYTES
 from penstock.weights.planner.plan import BUCKET_BYTES
 
@@ -134,8 +133,8 @@ def adapter_parameters(config: RunConfig) -> int:
     lora = config.trainer.lora
     if lora is None:
         return 0
-    layers = [(tensor.name.removesuffix(".weight"), tensor.shape) for tensor in decoder_tensors(config.model.shape)]
-    return sum(lora.rank * sum(shape) for name, shape in layers if lora.adapts(name))
+    layers = config.model.shape.linear_layers.items()
+    return sum(lora.rank * (rows + columns) for name, (rows, columns) in layers if lora.adapts(name))
 
 
 def published_gib(config: RunConfig) -> float:

@@ -60,8 +60,8 @@ class RunActors:
         """Trainers and engines, the partner's too."""
         return [self.trainer, *self.engines, *([] if self.partner is None else self.partner.of_policies())]
 
-    def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> ActorWeightPublisher:
-        return ActorWeightPublisher(pool, config.weights, self._export(pool, config), self.trainer, probe)
+    async def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> ActorWeightPublisher:
+        return ActorWeightPublisher(pool, config.weights, await self._export(pool, config), self.trainer, probe)
 
     def take_turns(self, pool: EnginePool) -> TakesTurns:
         return TakesTurns(self.trainer, pool)
@@ -79,16 +79,18 @@ class RunActors:
         (self.engines[index],) = await start_engines([spec], [need], config.rollout.start_timeout_s)
         return self.engines[index]
 
-    def _export(self, pool: EnginePool, config: RunConfig) -> Export:
+    async def _export(self, pool: EnginePool, config: RunConfig) -> Export:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
-        weights, layout, dtype = config.weights, engine_side(config), config.model.dtype
+        weights, dtype = config.weights, config.model.dtype
         way, first = way_of(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
         if weights.codec != "full" and way not in GROUP_WAYS:
             logger.warning("weights.codec=%s has no effect: versions go by %s", weights.codec, way)
-        if way == "adapters":
-            return AdapterExport(self.trainer, pool, layout, dtype)
         if way == "gather":
             return GatherExport(self.trainer, pool)
+        training, _ = await self.trainer.training_side()
+        layout = EngineSide(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
+        if way == "adapters":
+            return AdapterExport(self.trainer, pool, layout, dtype)
         if way == "cuda_ipc":
             return DeviceExport(self.trainer, pool, layout, dtype, weights)
         if way == "shared_memory":
@@ -252,12 +254,6 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
         )
         for index in range(config.rollout.num_engines)
     ]
-
-
-def engine_side(config: RunConfig) -> EngineSide:
-    """How the engines of `config` hold the policy."""
-    engine = config.rollout.engine
-    return EngineSide(engine.type, config.model.shape, engine.tensor_parallel_size)
 
 
 def resources(config: RunConfig, role: Role, command: Command, devices: SharedDevices | None = None) -> list[Resources]:

@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.actors.cluster import ray_session
+from penstock.actors.engine_client import RemoteEngine
 from penstock.dataflow.ports import RewardWorker, SamplingParams, WeightManifest
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.episodes import answer_questions, episode_player
-from penstock.platform.roles import engine_side, model_path, reward_workers, rewards_are_loaded, start_engine_group
+from penstock.platform.roles import model_path, reward_workers, rewards_are_loaded, start_engine_group
 from penstock.rollout.pool import make_pool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
 from penstock.weights.checkpoint import checkpoint_tensors
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, write_version
 
@@ -41,7 +42,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
         try:
             await rewards_are_loaded(config, rewards)
             with tempfile.TemporaryDirectory(prefix=f"penstock-{command}-", dir=default_directory()) as folder:
-                manifest = _publish(config, folder)
+                manifest = await _publish(config, folder, engines[0])
                 await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
             pool = make_pool(engines, config.rollout, config.seed)
             codec = load_codec(model_path(config), config.env.reasoning)
@@ -63,7 +64,7 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
             await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))
 
 
-def _publish(config: RunConfig, folder: str) -> WeightManifest:
+async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> WeightManifest:
     """Write the checkpoint as version 0, in the way that training would."""
     tensors = checkpoint_tensors(Path(model_path(config)))
     if config.weights.transport == "gather":
@@ -71,7 +72,8 @@ def _publish(config: RunConfig, folder: str) -> WeightManifest:
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
     whole = {name: tensor for name, tensor in tensors if name != tied}
     training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
-    transfer = ShardTransfer.between(training, engine_side(config), config.model.dtype, folder)
+    side = EngineSide(config.rollout.engine.type, await engine.layout(training.tensors))
+    transfer = ShardTransfer.between(training, side, config.model.dtype, folder)
     writer = ShardWriter(transfer, 0, ShardFiles(transfer))
     flat = {name: tensor.flatten() for name, tensor in whole.items()}
     writer.write(0, flat)

@@ -50,7 +50,7 @@ async def connected(config: RunConfig, actors: RunActors, asking: Asking) -> Asy
         vocab_size=config.model.shape.vocab_size,
     )
     probe = RatioProbe(pool, actors.trainer, asking.probes, asking.sampling, config.model.dtype, limit_s)
-    publisher = actors.publisher(pool, config, probe.check)
+    publisher = await actors.publisher(pool, config, probe.check)
     # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
     most = 0 if config.cluster.colocated else rollout.max_engine_restarts
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
 from penstock.rollout.config import EngineConfig
+from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType, ModelConfig
 from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
@@ -70,6 +71,17 @@ class LocalEngine(Engine, Sleeper, Protocol):
 
         Raises:
             WeightSyncError: A live parameter's checksum differs from the manifest's (both are named).
+        """
+        ...
+
+    async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
+        """Where this engine's ranks hold the tensors of a trainer, by the engine's own loader.
+
+        Args:
+            tensors: Names of transformers' modules and full shapes, tied ones once.
+
+        Raises:
+            WeightSyncError: If it cannot be told; whole tensors can be sent all the same (`weights.transport=gather`).
         """
         ...
 

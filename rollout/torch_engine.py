@@ -41,6 +41,8 @@ from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.algebra import Layout, TensorSpec
+from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
 from penstock.weights.streaming import ON_THE_WAY, Incoming, Pieces
 from penstock.weights.transport.crossing import Arrival, Crossing
@@ -150,6 +152,10 @@ class TorchEngine:
             if manifest.adapters is not None:
                 checksum = manifest.checksum  # base, adapters and their sums: each was compared
             return WeightAck(self.engine_id, manifest.version, checksum, stage_s, stall_s)
+
+    async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
+        """Whole, under the trainer's own names. See `LocalEngine`."""
+        return training_layout(tensors)
 
     async def make_slots(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int

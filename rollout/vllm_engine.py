@@ -42,8 +42,10 @@ from penstock.dataflow.versions import Span, Spans, join_spans
 from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.vllm_layout import joined
 from penstock.rollout.vllm_worker import BACKEND, decode_entries, encode
 from penstock.weights.checksum import combine_checksums, entry_key
+from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.streaming import ON_THE_WAY
 from penstock.weights.transport.crossing import Crossing
@@ -284,6 +286,14 @@ class VllmEngine:
         self._version = manifest.version
         await llm.resume_generation()
         return checksum
+
+    async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
+        """Each worker runs its loader without memory. See `LocalEngine`."""
+        rows = [(name, list(shape)) for name, shape in tensors]
+        answers = await self._open().collective_rpc("penstock_layout", args=(rows, self._spec.model.dtype))
+        if refusals := [refusal for _, refusal, _ in answers if refusal]:
+            raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
+        return joined([pickle.loads(told) for _, _, told in sorted(answers)])  # noqa: S301 - from our own workers
 
     async def make_slots(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int

@@ -23,10 +23,12 @@ from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import AdaptedBox, AdapterManifest, BucketSum, TensorEntry, WeightManifest
+from penstock.rollout.vllm_layout import check_live, form_of, trace_rank
 from penstock.rollout.vllm_live import LiveTensors
 from penstock.weights.adapters import BaseWeights
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.staging import Staging
 from penstock.weights.streaming import ON_THE_WAY, Pieces
@@ -192,6 +194,17 @@ class WorkerExtension:
 
     model_runner: Any
     device: torch.device
+
+    def penstock_layout(self, tensors: Sequence[tuple[str, Sequence[int]]], dtype: DType) -> tuple[int, str, bytes]:
+        """This worker's rank, why its layout cannot be told, and where it holds each tensor (pickled `RankLayout`)."""
+        rank = get_tensor_model_parallel_rank()
+        specs = [TensorSpec(name, tuple(shape)) for name, shape in tensors]
+        try:
+            traced = trace_rank(self.model_runner.vllm_config, specs, dtype, rank)
+            check_live(traced.form, form_of(dict(self.model_runner.get_model().named_parameters())), rank)
+        except WeightSyncError as refusal:
+            return rank, str(refusal), b""
+        return rank, "", pickle.dumps(traced)
 
     def penstock_make_slot(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int

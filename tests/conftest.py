@@ -20,7 +20,6 @@ from penstock.platform.config import compose
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.adapters import adapter_manifest, adapter_tensors
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
@@ -88,12 +87,12 @@ def tiny_adapters(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """HF name -> A and B, of rank 3, of every linear layer but gate_proj in the first layer, large enough to matter."""
     generator = torch.Generator().manual_seed(-seed)
     return {
-        tensor.name: (
-            torch.randn(3, tensor.shape[1], generator=generator) * 0.2,
-            torch.randn(tensor.shape[0], 3, generator=generator) * 0.2,
+        f"{name}.weight": (
+            torch.randn(3, columns, generator=generator) * 0.2,
+            torch.randn(rows, 3, generator=generator) * 0.2,
         )
-        for tensor in decoder_tensors(TINY_SHAPE)
-        if "proj" in tensor.name and tensor.name != "model.layers.0.mlp.gate_proj.weight"
+        for name, (rows, columns) in TINY_SHAPE.linear_layers.items()
+        if name != "model.layers.0.mlp.gate_proj"
     }
 
 
@@ -139,7 +138,7 @@ class TinyPublisher:
     ) -> None:
         specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors(0).items())
         folder = str(directory) if handles is None else None
-        self._layout, self._tp_size = engine.layout(specs), engine.tp_size
+        self._layout, self._tp_size = engine.layout, engine.tp_size
         self._tensors = tensors
         self._directory = directory
         self._transfer = ShardTransfer.between(TrainingSide(specs), engine, "float32", folder)

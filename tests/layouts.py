@@ -7,10 +7,13 @@ written by hand-made rules for each family of models, which tests compared with 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.weights.layout.algebra import Layout, Shape, Shard, TensorSpec, View
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.training import training_layout
 
 FOLDER = Path(__file__).parent / "data" / "layouts"
 NAMES = tuple(sorted(file.stem for file in FOLDER.glob("*.json")))
@@ -36,6 +39,11 @@ def read(name: str) -> Frozen:
         shards = {tensor: tuple(map(_shard, rows)) for tensor, rows in layout["shards"].items()}
         layouts[int(tp)] = Layout(shards, tuple(layout["buffers"]))
     return Frozen(tensors, layouts)
+
+
+def torch_side(tensors: Iterable[TensorSpec] | None = None) -> EngineSide:
+    """How a torch engine holds these tensors, by default those of the tiny policy."""
+    return EngineSide("torch", training_layout(read("tiny").tensors if tensors is None else tensors))
 
 
 def write(name: str, frozen: Frozen) -> None:

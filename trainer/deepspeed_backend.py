@@ -36,7 +36,7 @@ from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.lora import Adapter, Adapters, merged
 from penstock.trainer.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
-from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable
+from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
 from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, save_model
 from penstock.weights.layout.algebra import Shape, TensorSpec, volume
 from penstock.weights.layout.engine import TrainingSide
@@ -168,8 +168,7 @@ class DeepSpeedBackend:
         tensors = tuple(TensorSpec(name, shape) for name, shape in self._shapes.items())
         if self._split is None:
             return TrainingSide(tensors, self._num_replicas, self._is_partitioned)
-        size, num_kv_heads = self._split.size, self._split.num_kv_heads
-        return TrainingSide(tensors, self._num_replicas, self._is_partitioned, size, num_kv_heads)
+        return TrainingSide(tensors, self._num_replicas, self._is_partitioned, self._split.size, self._split.splits)
 
     def local_weights(self) -> dict[str, Tensor]:
         adapters = self.gathered_adapters()
@@ -239,12 +238,12 @@ def build_deepspeed_backend(
     policy: Any = load(model_path, model, gradient_checkpointing=trainer.gradient_checkpointing)
     shapes = {name: full_shape(parameter) for name, parameter in hf_parameters(policy)}
     if is_split:
-        check_splittable(shapes, trainer.tensor_parallel_size, model.shape.num_kv_heads)
+        check_splittable(shapes, trainer.tensor_parallel_size)
     mpu = register_ulysses(policy, model, trainer) if trainer.sequence_parallel_size > 1 else None
     engine, *_ = deepspeed.initialize(
         model=policy, optimizer=build_adamw(policy, trainer.optimizer), config=settings, mpu=mpu
     )
-    split = take_split(policy, model, shapes) if is_split else None
+    split = take_split(policy, shapes) if is_split else None
     restore_rotary_buffers(policy)
     engine.train()
     if trainer.zero_stage == 3:
@@ -307,18 +306,16 @@ def full_shape(parameter: Any) -> Shape:
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
-def take_split(policy: PolicyModel, model: ModelConfig, shapes: dict[str, Shape]) -> TensorSplit:
-    """Check what AutoTP has done, and let the policy's head know its part of the vocabulary."""
+def take_split(policy: PolicyModel, shapes: dict[str, Shape]) -> TensorSplit:
+    """Read what AutoTP has done, and let the policy's head know its part of the vocabulary. Collective."""
     from deepspeed.utils import groups
 
-    split = TensorSplit(
-        groups.get_tensor_model_parallel_rank(),
-        groups.get_tensor_model_parallel_world_size(),
-        groups.get_tensor_model_parallel_group(),
-        model.shape.num_kv_heads,
-        shapes,
-    )
-    split.check((hf_name(name), full_shape(parameter)) for name, parameter in policy.named_parameters())
+    rank, size = groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size()
+    group = groups.get_tensor_model_parallel_group()
+    held: list[Any] = [None] * size
+    mine = {name: full_shape(parameter) for name, parameter in hf_parameters(policy)}
+    torch.distributed.all_gather_object(held, mine, group=group)
+    split = TensorSplit(rank, size, group, shapes, splits_of(shapes, held))
     if "lm_head.weight" in shapes:
         (start, stop), _ = split.box("lm_head.weight")
         policy.vocabulary = VocabularyPart(start, stop, split.group)

@@ -1,7 +1,7 @@
 """What DeepSpeed AutoTP is told to split, and whole tensors from their parts. No deepspeed here.
 
-AutoTP could read the plan of transformers or guess by names. We say it ourselves, so that the split is the one that
-`weights/layout/training.py` knows. Three choices of ours:
+AutoTP could read the plan of transformers or guess by names. We say it ourselves, and read from the live model what it
+has made of it. Three choices of ours:
 - An untied head is split by rows and never gathered: `vocabulary_parallel_scores` works on its local rows.
 - A tied head stays whole with its embedding. AutoTP would split both by vocabulary and bring a loss of its own.
 - Norms of single heads (q_norm, k_norm) are whole, but each rank sees its own heads only: their gradients are summed.
@@ -9,16 +9,18 @@ AutoTP could read the plan of transformers or guess by names. We say it ourselve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from penstock.dataflow.errors import ConfigError, WeightSyncError
-from penstock.weights.layout.algebra import Box, Shape, TensorSpec, extents, volume, whole
-from penstock.weights.layout.training import tensor_parallel_box
+from penstock.dataflow.errors import ConfigError
+from penstock.weights.layout.algebra import Box, Shape, TensorSpec, cut, extents, volume, whole
+from penstock.weights.layout.training import Splits
 
 _COLUMN = r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"
 _ROW = r".*\.(o_proj|down_proj)\.weight$"
@@ -42,53 +44,88 @@ def autotp_settings(size: int, *, is_tied: bool) -> dict[str, Any]:
     }
 
 
+def axis_of(name: str) -> int | None:
+    """The axis along which AutoTP splits a tensor, by what it was told; None: it stays whole."""
+    of_weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
+    if re.match(_COLUMN, of_weight) or re.match(_HEAD, name):
+        return 0
+    return 1 if re.match(_ROW, name) else None
+
+
+def expected_splits(tensors: Iterable[TensorSpec], size: int, num_kv_heads: int) -> dict[str, tuple[Box, ...]]:
+    """What AutoTP will make of a model, for a plan without it: attention in whole key/value heads, else equal parts."""
+    splits = {}
+    for name, shape in tensors:
+        axis = axis_of(name)
+        if axis is not None:
+            units = num_kv_heads if ".self_attn." in name else shape[axis]
+            counts = [units // size + (rank < units % size) for rank in range(size)]
+            splits[name] = _in_order(shape, axis, [count * (shape[axis] // units) for count in counts])
+    return splits
+
+
+def splits_of(shapes: Mapping[str, Shape], held: Sequence[Mapping[str, Shape]]) -> dict[str, tuple[Box, ...]]:
+    """What AutoTP has made of a model: every tensor is whole on all ranks, or split along one axis in their order.
+
+    Args:
+        shapes: HF name -> full shape.
+        held: By rank: HF name -> shape of what it has.
+
+    Raises:
+        ConfigError: If the parts of a tensor do not make a whole: it would be published from wrong places.
+    """
+    splits, violations = {}, []
+    for name, shape in shapes.items():
+        parts = [rank[name] for rank in held]
+        if all(part == shape for part in parts):
+            continue
+        differing = {axis for part in parts for axis, count in enumerate(part) if count != shape[axis]}
+        axis = min(differing)
+        widths = [part[axis] for part in parts]
+        if len(differing) == 1 and sum(widths) == shape[axis]:
+            splits[name] = _in_order(shape, axis, widths)
+        else:
+            violations.append(
+                f"trainer.tensor_parallel_size={len(held)}: DeepSpeed gave the ranks parts {parts} of {name} {shape}, "
+                "which do not make a whole: this model or version of DeepSpeed splits in a way that we cannot publish. "
+                "Train it without tensor parallelism."
+            )
+    if violations:
+        raise ConfigError(violations)
+    return splits
+
+
+def _in_order(shape: Shape, axis: int, widths: Sequence[int]) -> tuple[Box, ...]:
+    ends = list(accumulate(widths))
+    return tuple(cut(whole(shape), axis, end - width, end) for end, width in zip(ends, widths, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """Which part of every tensor this rank has.
+    """Which part of every tensor the ranks of a tensor-parallel group have.
 
     Attributes:
-        rank: In the group, 0 ≤ rank < size.
+        rank: This one, in the group.
         group: The tensor-parallel ranks.
-        num_kv_heads: Of the model; attention is split in whole key/value heads.
         shapes: HF name -> full shape.
+        splits: HF name -> what each rank has; tensors that are not there are whole on all.
     """
 
     rank: int
     size: int
     group: Any
-    num_kv_heads: int
     shapes: Mapping[str, Shape]
+    splits: Splits
 
-    def box(self, name: str, rank: int | None = None) -> Box:
-        """What a rank, by default this one, has of a tensor."""
-        tensor = TensorSpec(name, self.shapes[name])
-        return tensor_parallel_box(tensor, self.rank if rank is None else rank, self.size, self.num_kv_heads)
-
-    def is_split(self, name: str) -> bool:
-        """Whether ranks have different parts of it."""
-        return self.box(name) != whole(self.shapes[name])
-
-    def check(self, shapes: Iterable[tuple[str, Shape]]) -> None:
-        """Compare what DeepSpeed made, HF names and local shapes, with what we expect.
-
-        Raises:
-            ConfigError: If a tensor was split otherwise: it would be trained, but published from the wrong places.
-        """
-        violations = [
-            f"trainer.tensor_parallel_size={self.size}: DeepSpeed gave rank {self.rank} a part {found} of {name} "
-            f"{self.shapes[name]}, not {extents(self.box(name))}: this model or version of DeepSpeed splits in another "
-            "way than we publish. Train it without tensor parallelism."
-            for name, found in shapes
-            if found != extents(self.box(name))
-        ]
-        if violations:
-            raise ConfigError(violations)
+    def box(self, name: str) -> Box:
+        """What this rank has of a tensor."""
+        return self.splits[name][self.rank] if name in self.splits else whole(self.shapes[name])
 
     def gather(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor on every rank of the group, from this rank's part of it. Collective."""
-        if not self.is_split(name):
+        if name not in self.splits:
             return local
-        boxes = [self.box(name, rank) for rank in range(self.size)]
+        boxes = self.splits[name]
         padded = local.new_zeros(max(volume(box) for box in boxes))
         padded[: local.numel()] = local.flatten()
         parts = [torch.empty_like(padded) for _ in boxes]
@@ -100,26 +137,24 @@ class TensorSplit:
 
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """2-norm of a gradient, of which this rank has its parts, by HF name: whole tensors count once. Collective."""
-        split = [gradient for name, gradient in gradients.items() if self.is_split(name)]
-        shared = [gradient for name, gradient in gradients.items() if not self.is_split(name)]
+        split = [gradient for name, gradient in gradients.items() if name in self.splits]
+        shared = [gradient for name, gradient in gradients.items() if name not in self.splits]
         squared = torch.nn.utils.get_total_norm(split) ** 2
         distributed.all_reduce(squared, group=self.group)
         return (squared + torch.nn.utils.get_total_norm(shared) ** 2).sqrt()
 
 
-def check_splittable(shapes: Mapping[str, Shape], size: int, num_kv_heads: int) -> None:
-    """Refuse a model of which it is not known how to split a tensor.
+def check_splittable(shapes: Mapping[str, Shape], size: int) -> None:
+    """Refuse a model with a matrix that AutoTP is not told to split: the others would not fit to it.
 
     Raises:
         ConfigError: With one sentence for the first such tensor.
     """
     for name, shape in shapes.items():
-        try:
-            tensor_parallel_box(TensorSpec(name, shape), 0, size, num_kv_heads)
-        except WeightSyncError:
+        if len(shape) > 1 and axis_of(name) is None and not name.endswith("embed_tokens.weight"):
             raise ConfigError(
                 [
                     f"trainer.tensor_parallel_size={size}: {name} is no tensor of a dense decoder, so it is not known "
                     "how to split it. Train this model with trainer.zero_stage=3 and tensor_parallel_size=1."
                 ]
-            ) from None
+            )

@@ -64,6 +64,25 @@ class ModelShape(BaseModel):
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size
 
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each linear layer but routed experts, by transformers' names."""
+        hidden, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        mlp, rows = (
+            ("mlp.shared_expert", self.shared_expert_size) if self.num_experts else ("mlp", self.intermediate_size)
+        )
+        of_layer = {
+            "self_attn.q_proj": (heads, hidden),
+            "self_attn.k_proj": (kv_heads, hidden),
+            "self_attn.v_proj": (kv_heads, hidden),
+            "self_attn.o_proj": (hidden, heads),
+        }
+        if rows:
+            of_layer |= {f"{mlp}.gate_proj": (rows, hidden), f"{mlp}.up_proj": (rows, hidden)}
+            of_layer |= {f"{mlp}.down_proj": (hidden, rows)}
+        layers = {f"model.layers.{i}.{name}": size for i in range(self.num_layers) for name, size in of_layer.items()}
+        return layers if self.tie_word_embeddings else layers | {"lm_head": (self.vocab_size, hidden)}
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes

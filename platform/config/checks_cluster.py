@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from math import ceil
 
-from penstock.dataflow.errors import WeightSyncError
 from penstock.platform.config.checks_weights import check_weights
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
-from penstock.weights.layout.decoder import decoder_tensors
-from penstock.weights.layout.vllm import vllm_layout
 
 _MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
 
@@ -189,10 +186,21 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
     tp_size = config.rollout.engine.tensor_parallel_size
     if tp_size == 1:
         return
-    try:
-        vllm_layout(decoder_tensors(config.model.shape), config.model.shape, tp_size)
-    except WeightSyncError as refusal:
-        yield error(str(refusal), "rollout.engine", "model.shape")
+    shape = config.model.shape
+    sizes = {
+        "num_heads": shape.num_heads,
+        "num_kv_heads": tp_size if tp_size % shape.num_kv_heads == 0 else shape.num_kv_heads,  # fewer are replicated
+        "intermediate_size": shape.expert_size or shape.intermediate_size,
+        "vocab_size, padded to a multiple of 64,": -(-shape.vocab_size // 64) * 64,
+    }
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % tp_size]
+    if uneven:
+        yield error(
+            f"rollout.engine.tensor_parallel_size={tp_size} does not divide {' and '.join(uneven)} of model.shape: "
+            "vLLM cannot split the model so. Use a number of devices that divides them.",
+            "rollout.engine",
+            "model.shape",
+        )
 
 
 def _named(role: str) -> str:

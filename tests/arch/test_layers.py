@@ -28,7 +28,7 @@ BELOW = {
 DOORS: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
-    "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_worker.py"},
+    "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_layout.py", "rollout/vllm_worker.py"},
     "deepspeed": lambda path: path == "trainer/deepspeed_backend.py",
     "peft": lambda path: path == "trainer/lora.py",
     "wandb": lambda path: path.startswith("platform/trackers/"),

@@ -49,14 +49,13 @@ ALLOWED = {
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/vllm_engine.py:log_engine_initialized": "vLLM calls it",
+    "rollout/vllm_layout.py:static_all_moe_layers": "vLLM reads it",
+    "rollout/vllm_layout.py:static_forward_context": "vLLM reads it",
     "rollout/vllm_worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",
     "trainer/deepspeed_backend.py:_hf_config": "kept, since transformers has a weak reference to it",
     "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/sft.py unpacks",
     "trainer/passes.py:sampled_accuracy": "the same",
-    "weights/layout/dtensor.py": "goes with the layouts that are written by hand",
-    "weights/layout/dtensor.py:dtensor_layout": "goes with the layouts that are written by hand",
-    "weights/layout/training.py:fsdp_layout": "goes with the layouts that are written by hand",
-    "weights/planner/plan.py:from_json": "goes with the layouts that are written by hand",
+    "weights/layout/tracing.py:types": "a parameter of torch's __torch_dispatch__",
     "weights/transport/group.py:_timeout": "an attribute of torch's process group",
 }
 """What no pass finds a use of -> why it is here. A module by its path, a name by `path:name`, a file by `path:*`."""

@@ -58,13 +58,13 @@ def open_harness(
     ) -> AsyncIterator[Harness]:
         spec = make_spec(tiny_model_config, config, update_mode, bucket_bytes)
         engine = engine_type(spec)
-        side = EngineSide(config.type, tiny_model_config.shape, config.tensor_parallel_size)
         tensors = [TensorSpec(name, tuple(tensor.shape)) for name, tensor in tiny_tensors(0).items()]
 
         async def connect() -> TinyPublisher:
+            side = EngineSide(config.type, await engine.layout(tensors))
             if memory == "host":
                 return publisher_of_tiny(side)
-            return publisher_of_tiny(side, await engine.make_slots(side.layout(tensors).buffers, "float32", 1))
+            return publisher_of_tiny(side, await engine.make_slots(side.layout.buffers, "float32", 1))
 
         try:
             yield await Harness.begin(engine, spec, reference, connect)

@@ -28,16 +28,15 @@ NUM_RANKS = 2
 CPU = torch.device("cpu")
 
 
-def make_crossing(
+async def make_crossing(
     harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float, is_streamed: bool = False
 ) -> Crossing:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in harness.reference.tensors(0).items())
-    engine = harness.spec.engine
-    side = EngineSide(engine.type, harness.spec.model.shape, engine.tensor_parallel_size)
+    side = EngineSide(harness.spec.engine.type, await harness.engine.layout(specs))
     training = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True)
     transfer = ShardTransfer.between(training, side, "float32", None)
     if is_streamed:
-        sides = training.layout(), side.layout(specs)
+        sides = training.layout(), side.layout
         assert harness.spec.bucket_bytes is not None
         transfer = replace(transfer, plan=make_plan(*sides, 4, bucket_bytes=harness.spec.bucket_bytes))
     return Crossing(
@@ -74,7 +73,7 @@ class CrossingContract:
         self, harness: Harness, codec: str
     ) -> None:
         store = serve_store("127.0.0.1")
-        crossing = make_crossing(harness, store.port, 1, codec=codec, timeout_s=60.0)
+        crossing = await make_crossing(harness, store.port, 1, codec=codec, timeout_s=60.0)
         senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
         joining = [asyncio.to_thread(sender.join, crossing) for sender in senders]
         await within(asyncio.gather(*joining, harness.engine.join_crossing(crossing, 0)))
@@ -95,7 +94,7 @@ class CrossingContract:
 
     async def test_who_does_not_come_is_named_and_the_engine_goes_on_serving(self, harness: Harness) -> None:
         store = serve_store("127.0.0.1")
-        crossing = make_crossing(harness, store.port, 1, codec="full", timeout_s=1.0)
+        crossing = await make_crossing(harness, store.port, 1, codec="full", timeout_s=1.0)
         sender = Sender(0, CPU)
         joined, refusal = await within(
             asyncio.gather(

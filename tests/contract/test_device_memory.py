@@ -23,11 +23,11 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import remove_directories_of
-from tests.conftest import TINY_SHAPE
+from tests.layouts import torch_side
 
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, prompt_of, within
 from .slot_stories import OWN_SIZES, Story
@@ -69,7 +69,7 @@ async def test_ranks_of_zero_3_write_an_engines_version_from_their_own_processes
 ) -> None:
     tensors, engine = tiny_tensors(5), harness.engine
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True), EngineSide("torch", TINY_SHAPE)
+    sides = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_side(specs)
     transfer = ShardTransfer.between(*sides, "float32", None)
     handles = await engine.make_slots(transfer.buffers, "float32", NUM_RANKS)
     story = Story(transfer, handles, tensors, NUM_RANKS, version=1)

@@ -23,10 +23,10 @@ from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerCon
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import NUM_SLOTS
-from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
+from tests.layouts import torch_side
 
 from .engine_harness import make_spec, prompt_of, within
 
@@ -56,7 +56,7 @@ class Publishing:
 
     def __init__(self, trainer: PolicyTrainer, engine: TorchEngine, model: ModelConfig, directory: Path) -> None:
         self.trainer, self.engine, self.version = trainer, engine, -1
-        side = EngineSide("torch", model.shape)
+        side = torch_side(trainer.training_side().tensors)
         self._transfer = ShardTransfer.between(trainer.training_side(), side, "float32", str(directory))
         self._writer = ShardWriter(self._transfer, 0, ShardFiles(self._transfer))
 

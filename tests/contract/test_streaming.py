@@ -111,7 +111,9 @@ async def ranks(harness: Harness) -> AsyncIterator[Callable[..., Awaitable[Ranks
     store, made = serve_store("127.0.0.1"), list[Ranks]()
 
     async def meet(timeout_s: float = 20.0) -> Ranks:
-        crossing = make_crossing(harness, store.port, len(made), codec="full", timeout_s=timeout_s, is_streamed=True)
+        crossing = await make_crossing(
+            harness, store.port, len(made), codec="full", timeout_s=timeout_s, is_streamed=True
+        )
         made.append(Ranks(harness, crossing))
         await made[-1].meet()
         return made[-1]

@@ -1,4 +1,4 @@
-"""What `vllm_layout` says of a rank is what vLLM's own model class and weight loaders make there.
+"""Layouts read from vLLM's own loaders: those that are frozen, and of twelve architectures what the loaders write.
 
 Each rank's model is built without an engine: vLLM asks `parallel_state` for its place among the ranks, and is told.
 """
@@ -9,7 +9,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,99 +16,92 @@ import pytest
 import torch
 import yaml
 
+from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.weights.checksum import tensor_checksum
-from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.decoder import decoder_tensors
+from penstock.weights.layout.algebra import TensorSpec, volume, whole
+from penstock.weights.layout.checkpoint import (
+    checkpoint_tensors,
+    config_of_shape,
+    model_without_memory,
+    module_tensors,
+)
 from penstock.weights.layout.training import training_layout
-from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.model_config import ModelShape
 from penstock.weights.planner.plan import make_plan
-from tests.unit.weights.models import PADDING, numbered, small
+from tests import layouts
+from tests.unit.weights.models import PADDING, buffers_of, numbered
 from tests.unit.weights.test_reshard_plans import carried_out
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.full,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"),
 ]
 CONF = Path(__file__).parents[2] / "conf" / "model"
-Build = Callable[["Case", int, int, str], Any]
+DAILY = {"qwen3", "qwen3_moe", "gpt_oss"}
+"""What is tried every day; everything else in `make test-full`."""
 
 
 class Case(NamedTuple):
     """A model on both sides.
 
     Attributes:
-        config: What vLLM's configuration needs beyond `shape`.
+        config: Of transformers.
+        tensors: What a trainer of it has.
     """
 
-    model_type: str
-    architecture: str
-    shape: ModelShape
+    config: Any
     tensors: list[TensorSpec]
-    config: Mapping[str, object] = {}
 
 
-def dense(model_type: str, architecture: str, **changes: object) -> Case:
-    shape = small(**{"hidden_size": 32, "head_dim": 4} | changes)
-    return Case(model_type, architecture, shape, decoder_tensors(shape))
+def case(model_type: str, **fields: object) -> Case:
+    from transformers import AutoConfig
+
+    sizes = {
+        "vocab_size": 131,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    config = AutoConfig.for_model(model_type, **sizes | fields)
+    config.architectures = [type(model_without_memory(config)).__name__]
+    return Case(config, module_tensors(config))
 
 
-def gemma() -> Case:
-    case = dense("gemma3_text", "Gemma3ForCausalLM", qk_norm=True, tie_word_embeddings=True, num_kv_heads=1)
-    norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    more = [TensorSpec(f"model.layers.{i}.{norm}.weight", (case.shape.hidden_size,)) for i in (0, 1) for norm in norms]
-    return case._replace(tensors=case.tensors + more)
-
-
-def mixture(model_type: str, architecture: str, shared_rows: int = 0, **changes: object) -> Case:
-    """A mixture of experts, stacked as transformers 5 stacks them, with a shared expert if `shared_rows`."""
-    rows, experts = 16, 5
-    sizes = {"num_experts": experts, "expert_size": rows, "shared_expert_size": shared_rows}
-    case = dense(model_type, architecture, hidden_size=64, **sizes, **changes)
-    config = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": rows}
-    return case._replace(config=config | {"shared_expert_intermediate_size": shared_rows})
-
-
-CASES = {
-    "qwen2": dense("qwen2", "Qwen2ForCausalLM", attention_bias=True, vocab_size=131),
-    "qwen2_tied": dense("qwen2", "Qwen2ForCausalLM", attention_bias=True, tie_word_embeddings=True),
-    "qwen3": dense("qwen3", "Qwen3ForCausalLM", qk_norm=True, num_kv_heads=8, head_dim=6, hidden_size=28),
-    "llama": dense(
-        "llama", "LlamaForCausalLM", num_heads=12, hidden_size=36, num_kv_heads=4, head_dim=10, vocab_size=1001
-    ),
-    "gemma3": gemma(),
-    "qwen3_moe": mixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, num_kv_heads=4, head_dim=6),
-    "qwen2_moe": mixture("qwen2_moe", "Qwen2MoeForCausalLM", 24, attention_bias=True, head_dim=8),
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MODELS: dict[str, Mapping[str, object]] = {
+    "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 2},
+    "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 8},
+    "llama": {"vocab_size": 1001},
+    "gemma2": {},
+    "gemma3_text": {"num_key_value_heads": 1},
+    "phi3": {"num_key_value_heads": 8},
+    "mistral": {},
+    "glm4": {"num_key_value_heads": 2},
+    "qwen3_moe": EXPERTS | {"num_experts": 9},
+    "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64},
+    "mixtral": {"num_local_experts": 8},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 64},
+    "falcon": {"multi_query": True},
+    "gpt2": {"n_embd": 64, "n_head": 8, "n_layer": 2, "n_positions": 64},
 }
 
 
-def config_of(case: Case) -> dict[str, object]:
-    """The model's config.json."""
-    shape = case.shape
-    same = shape.model_dump(exclude={"num_layers", "num_heads", "num_kv_heads", "attention_bias", "qk_norm"})
-    heads = {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-    return {
-        **same,
-        **heads,
-        "num_hidden_layers": shape.num_layers,
-        "model_type": case.model_type,
-        "architectures": [case.architecture],
-        "bos_token_id": 1,
-        **case.config,
-    }
-
-
-def group(rank: int, size: int) -> Any:
-    """Stands for a process group of vLLM's: while it builds a model and loads weights it asks only who it is."""
-    ranks = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-    ends = {"is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
-    return SimpleNamespace(world_size=size, rank_in_group=rank, device_group=ranks, **ends)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def patch() -> Iterator[pytest.MonkeyPatch]:
     """The environment of an engine actor, set before vLLM is imported."""
     with pytest.MonkeyPatch.context() as patch:
@@ -118,91 +110,122 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-@pytest.fixture
-def build(patch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
-    """vLLM's model of one rank, before anything is loaded. Private: the groups of `parallel_state`."""
-    from transformers import AutoConfig
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state
+def build(case: Case, tp: int, device: str) -> Any:
+    """vLLM's model of the rank that this process stands for, before anything is loaded."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    def built(case: Case, tp: int, rank: int, device: str) -> Any:
-        config = config_of(case)
-        AutoConfig.for_model(config.pop("model_type"), **config).save_pretrained(tmp_path)
-        whole = {name: group(0, 1) for name in ("_PP", "_DP", "_PCP", "_DCP")}
-        for name, standing in (whole | {"_TP": group(rank, tp), "_EP": group(rank, tp)}).items():
-            patch.setattr(parallel_state, name, standing)
-        vllm_config = VllmConfig(
-            model_config=ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_model_len=32),
-            parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
-        )
-        with set_current_vllm_config(vllm_config), torch.device(device):
-            return initialize_model(vllm_config)
+    from penstock.rollout.vllm_layout import plain_config
 
-    return built
+    vllm_config = plain_config(case.config, "float32", tp)
+    with set_current_vllm_config(vllm_config), torch.device(device):
+        return initialize_model(vllm_config)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_what_vllm_loads_is_where_the_layout_says(name: str, tp: int, build: Build) -> None:
-    case = CASES[name]
-    full = numbered(case.tensors)
-    source, destination = training_layout(case.tensors), vllm_layout(case.tensors, case.shape, tp)
+def daily(names: Mapping[str, object] | tuple[str, ...], is_daily: Callable[[str], bool]) -> list[Any]:
+    return [name if is_daily(name) else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+LOADED = tuple(name for name in layouts.NAMES if name.startswith("loaded_"))
+SHAPES = {
+    "loaded_qwen2": ("qwen2", {"vocab_size": 131}),
+    "loaded_qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+    "loaded_qwen3": ("qwen3", {"num_key_value_heads": 8, "head_dim": 6, "hidden_size": 28}),
+    "loaded_llama": (
+        "llama",
+        {"num_attention_heads": 12, "hidden_size": 36, "num_key_value_heads": 4, "head_dim": 10, "vocab_size": 1001},
+    ),
+    "loaded_gemma3": ("gemma3_text", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "loaded_qwen3_moe": (
+        "qwen3_moe",
+        EXPERTS | {"hidden_size": 64, "moe_intermediate_size": 16, "num_key_value_heads": 4, "head_dim": 6},
+    ),
+    "loaded_qwen2_moe": (
+        "qwen2_moe",
+        EXPERTS
+        | {"hidden_size": 64, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "head_dim": 8},
+    ),
+}
+"""Of the frozen layouts that vLLM was compared with before they were frozen."""
+
+
+def frozen_case(name: str) -> Case:
+    model_type, fields = SHAPES[name]
+    small = {"vocab_size": 515, "hidden_size": 32, "intermediate_size": 40, "num_key_value_heads": 2, "head_dim": 4}
+    return case(model_type, **small | fields)._replace(tensors=layouts.read(name).tensors)
+
+
+@pytest.mark.parametrize("name", daily(LOADED, lambda name: name in ("loaded_qwen2", "loaded_qwen3_moe")))
+def test_what_is_read_from_the_loader_is_the_frozen_layout(name: str) -> None:
+    from penstock.rollout.vllm_layout import plain_layout
+
+    config, tensors = frozen_case(name)
+    full = numbered(tensors)
+    for tp, frozen in layouts.read(name).layouts.items():
+        if tp > getattr(config, "num_experts", tp):
+            continue  # vLLM refuses it
+        read = plain_layout(config, tensors, "float32", tp)
+        assert list(map(dict, read.buffers)) == list(map(dict, frozen.buffers))
+        for ours, before in zip(buffers_of(read, full), buffers_of(frozen, full), strict=True):
+            for buffer, values in before.items():
+                np.testing.assert_array_equal(ours[buffer], values, err_msg=f"{tp}: {buffer}")
+
+
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", daily(MODELS, lambda name: name in DAILY))
+def test_what_the_loader_writes_is_where_the_plan_puts_it(name: str, tp: int) -> None:
+    """Bit for bit: numbers of which no two are equal, by our plan and by vLLM's own loader."""
+    from penstock.rollout.vllm_layout import plain_layout, stand_in_groups
+
+    model = case(name, **MODELS[name])
+    full = numbered(model.tensors)
+    source, destination = training_layout(model.tensors), plain_layout(model.config, model.tensors, "float32", tp)
     ours = carried_out(make_plan(source, destination, 4), source, destination, full)
+    given = {tensor: torch.from_numpy(values).float() for tensor, values in full.items()}
     for rank in range(tp):
-        model = build(case, tp, rank, "cpu")
-        for parameter in model.parameters():
-            parameter.data.fill_(PADDING)
-        model.load_weights((tensor, torch.from_numpy(values).float()) for tensor, values in full.items())
-        theirs = {buffer: parameter.detach() for buffer, parameter in model.named_parameters()}
+        with stand_in_groups(rank, tp):
+            theirs = loaded(model, tp, checkpoint_tensors(model.config, given))
         assert theirs.keys() == ours[rank].keys()
         for buffer, values in ours[rank].items():
             is_padding = values == PADDING
-            assert theirs[buffer].is_contiguous()
-            assert theirs[buffer].numel() == values.size, buffer
-            held = theirs[buffer].numpy().ravel()
-            np.testing.assert_array_equal(held[~is_padding], values[~is_padding], err_msg=f"rank {rank}: {buffer}")
-            assert (held[is_padding] <= 0).all(), f"rank {rank}: {buffer} holds more than the layout says"
-            assert not is_padding.any() or buffer.endswith(("embed_tokens.weight", "lm_head.weight"))
+            np.testing.assert_array_equal(theirs[buffer][~is_padding], values[~is_padding], err_msg=f"{rank}: {buffer}")
+            assert (theirs[buffer][is_padding] <= 0).all(), f"rank {rank}: {buffer} holds more than the layout says"
 
 
-def gpt2() -> Case:
-    """Neither our layouts nor the names of a fused parameter know it; its linear weights lie the other way round."""
-    shape = small(hidden_size=32, num_heads=4, num_kv_heads=4, head_dim=8, vocab_size=131)
-    hidden = shape.hidden_size
-    block = {"ln_1.weight": (hidden,), "ln_1.bias": (hidden,), "ln_2.weight": (hidden,), "ln_2.bias": (hidden,)}
-    block |= {"attn.c_attn.weight": (hidden, 3 * hidden), "attn.c_attn.bias": (3 * hidden,)}
-    block |= {"attn.c_proj.weight": (hidden, hidden), "attn.c_proj.bias": (hidden,)}
-    block |= {"mlp.c_fc.weight": (hidden, 4 * hidden), "mlp.c_fc.bias": (4 * hidden,)}
-    block |= {"mlp.c_proj.weight": (4 * hidden, hidden), "mlp.c_proj.bias": (hidden,)}
-    tensors = [TensorSpec("transformer.wte.weight", (131, hidden)), TensorSpec("transformer.wpe.weight", (32, hidden))]
-    tensors += [TensorSpec(f"transformer.h.{i}.{name}", size) for i in (0, 1) for name, size in block.items()]
-    tensors += [TensorSpec(f"transformer.ln_f.{part}", (hidden,)) for part in ("weight", "bias")]
-    config = {"n_embd": hidden, "n_head": 4, "n_layer": 2, "n_positions": 32, "tie_word_embeddings": True}
-    return Case("gpt2", "GPT2LMHeadModel", shape, tensors, config)
+def loaded(model: Case, tp: int, given: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """What vLLM's loader makes of real tensors: flat parameters."""
+    made = build(model, tp, "cpu")
+    for parameter in made.parameters():
+        parameter.data.fill_(PADDING)
+    made.load_weights(iter(given.items()))
+    assert all(parameter.is_contiguous() for parameter in made.parameters())
+    return {name: parameter.detach().numpy().ravel() for name, parameter in made.named_parameters()}
 
 
-GATHERED = CASES | {"gpt2": gpt2()}
-
-
-def gathered(case: Case) -> tuple[dict[str, torch.Tensor], WeightManifest]:
+def gathered(model: Case) -> tuple[dict[str, torch.Tensor], WeightManifest]:
     """A version of whole tensors, in none of which two elements are equal, and its manifest."""
-    sent = {name: torch.from_numpy(values).float() + 1 for name, values in numbered(case.tensors).items()}
+    sent = {name: torch.from_numpy(values).float() + 1 for name, values in numbered(model.tensors).items()}
     entries = tuple(
         TensorEntry(name, "float32", tuple(tensor.shape), tensor_checksum(tensor)) for name, tensor in sent.items()
     )
     return sent, WeightManifest(1, "nowhere", entries, 0, 0)
 
 
+GATHERED = (*SHAPES, "gpt2")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", GATHERED)
-def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name: str, build: Build) -> None:
+def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name: str) -> None:
+    from penstock.rollout.vllm_layout import stand_in_groups
     from penstock.rollout.vllm_live import LiveTensors
 
-    case = GATHERED[name]
-    sent, manifest = gathered(case)
-    model = build(case, 1, 0, "cpu")
+    known = case("gpt2", **MODELS["gpt2"]) if name == "gpt2" else frozen_case(name)
+    sent, manifest = gathered(known)
+    with stand_in_groups(0, 1):
+        model = build(known, 1, "cpu")
     live = LiveTensors(model, manifest)
-    is_known = name in ("qwen2", "qwen2_tied", "qwen3", "llama", "gemma3")
+    is_known = name not in ("gpt2", "loaded_qwen3_moe", "loaded_qwen2_moe")
     assert bool(live.unplaced) == bool(live.unaccounted) == (not is_known)
     assert live.refusal() == ""
     model.load_weights(iter(sent.items()))
@@ -218,12 +241,15 @@ def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name
         assert f"vLLM's loader took {live.unplaced[0].name}" in wrong
 
 
-def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name(build: Build) -> None:
+@pytest.mark.full
+def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name() -> None:
+    from penstock.rollout.vllm_layout import stand_in_groups
     from penstock.rollout.vllm_live import LiveTensors
 
-    case = CASES["qwen3"]
-    model = build(case, 1, 0, "meta")
-    _, manifest = gathered(case)
+    known = frozen_case("loaded_qwen3")
+    with stand_in_groups(0, 1):
+        model = build(known, 1, "meta")
+    _, manifest = gathered(known)
     foreign = TensorEntry("model.layers.0.attn.Wqkv.weight", "float32", (8, 28), 0)
     more = LiveTensors(model, replace(manifest, entries=(*manifest.entries, foreign)))
     assert "model.layers.0.attn.Wqkv.weight has no place in this engine's model" in more.refusal()
@@ -232,13 +258,64 @@ def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name(build
     assert f"parameter {manifest.entries[-1].name} of this engine is not in the version" in less.refusal()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "tp"), [("qwen2_5_0_5b_instruct", 1), ("qwen2_5_0_5b_instruct", 2), ("qwen2_5_7b", 1), ("qwen2_5_7b", 4)]
+    ("name", "tp"),
+    [
+        ("qwen2_5_0_5b_instruct", 1),
+        ("qwen2_5_0_5b_instruct", 2),
+        ("qwen2_5_7b", 1),
+        ("qwen2_5_7b", 4),
+        ("qwen3_30b_a3b", 4),
+    ],
 )
-def test_the_models_that_we_ship_configurations_of_have_these_sizes_in_vllm(name: str, tp: int, build: Build) -> None:
+def test_of_the_models_that_we_ship_configurations_of_every_element_is_on_an_engine_rank(name: str, tp: int) -> None:
+    from penstock.rollout.vllm_layout import plain_layout
+
     shape = ModelShape.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text())["shape"])
-    case = Case("qwen2", "Qwen2ForCausalLM", shape, decoder_tensors(shape))
-    ours = vllm_layout(case.tensors, shape, tp)
-    for rank in {0, tp - 1}:
-        parameters = build(case, tp, rank, "meta").named_parameters()
-        assert {buffer: parameter.numel() for buffer, parameter in parameters} == ours.buffers[rank]
+    config = config_of_shape(shape)
+    tensors = module_tensors(config)
+    assert sum(volume(whole(tensor.shape)) for tensor in tensors) == pytest.approx(shape.num_parameters, rel=0.001)
+    layout = plain_layout(config, tensors, "bfloat16", tp)
+    for tensor in tensors:
+        boxes = {shard.box for shard in layout.shards[tensor.name]}  # of replicas, one
+        assert sum(map(volume, boxes)) == volume(whole(tensor.shape)), tensor.name
+
+
+def test_a_loader_that_computes_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    from penstock.rollout.vllm_layout import plain_layout
+
+    model = frozen_case("loaded_qwen3")
+    really = Qwen3ForCausalLM.load_weights
+
+    def halved(self: Any, weights: Any) -> Any:
+        return really(self, ((name, tensor / 2 if "o_proj" in name else tensor) for name, tensor in weights))
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "load_weights", halved)
+    with pytest.raises(WeightSyncError, match=r"o_proj\.weight is computed by aten\.div.*weights\.transport=gather"):
+        plain_layout(model.config, model.tensors, "float32", 1)
+
+    def forgotten(self: Any, weights: Any) -> Any:
+        return really(self, ((name, tensor) for name, tensor in weights if "layers.1.mlp.down_proj" not in name))
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "load_weights", forgotten)
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.down_proj\.weight .* is nowhere in the engine"):
+        plain_layout(model.config, model.tensors, "float32", 1)
+    monkeypatch.undo()
+    with pytest.raises(WeightSyncError, match=r"parameter model\.norm\.weight .* would keep old weights"):
+        plain_layout(model.config, [one for one in model.tensors if one.name != "model.norm.weight"], "float32", 1)
+
+
+def test_an_engine_that_holds_its_weights_in_another_form_than_it_loads_them_is_refused() -> None:
+    from penstock.rollout.vllm_layout import check_live, form_of
+
+    loaded = form_of({"w": torch.empty(4, 6), "v": torch.empty(3)})
+    check_live(loaded, form_of({"w": torch.empty(4, 6), "v": torch.empty(3)}), 0)
+    with pytest.raises(
+        WeightSyncError, match=r"w is \(4, 6\) with strides \(1, 4\) in rank 1 .*weights\.transport=gather"
+    ):
+        check_live(loaded, form_of({"w": torch.empty(6, 4).t(), "v": torch.empty(3)}), 1)
+    with pytest.raises(WeightSyncError, match=r"v is absent in rank 0"):
+        check_live(loaded, form_of({"w": torch.empty(4, 6)}), 0)

@@ -31,6 +31,7 @@ from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
+from tests.layouts import read, torch_side
 from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
 VOCAB = 24
@@ -263,9 +264,7 @@ def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
         },
         "critic": {} if trainer.critic is None else weights_of(trainer.critic.backend),
         "saved": saved,
-        "shards": {
-            (kind, size): published(trainer, EngineSide(kind, case.shape, size), rank, folder) for kind, size in ENGINES
-        },
+        "shards": {(kind, size): published(trainer, kind, size, case, rank, folder) for kind, size in ENGINES},
     }
     result["desynchronised"] = desynchronised(trainer, is_last_replica=rank >= case.world_size - case.tensor_parallel)
     if rank == 0:
@@ -281,10 +280,16 @@ def desynchronised(trainer: PolicyTrainer, *, is_last_replica: bool) -> float | 
     return trainer.step(make_batch(4), 2).metrics.get("rank/desynchronised")
 
 
-def published(trainer: PolicyTrainer, engine: EngineSide, rank: int, folder: Path) -> list[dict[str, np.ndarray]]:
+def published(
+    trainer: PolicyTrainer, kind: str, size: int, case: Case, rank: int, folder: Path
+) -> list[dict[str, np.ndarray]]:
     """What the ranks of an engine find in the files of a version; every training rank writes its part."""
-    where = str(folder / "shards" / f"{engine.type}-{engine.tp_size}-{engine.model.vocab_size}")
-    transfer = ShardTransfer.between(trainer.training_side(), engine, "float32", where)
+    training = trainer.training_side()
+    engine = torch_side(training.tensors)
+    if kind == "vllm":
+        engine = EngineSide("vllm", read("trained_tied" if case.is_tied else "trained_untied").layouts[size])
+    where = str(folder / "shards" / f"{kind}-{size}-{case.shape.vocab_size}")
+    transfer = ShardTransfer.between(training, engine, "float32", where)
     ShardWriter(transfer, rank, ShardFiles(transfer)).write(1, trainer.local_weights())
     wait_for_all_ranks()  # have written
     manifest = transfer.manifest(1, [])

@@ -10,11 +10,11 @@ import torch
 
 from penstock.weights.checksum import check_arrived
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.crossing import Arrival, Crossing, End, Sender
 from penstock.weights.transport.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
-from tests.conftest import TINY_SHAPE
+from tests.layouts import torch_side
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     training = TrainingSide(specs, num_replicas=1, is_partitioned=False)
     store = serve_store("127.0.0.1")
     crossing = Crossing(
-        transfer=ShardTransfer.between(training, EngineSide("torch", TINY_SHAPE), "bfloat16", None),
+        transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=1,
         ends=(End("engine-0", "node"),),
         on_devices=True,

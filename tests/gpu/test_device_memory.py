@@ -9,12 +9,12 @@ import torch
 
 from penstock.weights.checksum import check_arrived
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import ShardTransfer
-from tests.conftest import TINY_SHAPE
 from tests.contract.slot_stories import Story
 from tests.contract.test_device_memory import NUM_RANKS, written
+from tests.layouts import torch_side
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -25,7 +25,7 @@ def test_ranks_write_into_a_gpus_slot(writers_see: str, tmp_path: Path, monkeypa
         pytest.skip("there is one GPU")
     tensors = {"model.norm.weight": torch.randn(1001), "model.embed_tokens.weight": torch.randn(300, 7)}
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    sides = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True), EngineSide("torch", TINY_SHAPE)
+    sides = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True), torch_side(specs)
     transfer = ShardTransfer.between(*sides, "bfloat16", None)
     slot = DeviceSlot(transfer.buffers[0], torch.bfloat16, torch.device("cuda", 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", writers_see)

@@ -34,10 +34,10 @@ from penstock.rollout.pool import EnginePool
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import WeightsConfig
-from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import default_directory, remove_directories_of
 from tests.command_line import ENVIRONMENT
+from tests.layouts import torch_side
 
 pytestmark = [
     pytest.mark.integration,
@@ -138,11 +138,9 @@ async def test_gathered_versions_reach_engines_on_every_node_through_the_object_
 
 
 async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes: Nodes) -> None:
-    trainer, _, pool, model = nodes
+    trainer, _, pool, _ = nodes
     config = WeightsConfig(transport="process_group", timeout_s=60.0)
-    export = GroupExport(
-        trainer, EngineSlots(pool, trainer.node_id), EngineSide("torch", model.shape), "float32", config
-    )
+    export = GroupExport(trainer, EngineSlots(pool, trainer.node_id), torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     for version in range(2):
         report = await publisher.publish(version)
@@ -172,10 +170,10 @@ def flip_a_bit(rank: Any) -> None:
 async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_a_damaged_one_is_sent_once_more(
     nodes: Nodes,
 ) -> None:
-    trainer, engines, pool, model = nodes
+    trainer, engines, pool, _ = nodes
     config = WeightsConfig(transport="process_group", staging="bucket", timeout_s=60.0)
     ends = EngineSlots(pool, trainer.node_id)
-    export = DamagedOnce(trainer, ends, EngineSide("torch", model.shape), "float32", config)
+    export = DamagedOnce(trainer, ends, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     for version in (2, 3, 4):
         report = await publisher.publish(version)  # acknowledged is what was read back from live parameters
@@ -193,11 +191,11 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
 async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lost_landing_costs_its_engines_only(
     nodes: Nodes,
 ) -> None:
-    trainer, engines, pool, model = nodes
+    trainer, engines, pool, _ = nodes
     assert not is_one_node(trainer, engines)
     config = WeightsConfig(codec="delta", timeout_s=60.0)
     landings = Landings(pool, trainer.node_id, config)
-    export = GroupExport(trainer, landings, EngineSide("torch", model.shape), "float32", config)
+    export = GroupExport(trainer, landings, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     shares = []
     for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters only

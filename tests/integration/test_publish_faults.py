@@ -31,11 +31,11 @@ from penstock.rollout.pool import EnginePool
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import WeightsConfig
-from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles
 from penstock.weights.transport.shared_memory import remove_directories_of
 from tests.command_line import ENVIRONMENT
+from tests.layouts import torch_side
 
 pytestmark = [
     pytest.mark.integration,
@@ -103,7 +103,7 @@ class DamagedOnce(SharedMemoryExport):
     """One bit of `version` changes where all engines read it, after it was written for the first time."""
 
     def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
-        super().__init__(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+        super().__init__(node.trainer, engines, torch_side(), "float32", WAIT_S)
         self._damaged: int | None = version
 
     async def begin(self, version: int) -> Departure:
@@ -134,7 +134,7 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_e
 async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+    export = SharedMemoryExport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
     await publisher.publish(0)
     await publisher.close()
@@ -157,7 +157,7 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
 async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
     engines = await node.engines("killed")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+    export = SharedMemoryExport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
 
     async def start(engine_id: EngineId) -> RemoteEngine:
@@ -193,7 +193,7 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
 
 async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_it_is(node: Node) -> None:
     engines = await node.engines("waiting")
-    export = SharedMemoryExport(node.trainer, engines, EngineSide("torch", node.model.shape), "float32", WAIT_S)
+    export = SharedMemoryExport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     await export.begin(0)
     export._timeout_s = 1.0
     (rank,) = node.trainer._ranks

@@ -119,16 +119,6 @@ def test_it_lives_beside_the_default_group(exact: list[Story]) -> None:
     assert [process.get("default group") for process in exact] == [2.0, 2.0, None, None]
 
 
-def test_layouts_read_from_live_dtensors_say_what_their_ranks_hold(exact: list[Story]) -> None:
-    for rank in (0, 1):
-        told = exact[rank]["placements"]
-        assert [told[kind] for kind in ("fsdp", "hsdp", "hsdp_sharded", "by hand")] == [[]] * 4
-        assert told["as planned"], "FSDP2 splits as fsdp_layout plans"
-        assert "model.norm.weight is placed as Partial" in told["partial"]
-        assert f"rank {rank} holds model.norm.weight as ({1 + 2 * rank},)" in told["uneven"]
-        assert "say (2,)" in told["uneven"]
-
-
 def test_members_that_disagree_are_named(exact: list[Story]) -> None:
     assert "weights v7: training rank 0 is about to transfer weights v6 plan" in exact[1]["disagreement"]
     assert "weights v6: training rank 1 is about to transfer weights v7 plan" in exact[0]["disagreement"]

@@ -25,14 +25,20 @@ from penstock.weights.checksum import tensor_checksum
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.training import training_layout
-from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import Hop, relay_tree
 from penstock.weights.transport.group import LostPeerError, TransferGroup, connect_store
 from penstock.weights.transport.members import EngineRank, Members, Route
 from penstock.weights.transport.transfer import Transfer
-from tests.integration.placements import read_placements
-from tests.unit.weights.models import PADDING, buffers_of, numbered, staging_buffers, tensors_of, vllm_rank
+from tests.unit.weights.models import (
+    PADDING,
+    buffers_of,
+    engine_layout,
+    numbered,
+    staging_buffers,
+    tensors_of,
+    vllm_rank,
+)
 
 HOST = "127.0.0.1"
 KEPT: list[WeightSyncError] = []
@@ -53,7 +59,7 @@ Story = dict[str, Any]
 
 
 def engine(tp: int) -> Layout:
-    return vllm_layout(TENSORS, MODEL, tp)
+    return engine_layout("llama", tp)
 
 
 def plan_to(tp: int, item_bytes: int = 4, resident: dict[int, int] | None = None) -> Plan:
@@ -219,7 +225,6 @@ def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Ca
         ones = torch.ones(1)
         distributed.all_reduce(ones)
         done["default group"] = float(ones)
-        done["placements"] = read_placements(rank)
         distributed.destroy_process_group()
     done["disagreement"] = error_of(lambda: publish(group, 7 if rank else 6, 2))
     done["closed"] = error_of(lambda: publish(group, 8, 2))

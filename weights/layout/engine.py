@@ -1,33 +1,35 @@
-"""The layout of an engine, by its type."""
+"""Both sides of a publish: how engines hold the policy, which they tell, and how training ranks do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.weights.layout.algebra import Layout, TensorSpec
-from penstock.weights.layout.training import training_layout
-from penstock.weights.layout.vllm import vllm_layout
-from penstock.weights.model_config import ModelShape
+from penstock.weights.layout.training import Splits, training_layout
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSide:
-    """What decides how engines hold a model. The torch engine holds it whole, under its Hugging Face names."""
+    """How engines hold a model, as one of them has told.
+
+    Attributes:
+        type: Of the engine.
+        layout: Of one engine: its ranks are tensor-parallel.
+    """
 
     type: Literal["vllm", "torch"]
-    model: ModelShape
-    tp_size: int = 1
+    layout: Layout
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks of an engine."""
+        return self.layout.num_ranks
 
     @property
     def words(self) -> str:
         """For messages."""
-        return f"vllm, tensor-parallel over {self.tp_size}" if self.type == "vllm" else "torch, whole"
-
-    def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
-        """Where one engine's workers hold `tensors`."""
-        return vllm_layout(tensors, self.model, self.tp_size) if self.type == "vllm" else training_layout(tensors)
+        return f"{self.type}, tensor-parallel over {self.tp_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,14 @@ class TrainingSide:
         num_replicas: Ranks that hold the same part of each tensor, or partition it among themselves.
         is_partitioned: Each part is partitioned over them (ZeRO-3); otherwise every one has all of it.
         tp_size: Tensor-parallel ranks, which hold different parts (AutoTP). Rank = replica · tp_size + tensor rank.
-        num_kv_heads: Of the model; needed with `tp_size` > 1.
+        splits: Which parts those are.
     """
 
     tensors: tuple[TensorSpec, ...]
     num_replicas: int = 1
     is_partitioned: bool = False
     tp_size: int = 1
-    num_kv_heads: int | None = None
+    splits: Splits = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -62,5 +64,5 @@ class TrainingSide:
             num_replicas=self.num_replicas,
             tp_size=self.tp_size,
             is_partitioned=self.is_partitioned,
-            num_kv_heads=self.num_kv_heads,
+            splits=self.splits,
         )

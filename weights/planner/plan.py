@@ -7,13 +7,12 @@ Pure: made once per (model, layouts) and reused for every version.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.weights.layout.algebra import Layout, Shape, View, cut, extents, subtract, volume
 from penstock.weights.planner.balance import Assignment, assign, part_of
@@ -83,18 +82,6 @@ class Plan:
         for (src_rank, _), num_bytes in self.bytes_per_link.items():
             sent[src_rank] += num_bytes
         return sent
-
-    def to_json(self) -> str:
-        """Everything, for another process."""
-        return json.dumps(
-            [self.item_bytes, self.bucket_bytes, list(self.resident.items()), self.buckets], separators=(",", ":")
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Inverse of `to_json`."""
-        item_bytes, bucket_bytes, resident, buckets = json.loads(text)
-        return cls(item_bytes, bucket_bytes, dict(resident), tuple(tuple(map(_copy, bucket)) for bucket in buckets))
 
 
 def make_plan(
@@ -184,13 +171,3 @@ def _buckets(copies: list[Copy], largest: int) -> Iterable[tuple[Copy, ...]]:
             filled[end] += copy.num_elements
     if bucket:
         yield tuple(bucket)
-
-
-def _copy(row: list[Any]) -> Copy:
-    tensor, shape, src_rank, source, dst_rank, destination = row
-    return Copy(tensor, tuple(shape), src_rank, _view(source), dst_rank, _view(destination))
-
-
-def _view(row: list[Any]) -> View:
-    buffer, offset, strides = row
-    return View(buffer, offset, tuple(strides))

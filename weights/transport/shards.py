@@ -28,8 +28,7 @@ from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.planner.cache import Meeting, PlanCache
-from penstock.weights.planner.plan import Copy, Plan
+from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.strided import strided_box
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shared_memory import Slots, cut_slot, reserve, slot_size
@@ -65,7 +64,6 @@ class ShardTransfer:
         directory: str | None,
         training_at: Sequence[str] = (),
         engine_at: Sequence[str] = (),
-        plans: PlanCache | None = None,
     ) -> ShardTransfer:
         """Plan the transfer.
 
@@ -77,19 +75,24 @@ class ShardTransfer:
             training_at: Node of each training rank; its device, if there is no directory.
             engine_at: Of each rank of the engine: what several training ranks have is sent from where it is nearest,
                 and what the only one on its device has stays there.
-            plans: Where a plan that was made before is found, and a new one is kept.
 
         Raises:
-            WeightSyncError: If the layout of a tensor is not known on one of the sides.
+            WeightSyncError: If the training side lacks something that the engine needs.
         """
-        are_devices = directory is None
+        resident = resident_ranks(training_at, engine_at) if directory is None else {}
         try:
-            meeting = Meeting.of(training, engine, DTYPE_BYTES[dtype], training_at, engine_at, are_devices=are_devices)
-            planned = (plans or PlanCache()).plan(meeting)
+            plan = make_plan(
+                training.layout(),
+                engine.layout,
+                DTYPE_BYTES[dtype],
+                resident=resident,
+                source_nodes=dict(enumerate(training_at)),
+                destination_nodes=dict(enumerate(engine_at)),
+            )
         except WeightSyncError as error:
             layouts = f"Training layout: {training.words}. Engine layout: {engine.words}."
             raise WeightSyncError(f"{error} {layouts}") from error
-        return cls(planned.plan, planned.buffers, dtype, directory)
+        return cls(plan, engine.layout.buffers, dtype, directory)
 
     def folder(self, version: int) -> Path:
         """Where a version's files are."""
@@ -114,6 +117,11 @@ class ShardTransfer:
             checksum=combine_checksums((entry_key(entry.rank, entry.name), entry.checksum) for entry in entries),
             num_shards=len(self.buffers),
         )
+
+
+def resident_ranks(training_at: Sequence[str], engine_at: Sequence[str]) -> dict[int, int]:
+    """Engine rank -> the only training rank on its device: what that one holds need not be sent."""
+    return {rank: training_at.index(device) for rank, device in enumerate(engine_at) if training_at.count(device) == 1}
 
 
 class ShardFiles:

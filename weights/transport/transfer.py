@@ -269,7 +269,7 @@ class Transfer:
         assert dtype.itemsize == plan.item_bytes, f"{dtype} on the wire, {plan.item_bytes} bytes in the plan"
         self._group = group
         self._steps = steps_of(plan, route, group.rank)
-        self._fingerprint = f"plan {zlib.crc32(f'{plan.to_json()} {route} {dtype} {codec}'.encode()):08x}"
+        self._fingerprint = f"plan {zlib.crc32(f'{plan} {route} {dtype} {codec}'.encode()):08x}"
         self._coded = None if codec is None else CodedBuckets(codec, dtype, self._finish)
         num_sent = max((step.num_sent for step in self._steps), default=0)
         num_received = max((step.num_received for step in self._steps), default=0)

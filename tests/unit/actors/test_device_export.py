@@ -17,10 +17,10 @@ from penstock.rollout.pool import EnginePool
 from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.device_memory import SlotHandle
 from penstock.weights.transport.shards import IN_DEVICE_MEMORY
-from tests.conftest import TINY_SHAPE
+from tests.layouts import torch_side
 
 NORM = TensorSpec("model.norm.weight", (640,))
 
@@ -71,7 +71,7 @@ class FakeEngine:
 
 def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceExport, EnginePool]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
-    side = EngineSide("torch", TINY_SHAPE)
+    side = torch_side([NORM])
     return DeviceExport(trainer, pool, side, "float32", WeightsConfig()), pool  # type: ignore[arg-type]
 
 

@@ -152,7 +152,7 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
         (["rollout.engine.tensor_parallel_size=2"], ["cluster.pools.generate.count=4", "8 for engines"]),
         (
             ["rollout.engine.tensor_parallel_size=3", "rollout.num_engines=1"],
-            ["down_proj", "18944 heads", "over 3"],
+            ["tensor_parallel_size=3", "num_heads 28", "num_kv_heads 4", "intermediate_size 18944"],
         ),
         (
             ["weights.codec=int8_delta", "rollout.engine.tensor_parallel_size=2", "rollout.num_engines=2"],

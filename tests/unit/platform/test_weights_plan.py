@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from pydantic import ValidationError
 
 from penstock.platform.cli_weights import plan_report
 from penstock.platform.config.compose import compose_config
 from penstock.weights.model_config import ModelShape
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"
+)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,7 @@ def test_engines_on_devices_of_their_own_each_get_everything():
     assert report.wire_bytes == report.lower_bound_bytes == pytest.approx(4 * report.model_bytes, rel=0.001)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_a_mixture_of_experts_is_planned_from_its_shape(tp_size):
     pools = [f"cluster.pools.{pool}.memory_gib=4000" for pool in ("train", "generate")]

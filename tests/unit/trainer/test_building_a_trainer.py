@@ -9,9 +9,10 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.passes import attention_share
-from penstock.trainer.tensor_parallel import TensorSplit, check_splittable
+from penstock.trainer.tensor_parallel import check_splittable, expected_splits, splits_of
 from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
+from penstock.weights.layout.algebra import TensorSpec
 from tests.tiny_policy import SPECIAL_TOKENS
 
 from .torch_trainer import MODEL, trainer_of
@@ -51,14 +52,17 @@ def test_sharing_layers_and_sequences_at_once_is_refused() -> None:
 def test_a_model_of_unknown_layers_is_not_split_over_ranks() -> None:
     shapes = {"model.layers.0.self_attn.q_proj.weight": (8, 4), "model.layers.0.mlp.experts.down_proj": (2, 4, 8)}
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: model\.layers\.0\.mlp\.experts.*zero_stage=3"):
-        check_splittable(shapes, 2, 2)
+        check_splittable(shapes, 2)
 
 
 def test_a_tensor_that_deepspeed_splits_otherwise_than_we_publish_stops_the_start() -> None:
-    split = TensorSplit(1, 2, None, 2, {"model.layers.0.mlp.up_proj.weight": (7, 4)})
-    split.check([("model.layers.0.mlp.up_proj.weight", (3, 4))])  # rows 4..6
-    with pytest.raises(ConfigError, match=r"rank 1 a part \(4, 4\) of model.*\(7, 4\), not \(3, 4\)"):
-        split.check([("model.layers.0.mlp.up_proj.weight", (4, 4))])
+    name, shapes = "model.layers.0.mlp.up_proj.weight", {"model.layers.0.mlp.up_proj.weight": (7, 4)}
+    splits = splits_of(shapes, [{name: (4, 4)}, {name: (3, 4)}])
+    assert splits == {name: (((0, 4), (0, 4)), ((4, 7), (0, 4)))} == expected_splits([TensorSpec(name, (7, 4))], 2, 2)
+    assert splits_of(shapes, [{name: (7, 4)}] * 2) == {}, "whole on both"
+    for wrong in ((4, 4), (3, 2)):
+        with pytest.raises(ConfigError, match=rf"parts \[\(4, 4\), \({wrong[0]}, {wrong[1]}\)\] of model.* \(7, 4\)"):
+            splits_of(shapes, [{name: (4, 4)}, {name: wrong}])
 
 
 def test_the_same_seed_gives_the_same_tiny_policy(policy, tmp_path) -> None:

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.weights.layout.algebra import Layout, Shape, TensorSpec, View
-from penstock.weights.layout.decoder import decoder_tensors
 from penstock.weights.model_config import ModelShape
+from tests.layouts import read
 
 Tensors = dict[str, NDArray[np.int32]]
 PADDING = -1
@@ -50,22 +50,12 @@ def tensors_of(name: str) -> tuple[ModelShape, list[TensorSpec]]:
         "seven_heads": SEVEN_HEADS,
         "fourteen_heads": FOURTEEN_HEADS,
     }[name]
-    tensors = decoder_tensors(model)
-    if name == "gemma":
-        norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-        tensors += [
-            TensorSpec(f"model.layers.{i}.{norm}.weight", (model.hidden_size,)) for i in (0, 1) for norm in norms
-        ]
-    if name == "moe":
-        tensors = [tensor for tensor in tensors if "_proj.weight" not in tensor.name or "mlp" not in tensor.name]
-        hidden, rows = model.hidden_size, 16
-        for i in (0, 1):
-            tensors += [
-                TensorSpec(f"model.layers.{i}.mlp.gate.weight", (3, hidden)),
-                TensorSpec(f"model.layers.{i}.mlp.experts.gate_up_proj", (3, 2 * rows, hidden)),
-                TensorSpec(f"model.layers.{i}.mlp.experts.down_proj", (3, hidden, rows)),
-            ]
-    return model, tensors
+    return model, read(name).tensors
+
+
+def engine_layout(name: str, tp: int) -> Layout:
+    """Where a vLLM engine holds it, over so many ranks."""
+    return read(name).layouts[tp]
 
 
 def numbered(tensors: list[TensorSpec]) -> Tensors:

@@ -13,6 +13,7 @@ from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.engine import EngineSide
 from tests.conftest import TINY_SHAPE
+from tests.layouts import read
 
 from .models import PADDING, vllm_rank
 
@@ -27,7 +28,7 @@ def slices(tensors: dict[str, torch.Tensor], tp_size: int, rank: int) -> dict[st
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_every_rank_adds_its_own_slice_to_its_base(tp_size: int, publisher_of_tiny, tiny_tensors: Callable) -> None:
-    publish = publisher_of_tiny(EngineSide("vllm", TINY_SHAPE, tp_size))
+    publish = publisher_of_tiny(EngineSide("vllm", read("tiny").layouts[tp_size]))
     for rank in range(tp_size):
         base = BaseWeights(rank)
         live = slices(tiny_tensors(0), tp_size, rank)
@@ -47,7 +48,7 @@ def test_every_rank_adds_its_own_slice_to_its_base(tp_size: int, publisher_of_ti
 
 
 def test_they_are_added_to_no_other_base_than_the_trainers(publisher_of_tiny, tiny_tensors: Callable) -> None:
-    manifest = publisher_of_tiny(EngineSide("vllm", TINY_SHAPE))(1, -1)
+    manifest = publisher_of_tiny(EngineSide("vllm", read("tiny").layouts[1]))(1, -1)
     live = slices(tiny_tensors(0), 1, 0)
     live["model.norm.weight"] = live["model.norm.weight"] + 1e-6
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight of rank 0 was loaded with other values"):

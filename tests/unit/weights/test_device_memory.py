@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.allocator import expandable_segments
 from penstock.weights.transport.device_memory import (
     DeviceSlot,
@@ -22,7 +22,7 @@ from penstock.weights.transport.device_memory import (
     slot_for,
 )
 from penstock.weights.transport.shards import IN_DEVICE_MEMORY, ShardTransfer, read_shard
-from tests.conftest import TINY_SHAPE
+from tests.layouts import torch_side
 
 CPU = torch.device("cpu")
 SIZES = {"first": 5, "second": 100}
@@ -92,7 +92,7 @@ def test_an_engine_without_a_slot_takes_no_version_that_was_written_into_one():
 
 def test_what_several_ranks_hold_comes_from_the_one_on_the_engines_device():
     tensors = (TensorSpec("model.norm.weight", (640,)),)
-    sides = TrainingSide(tensors, num_replicas=2), EngineSide("torch", TINY_SHAPE)
+    sides = TrainingSide(tensors, num_replicas=2), torch_side(tensors)
     for at, source in (("GPU-a", 0), ("GPU-b", 1)):
         transfer = ShardTransfer.between(*sides, "float32", None, ["GPU-a", "GPU-b"], [at])
         assert {copy.src_rank for copy in transfer.plan.copies} == {source}

@@ -17,9 +17,8 @@ from penstock.weights.checksum import check_arrived
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.layout.algebra import Layout, TensorSpec
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.layout.training import training_layout
-from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.crossing import Announced, Arrival, Crossing, End, Sender
@@ -27,9 +26,17 @@ from penstock.weights.transport.group import TransferGroup, connect, connect_sto
 from penstock.weights.transport.members import Members
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.transfer import Transfer
-from tests.conftest import TINY_SHAPE
 from tests.fake_gpu import GPU, FakeNccl, GpuTensor, a_machine_with_nccl, in_main_memory, on_a_gpu
-from tests.unit.weights.models import PADDING, buffers_of, numbered, staging_buffers, tensors_of, vllm_rank
+from tests.layouts import torch_side
+from tests.unit.weights.models import (
+    PADDING,
+    buffers_of,
+    engine_layout,
+    numbered,
+    staging_buffers,
+    tensors_of,
+    vllm_rank,
+)
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
@@ -109,7 +116,7 @@ def test_a_message_from_main_memory_is_refused_as_nccl_refuses_it(backends: list
 @pytest.mark.parametrize("codec", [None, "full", "delta", "int8_delta"])
 def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec: CodecName | None) -> None:
     store, members = serve_store(HOST), Members(NUM_TRAINING, ENGINES)
-    layout = vllm_layout(SPECS, MODEL, 1)
+    layout = engine_layout("llama", 1)
     plan = make_plan(ZERO3, layout, 4, bucket_bytes=32768)
     route = members.to_engines(relay_tree([f"node {name}" for name in ENGINES], fanout=1))
 
@@ -132,7 +139,7 @@ def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec:
 def make_crossing(port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_streamed: bool) -> Crossing:
     training = TrainingSide(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
     return Crossing(
-        transfer=ShardTransfer.between(training, EngineSide("torch", TINY_SHAPE), "bfloat16", None),
+        transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=NUM_TRAINING,
         ends=(End("engine-0", "node"), End("engine-1", "node")),
         on_devices=True,

@@ -7,12 +7,11 @@ from math import prod
 import pytest
 
 from penstock.weights.layout.training import training_layout
-from penstock.weights.layout.vllm import vllm_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.members import Members
 from penstock.weights.transport.transfer import Step, steps_of
-from tests.unit.weights.models import tensors_of
+from tests.unit.weights.models import engine_layout, tensors_of
 
 NUM_ENGINES = 64
 NUM_TRAINING = 4
@@ -27,10 +26,10 @@ def sent_elements(steps: list[Step]) -> int:
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "moe"])
 def test_the_trainer_sends_at_most_twice_the_model_to_64_engines(name: str, tp: int, per_node: int) -> None:
-    model, tensors = tensors_of(name)
+    _, tensors = tensors_of(name)
     model_elements = sum(prod(shape) for _, shape in tensors)
     source = training_layout(tensors, num_replicas=NUM_TRAINING, is_partitioned=True)
-    destination = vllm_layout(tensors, model, tp)
+    destination = engine_layout(name, tp)
     plan = make_plan(source, destination, ITEM_BYTES, bucket_bytes=8192)
     members = Members(NUM_TRAINING, tuple(f"engine-{index}" for index in range(NUM_ENGINES)), tp)
     route = members.to_engines(relay_tree([f"node {index // per_node}" for index in range(NUM_ENGINES)]))

@@ -11,43 +11,35 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import WeightSyncError
+from penstock.trainer.tensor_parallel import expected_splits
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
 from penstock.weights.layout.engine import EngineSide, TrainingSide
-from penstock.weights.layout.training import fsdp_layout, training_layout
-from penstock.weights.layout.vllm import vllm_layout
+from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import Plan, lower_bound_bytes, make_plan
 from penstock.weights.planner.relay import depth, relay_tree
 from penstock.weights.transport.shards import ShardTransfer
 from tests.tiers import each_of
-from tests.unit.weights.models import PADDING, buffers_of, numbered, strided, tensors_of, vllm_rank
+from tests.unit.weights.models import PADDING, buffers_of, engine_layout, numbered, strided, tensors_of, vllm_rank
 
 Sources = Callable[[list[TensorSpec], int, int], Layout | None]
-
-
-def last_axes(tensors: list[TensorSpec]) -> dict[str, int]:
-    """Matrices are split by columns and stacks of experts by their last dimension; norms have rows only."""
-    return {tensor.name: len(tensor.shape) - 1 for tensor in tensors}
 
 
 def _autotp(tensors: list[TensorSpec], ranks: int, kv_heads: int, *, is_partitioned: bool) -> Layout | None:
     if ranks % 2 or any("experts" in tensor.name for tensor in tensors):
         return None
-    return training_layout(
-        tensors, num_replicas=ranks // 2, tp_size=2, is_partitioned=is_partitioned, num_kv_heads=kv_heads
-    )
+    splits = expected_splits(tensors, 2, kv_heads)
+    return training_layout(tensors, num_replicas=ranks // 2, tp_size=2, is_partitioned=is_partitioned, splits=splits)
 
 
 SOURCES: dict[str, Sources] = {
     "replicated": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks),
     "zero3": lambda tensors, ranks, _: training_layout(tensors, num_replicas=ranks, is_partitioned=True),
-    "fsdp": lambda tensors, ranks, _: fsdp_layout(tensors, ranks),
-    "fsdp_by_columns": lambda tensors, ranks, _: fsdp_layout(tensors, ranks, last_axes(tensors)),
     "autotp": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=False),
     "autotp_zero3": lambda tensors, ranks, kv: _autotp(tensors, ranks, kv, is_partitioned=True),
     "autotp_wide": lambda tensors, ranks, kv: (
         None
         if any("experts" in tensor.name for tensor in tensors)
-        else training_layout(tensors, tp_size=ranks, num_kv_heads=kv)
+        else training_layout(tensors, tp_size=ranks, splits=expected_splits(tensors, ranks, kv))
     ),
 }
 MODELS = ("qwen2", "qwen3", "llama", "gemma", "moe")
@@ -96,7 +88,7 @@ def test_every_training_layout_reaches_every_engine_layout_at_the_lower_bound(pa
     name, tp = pair
     model, tensors = tensors_of(name)
     full = numbered(tensors)
-    destination = vllm_layout(tensors, model, tp)
+    destination = engine_layout(name, tp)
     references = [vllm_rank(full, model, tp, rank) for rank in range(tp)]
     needed = sum(volume(shard.box) for shards in destination.shards.values() for shard in shards)
     for ranks in range(1, 9):
@@ -126,7 +118,7 @@ def test_every_engine_layout_reaches_every_training_layout(pair: tuple[str, int]
     name, tp = pair
     model, tensors = tensors_of(name)
     full = numbered(tensors)
-    source = vllm_layout(tensors, model, tp)
+    source = engine_layout(name, tp)
     for ranks in (1, 2, 3, 4, 8):
         destination = SOURCES[kind](tensors, ranks, model.num_kv_heads)
         if destination is None:
@@ -142,8 +134,8 @@ def test_every_engine_layout_reaches_every_training_layout(pair: tuple[str, int]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_on_the_same_devices_only_what_a_device_lacks_is_sent(name: str) -> None:
-    model, tensors = tensors_of(name)
-    destination = vllm_layout(tensors, model, 4)
+    _, tensors = tensors_of(name)
+    destination = engine_layout(name, 4)
     whole_everywhere = training_layout(tensors, num_replicas=4)
     here = {rank: rank for rank in range(4)}
     assert make_plan(whole_everywhere, destination, 2, resident=here).wire_bytes == 0
@@ -159,10 +151,10 @@ def test_on_the_same_devices_only_what_a_device_lacks_is_sent(name: str) -> None
 
 
 def test_among_owners_those_on_the_same_node_send() -> None:
-    model, tensors = tensors_of("llama")
+    _, tensors = tensors_of("llama")
     plan = make_plan(
         training_layout(tensors, num_replicas=4),
-        vllm_layout(tensors, model, 2),
+        engine_layout("llama", 2),
         2,
         source_nodes={0: "a", 1: "a", 2: "b", 3: "b"},
         destination_nodes={0: "b", 1: "c"},
@@ -172,20 +164,9 @@ def test_among_owners_those_on_the_same_node_send() -> None:
     assert max(plan.egress.values()) <= 1.1 * plan.wire_bytes / 4
 
 
-def test_a_plan_survives_being_written_down() -> None:
-    model, tensors = tensors_of("qwen2")
-    plan = make_plan(
-        training_layout(tensors, num_replicas=2, is_partitioned=True),
-        vllm_layout(tensors, model, 2),
-        2,
-        resident={0: 0},
-    )
-    assert Plan.from_json(plan.to_json()) == plan
-
-
 def test_what_the_training_side_lacks_is_named() -> None:
-    model, tensors = tensors_of("qwen2")
-    destination = vllm_layout(tensors, model, 2)
+    _, tensors = tensors_of("qwen2")
+    destination = engine_layout("qwen2", 2)
     with pytest.raises(WeightSyncError, match=r"has no model\.norm\.weight"):
         make_plan(training_layout([t for t in tensors if t.name != "model.norm.weight"]), destination, 4)
     shorter = [t._replace(shape=(7,)) if t.name == "model.norm.weight" else t for t in tensors]
@@ -193,46 +174,21 @@ def test_what_the_training_side_lacks_is_named() -> None:
         make_plan(training_layout(shorter), destination, 4)
 
 
-def test_unknown_tensors_and_uneven_splits_are_named() -> None:
-    model, tensors = tensors_of("qwen2")
-    with pytest.raises(WeightSyncError, match=r"model.layers.0.mixer.in_proj.weight .* weights.transport=gather"):
-        vllm_layout([*tensors, TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))], model, 1)
-    with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 3"):
-        vllm_layout([t for t in tensors if "q_proj" in t.name], model, 3)
-    with pytest.raises(WeightSyncError, match=r"q_proj.* has 8 heads.* over 16"):
-        vllm_layout([t for t in tensors if "q_proj" in t.name], model, 16)
-    for name, tp in (("seven_heads", 2), ("fourteen_heads", 4), ("fourteen_heads", 8)):
-        odd, of_odd = tensors_of(name)
-        with pytest.raises(WeightSyncError, match=rf"q_proj.* has {odd.num_heads} heads.* over {tp} "):
-            vllm_layout([t for t in of_odd if "q_proj" in t.name], odd, tp)
-    with pytest.raises(WeightSyncError, match=r"q_proj.bias has 1 dimensions, so Shard\(1\)"):
-        fsdp_layout(tensors, 2, dict.fromkeys((tensor.name for tensor in tensors), 1))
-    with pytest.raises(WeightSyncError, match="stacked experts"):
-        training_layout(tensors_of("moe")[1], tp_size=2, num_kv_heads=2)
-
-
 @pytest.mark.parametrize(
-    ("training", "engine", "told"),
+    ("training", "told"),
     [
-        ({}, ("vllm", 2), r"replicated \(ZeRO 0 to 2\) over 1 ranks\. Engine layout: vllm, tensor-parallel over 2"),
-        (
-            {"num_replicas": 2, "is_partitioned": True},
-            ("vllm", 1),
-            r"partitioned \(ZeRO-3\) over 2 ranks\. Eng.* over 1",
-        ),
-        ({"tp_size": 2, "num_kv_heads": 2}, ("torch", 1), r"AutoTP over 2, replicated .* over 1 ranks.*: torch, whole"),
+        ({}, r"replicated \(ZeRO 0 to 2\) over 1 ranks\. Engine layout: vllm, tensor-parallel over 2"),
+        ({"num_replicas": 2, "is_partitioned": True}, r"partitioned \(ZeRO-3\) over 2 ranks\. Eng.* over 2"),
+        ({"tp_size": 2}, r"AutoTP over 2, replicated .* over 1 ranks.* over 2"),
     ],
 )
-def test_what_cannot_be_planned_names_the_tensor_both_layouts_and_the_way_out(
-    training: dict[str, Any], engine: tuple[Any, int], told: str
-) -> None:
-    model, tensors = tensors_of("qwen2")
-    foreign = TensorSpec("model.layers.0.mixer.in_proj.weight", (4, 4))
-    side = TrainingSide((*tensors, foreign), **training)
+def test_what_cannot_be_planned_names_the_tensor_and_both_layouts(training: dict[str, Any], told: str) -> None:
+    _, tensors = tensors_of("qwen2")
+    side = TrainingSide(tuple(tensors[:-1]), **training)
     with pytest.raises(
-        WeightSyncError, match=rf"mixer\.in_proj\.weight .*weights\.transport=gather.*Training layout: {told}"
+        WeightSyncError, match=rf"no {tensors[-1].name}, which the engine needs.*Training layout: {told}"
     ):
-        ShardTransfer.between(side, EngineSide(engine[0], model, engine[1]), "float32", None)
+        ShardTransfer.between(side, EngineSide("vllm", engine_layout("qwen2", 2)), "float32", None)
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 3), (3, 4, 5)])

@@ -1,0 +1,242 @@
+"""How vLLM holds a policy, told by its own loader: any model that it can load, at any number of ranks.
+
+The engine's model is built a second time on the meta device, with the engine's own configuration, and loads tensors
+without memory under the names of a checkpoint (weights/layout/tracing.py). It takes milliseconds and no memory.
+Trainers have tensors by the names of transformers' modules, which may stack what a checkpoint has one by one (experts);
+transformers' own conversion back is run inside the same trace.
+
+What vLLM does to weights after loading them is traced too. Where that needs a device (kernels that repack), the live
+model decides: its parameters must have the names, shapes and strides that the traced model has.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+from penstock.dataflow.errors import WeightSyncError
+from penstock.weights.dtypes import TORCH_DTYPES
+from penstock.weights.layout.algebra import Layout, Shard, TensorSpec
+from penstock.weights.layout.checkpoint import checkpoint_tensors
+from penstock.weights.layout.tracing import Trace
+from penstock.weights.model_config import DType
+
+logger = logging.getLogger(__name__)
+
+Form = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""Name of a parameter -> its shape and its strides."""
+
+
+class RankLayout(NamedTuple):
+    """What one rank of an engine holds.
+
+    Attributes:
+        shards: By tensor of the trainer; none for those that are on other ranks.
+        form: Of every parameter.
+    """
+
+    shards: Mapping[str, list[Shard]]
+    form: Form
+
+
+def trace_rank(vllm_config: VllmConfig, tensors: Sequence[TensorSpec], dtype: DType, rank: int) -> RankLayout:
+    """Trace this process's rank: vLLM's groups of processes say which it is.
+
+    Args:
+        vllm_config: Of the engine. Not changed.
+        tensors: What the trainer publishes, by the names of transformers' modules, tied ones once.
+        dtype: Of what is published.
+        rank: Tensor-parallel, for the shards.
+
+    Raises:
+        WeightSyncError: If the loader refuses a tensor, or does more than copy.
+    """
+    config, trace = _apart(vllm_config), Trace(tensors, TORCH_DTYPES[dtype])
+    with set_current_vllm_config(config), _own_caches():
+        try:
+            with torch.device("meta"):
+                model = initialize_model(config)
+            with trace:
+                given = checkpoint_tensors(config.model_config.hf_config, trace.sources)
+                model.load_weights(iter(given.items()))
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(
+                f"weights: vLLM's loader of {config.model_config.architecture} cannot be read as a layout: without "
+                f"memory it fails with {type(error).__name__}: {error}. Set weights.transport=gather: it sends "
+                "whole tensors through that loader, at the price of more bytes."
+            ) from error
+        loaded = _held(model, trace, rank)
+        try:
+            with trace:
+                process_weights_after_loading(model, config.model_config, torch.device("meta"))
+        except Exception as error:  # noqa: BLE001 - kernels that need their device fail in ways of their own
+            logger.info("what vLLM does to %s after loading needs its device: %s", type(model).__name__, error)
+            return loaded
+        return _held(model, trace, rank)
+
+
+def _held(model: torch.nn.Module, trace: Trace, rank: int) -> RankLayout:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shards = trace.shards(rank, parameters)
+    known = {parameter.untyped_storage()._cdata for parameter in parameters.values()}  # noqa: SLF001 - meta has no other
+    for name, tensor in _other_tensors(model):
+        if tensor.untyped_storage()._cdata not in known and trace.holds(tensor):  # noqa: SLF001
+            raise WeightSyncError(
+                f"weights: vLLM's {type(model).__name__} keeps {name}, made of its weights, beside its parameters: new "
+                "values of those would leave it old. Set rollout/engine=torch."
+            )
+    return RankLayout(shards, form_of(parameters))
+
+
+def form_of(parameters: Mapping[str, torch.Tensor]) -> Form:
+    """What must be equal in the traced model and in the live one."""
+    return {name: (tuple(one.shape), tuple(one.stride())) for name, one in parameters.items()}
+
+
+def check_live(traced: Form, live: Form, rank: int) -> None:
+    """The engine's parameters have the form that its loader was traced with.
+
+    Raises:
+        WeightSyncError: With the first that has not.
+    """
+    for name in sorted(traced.keys() | live.keys()):
+        if traced.get(name) != live.get(name):
+            raise WeightSyncError(
+                f"weights: {name} is {_words(live.get(name))} in rank {rank} of the engine, and vLLM's loader writes "
+                f"{_words(traced.get(name))}: it is changed after loading, so its layout is not known. Set "
+                "weights.transport=gather."
+            )
+
+
+def _words(form: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
+    return "absent" if form is None else f"{form[0]} with strides {form[1]}"
+
+
+def joined(ranks: Sequence[RankLayout]) -> Layout:
+    """The layout of an engine.
+
+    Raises:
+        WeightSyncError: If a tensor goes nowhere, or a parameter would keep what it was loaded with.
+    """
+    names = ranks[0].shards
+    layout = Layout(
+        {name: tuple(shard for rank in ranks for shard in rank.shards[name]) for name in names},
+        tuple({name: torch.Size(shape).numel() for name, (shape, _) in rank.form.items()} for rank in ranks),
+    )
+    written = {shard.view.buffer for shards in layout.shards.values() for shard in shards}
+    lost = [name for name, shards in layout.shards.items() if not shards]
+    kept = [name for name in ranks[0].form if name not in written]
+    if lost or kept:
+        raise WeightSyncError(
+            f"weights: {lost[0]} ({len(lost)} such tensors) is nowhere in the engine: vLLM's loader leaves it out. "
+            if lost
+            else f"weights: parameter {kept[0]} ({len(kept)} such) of the engine is in no tensor that is published and "
+            "would keep old weights. "
+            "Are model.path and the engine's model the same? Otherwise use rollout/engine=torch."
+        )
+    return layout
+
+
+def plain_layout(
+    hf_config: Any, tensors: Sequence[TensorSpec], dtype: DType, tp_size: int, max_model_len: int = 32
+) -> Layout:
+    """The layout of an engine that is not running, all ranks in this process. Nothing is loaded.
+
+    Args:
+        hf_config: The model's, of transformers.
+        tensors: As for `trace_rank`.
+        dtype: Of the engine and of what is published.
+        tp_size: Tensor-parallel ranks.
+        max_model_len: Longest sequence, tokens.
+
+    Raises:
+        WeightSyncError: As `trace_rank` and `joined`.
+    """
+    ranks = []
+    for rank in range(tp_size):
+        with stand_in_groups(rank, tp_size):
+            ranks.append(trace_rank(plain_config(hf_config, dtype, tp_size, max_model_len), tensors, dtype, rank))
+    return joined(ranks)
+
+
+def plain_config(hf_config: Any, dtype: DType, tp_size: int, max_model_len: int = 32) -> VllmConfig:
+    """vLLM's configuration of a model of which there is only the configuration of transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf_config.save_pretrained(folder)
+        try:
+            return VllmConfig(
+                model_config=ModelConfig(
+                    model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=max_model_len
+                ),
+                parallel_config=ParallelConfig(
+                    tensor_parallel_size=tp_size, distributed_executor_backend="uni" if tp_size == 1 else "mp"
+                ),
+            )
+        except ValueError as error:
+            raise WeightSyncError(
+                f"weights: vLLM refuses {hf_config.model_type} over {tp_size} tensor-parallel ranks: {error}"
+            ) from error
+
+
+@contextmanager
+def stand_in_groups(rank: int, size: int) -> Iterator[None]:
+    """Be one tensor-parallel rank of so many: while it builds a model and loads it, vLLM asks only who it is."""
+    names = {"_PP": (0, 1), "_DP": (0, 1), "_PCP": (0, 1), "_DCP": (0, 1), "_TP": (rank, size), "_EP": (rank, size)}
+    before = {name: getattr(parallel_state, name) for name in names}
+    try:
+        for name, place in names.items():
+            setattr(parallel_state, name, _stand_in(*place))
+        yield
+    finally:
+        for name, group in before.items():
+            setattr(parallel_state, name, group)
+
+
+def _stand_in(rank: int, size: int) -> Any:
+    ranks = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    ends = {"is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
+    return SimpleNamespace(
+        world_size=size, rank_in_group=rank, device_group=ranks, cpu_group=ranks, unique_name="stand-in", **ends
+    )
+
+
+def _apart(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy whose second model does not enter itself among the layers of the first."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    return config
+
+
+@contextmanager
+def _own_caches() -> Iterator[None]:
+    """Rotary embeddings are shared by all models of a process: none without memory may stay among them."""
+    before = dict(rotary_embedding._ROPE_DICT)  # noqa: SLF001 - it has no other door
+    try:
+        yield
+    finally:
+        rotary_embedding._ROPE_DICT.clear()  # noqa: SLF001
+        rotary_embedding._ROPE_DICT.update(before)  # noqa: SLF001
+
+
+def _other_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers and plain attributes of all modules."""
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{attribute}", value

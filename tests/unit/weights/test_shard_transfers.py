@@ -1,0 +1,47 @@
+"""What is on an engine's device already stays there, and ranks that have the same share the work."""
+
+from __future__ import annotations
+
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.planner.plan import lower_bound_bytes
+from penstock.weights.transport.shards import ShardTransfer
+from tests.unit.weights.models import engine_layout, tensors_of
+
+_, TENSORS = tensors_of("llama")
+WHOLE = TrainingSide(tuple(TENSORS), num_replicas=4)
+ZERO3 = TrainingSide(tuple(TENSORS), num_replicas=4, is_partitioned=True)
+ENGINE = EngineSide("vllm", engine_layout("llama", 2))
+
+
+def on_devices(*engine_at: str, training: TrainingSide = WHOLE) -> ShardTransfer:
+    return ShardTransfer.between(training, ENGINE, "bfloat16", None, ("a", "b", "c", "d"), engine_at)
+
+
+def test_what_the_only_rank_on_an_engines_device_has_stays_there() -> None:
+    assert on_devices("b", "c").plan.resident == {0: 1, 1: 2}
+    assert on_devices("x", "c").plan.resident == {1: 2}, "where no training rank is, everything comes from elsewhere"
+    assert on_devices("b", "c").plan.wire_bytes == 0, "every rank has everything"
+    plan = on_devices("b", "c", training=ZERO3).plan
+    bound = lower_bound_bytes(ZERO3.layout(), ENGINE.layout, 2, {0: 1, 1: 2})
+    assert plan.wire_bytes == bound < lower_bound_bytes(ZERO3.layout(), ENGINE.layout, 2)
+
+
+def test_engines_on_other_devices_have_equal_plans() -> None:
+    assert on_devices("x", "y").plan == on_devices("z", "w").plan, "no device of either is one of the trainer's"
+
+
+def test_ranks_that_share_a_device_share_the_work() -> None:
+    """As on a CPU pool, where nobody is alone on a device: then what several have is sent by all of them."""
+    transfer = ShardTransfer.between(WHOLE, ENGINE, "bfloat16", None, ("cpu",) * 4, ("cpu", "cpu"))
+    egress = transfer.plan.egress
+    assert transfer.plan.resident == {}
+    assert sorted(egress) == [0, 1, 2, 3]
+    assert max(egress.values()) <= 1.1 * transfer.plan.wire_bytes / 4
+
+
+def test_files_of_one_node_keep_nothing_on_a_device() -> None:
+    transfer = ShardTransfer.between(WHOLE, ENGINE, "bfloat16", "/unused", ("n1", "n2", "n2", "n2"), ("n1", "n1"))
+    assert transfer.plan.resident == {}
+    assert {src for src, _ in transfer.plan.bytes_per_link} == {0}, (
+        "a node is near, and everything is sent all the same"
+    )
