@@ -6,9 +6,11 @@ Each rank's model is built without an engine: vLLM asks `parallel_state` for its
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +73,8 @@ def case(model_type: str, **fields: object) -> Case:
         "bos_token_id": 1,
         "eos_token_id": 1,
     }
-    config = AutoConfig.for_model(model_type, **sizes | fields)
+    known = {name: value for name, value in (sizes | fields).items() if value is not None}
+    config = AutoConfig.for_model(model_type, **known)
     config.architectures = [type(model_without_memory(config)).__name__]
     return Case(config, module_tensors(config))
 
@@ -95,8 +98,8 @@ MODELS: dict[str, Mapping[str, object]] = {
     "qwen3_moe": EXPERTS | {"num_experts": 9},
     "qwen2_moe": EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64},
     "mixtral": {"num_local_experts": 8},
-    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 64},
-    "falcon": {"multi_query": True},
+    "gpt_oss": {"num_local_experts": 8, "num_key_value_heads": 8, "intermediate_size": 256},  # in blocks of 32
+    "falcon": {"multi_query": True, "head_dim": None},
     "gpt2": {"n_embd": 64, "n_head": 8, "n_layer": 2, "n_positions": 64},
 }
 
@@ -306,6 +309,40 @@ def test_a_loader_that_computes_is_refused_with_the_way_out(monkeypatch: pytest.
     monkeypatch.undo()
     with pytest.raises(WeightSyncError, match=r"parameter model\.norm\.weight .* would keep old weights"):
         plain_layout(model.config, [one for one in model.tensors if one.name != "model.norm.weight"], "float32", 1)
+
+
+def test_a_worker_tells_its_layout_beside_its_live_model_and_says_where_the_two_differ() -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+    from vllm.v1.engine import UtilityResult
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from penstock.rollout.vllm_layout import joined, plain_config, stand_in_groups
+    from penstock.rollout.vllm_worker import WorkerExtension
+
+    model, answers = frozen_case("loaded_qwen3"), []
+    rows = [(name, list(shape)) for name, shape in model.tensors]
+    for rank in range(2):
+        vllm_config = plain_config(model.config, "float32", 2)
+        with stand_in_groups(rank, 2):
+            with set_current_vllm_config(vllm_config):
+                live = initialize_model(vllm_config)
+                process_weights_after_loading(live, vllm_config.model_config, torch.device("cpu"))
+            worker = WorkerExtension()
+            worker.model_runner = SimpleNamespace(vllm_config=vllm_config, get_model=lambda live=live: live)
+            answers.append(worker.penstock_layout(rows, "float32"))
+            before = dict(live.named_parameters())["model.norm.weight"].data
+            live.model.norm.weight.data = before[:-1]
+            _, refusal, _ = worker.penstock_layout(rows, "float32")
+            assert f"model.norm.weight is (27,) with strides (1,) in rank {rank} of the engine" in refusal
+    sent = MsgpackEncoder().encode(UtilityResult(answers))
+    told = MsgpackDecoder(UtilityResult).decode(sent).result
+    assert [refusal for _, refusal, _ in told] == ["", ""]
+    layout, full = joined([pickle.loads(traced) for _, _, traced in told]), numbered(model.tensors)
+    for ours, before in zip(
+        buffers_of(layout, full), buffers_of(layouts.read("loaded_qwen3").layouts[2], full), strict=True
+    ):
+        assert all(np.array_equal(ours[buffer], values) for buffer, values in before.items())
 
 
 def test_an_engine_that_holds_its_weights_in_another_form_than_it_loads_them_is_refused() -> None:

@@ -214,6 +214,8 @@ def _boxes(base: Shape, shape: Shape, on_base: View, other: View) -> Iterator[tu
     Raises:
         WeightSyncError: If it is not made of boxes, or of too many.
     """
+    if 0 in shape:
+        return
     steps = row_major(base)
     rest, first = on_base.offset, []
     for step in steps:
@@ -222,8 +224,6 @@ def _boxes(base: Shape, shape: Shape, on_base: View, other: View) -> Iterator[tu
     runs: list[list[tuple[int, int, int]]] = [[] for _ in base]  # by axis: (step, extent, stride of the other view)
     cuts: list[list[tuple[int, int, int]]] = []  # each: (axis, start on it, offset of the other view)
     for extent, stride, moved in zip(shape, on_base.strides, other.strides, strict=True):
-        if extent == 0:
-            return
         if stride == 0 and extent > 1:
             cuts.append([(0, 0, index * moved) for index in range(extent)])
             continue
