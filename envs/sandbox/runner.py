@@ -212,14 +212,15 @@ class _Run:
         limits = self._limits
         members = process_tree.all_others() if self._is_isolated else process_tree.descendants(os.getpid())
         num_tasks, cpu_s, memory_bytes = process_tree.measure(members)
+        # First, since the proportional memory of the thousands that a fork bomb has soon takes too long to find.
+        if num_tasks > limits["max_processes"]:
+            return "processes", f"{num_tasks} processes and threads, more than {limits['max_processes']}"
         if memory_bytes > limits["memory_bytes"]:  # perhaps only because shared pages count more than once
             memory_bytes = process_tree.proportional_memory_bytes(members)
             if memory_bytes > limits["memory_bytes"]:
                 return "memory", f"{memory_bytes >> 20} MiB, more than {limits['memory_bytes'] >> 20} MiB"
         if cpu_s > limits["cpu_s"]:
             return "cpu_time", f"more than {limits['cpu_s']:g} s of processor time"
-        if num_tasks > limits["max_processes"]:
-            return "processes", f"{num_tasks} processes and threads, more than {limits['max_processes']}"
         if self._is_isolated:  # each costs the kernel a KiB that neither processes nor the size of the folder show
             files = os.statvfs(self._folder)
             if files.f_files - files.f_ffree > _MAX_FILES:
@@ -275,6 +276,7 @@ class _Run:
         argv: list[str] = self._job["argv"]
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # only the runner goes first (local.py)
             os.setsid()
             for number, fd in enumerate(standard):
                 os.dup2(fd, number)

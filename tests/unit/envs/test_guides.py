@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,13 @@ PYTHON = re.compile(r"`(my_\w+\.py)`.*?^```python\n(.*?)^```", re.MULTILINE | re
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    before = set(sys.modules)
     written = 0
     for guide in GUIDES.glob("*.md"):
         for name, code in PYTHON.findall(guide.read_text()):
             (tmp_path / name).write_text(code)
+            monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # another test's, of that name
             written += 1
     assert written == 12
     (tmp_path / "judge").mkdir()
@@ -52,7 +55,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # of programs called `python`
-    return tmp_path
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("my_"):
+            del sys.modules[name]
 
 
 def commands() -> dict[str, list[str]]:

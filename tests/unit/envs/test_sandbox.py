@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 
@@ -20,7 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ConfigError
+from penstock.envs import process_tree
 from penstock.envs.keeper import how_it_ended
+from penstock.envs.sandbox import runner
 from penstock.envs.sandbox.bubblewrap import find_bwrap
 from penstock.envs.sandbox.config import LimitsConfig, RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import (
@@ -388,3 +391,15 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_too_many_processes_are_found_before_their_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the thousands which a fork bomb has soon takes longer than the bomb needs to fill the machine."""
+    limits = asdict(Limits())
+    job = {"limits": limits, "stdin": b""}
+    monkeypatch.setattr(process_tree, "measure", lambda members: (1 + limits["max_processes"], 0.0, 1 << 60))
+    monkeypatch.setattr(process_tree, "proportional_memory_bytes", lambda members: pytest.fail("it was measured"))
+    run = runner._Run(job, "/", is_isolated=False)
+    found = run._over_a_limit()
+    assert found is not None
+    assert found[0] == "processes"
