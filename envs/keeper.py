@@ -26,7 +26,7 @@ from typing import Any
 
 from penstock.envs import process_tree
 from penstock.envs.missing_rights import jailed_variable
-from penstock.envs.sandbox.bubblewrap import WORK_DIR
+from penstock.envs.sandbox.bubblewrap import TMP
 from penstock.envs.sandbox.contract import RUNNER
 
 _LOOK_EVERY_MS = 50
@@ -86,7 +86,7 @@ def _become_child(settings: Mapping[str, Any], keeper: int, settings_fd: str) ->
     if not settings["jail"]:
         _serve(settings)
         return
-    os.environ["TMPDIR"] = WORK_DIR
+    os.environ["TMPDIR"] = TMP
     os.environ.update(jailed_variable(settings["section"], has_network=settings["has_network"]))
     command = [sys.executable, "-P", "-m", "penstock.envs.keeper", settings_fd, "serve"]
     os.execv(settings["jail"][0], [*settings["jail"], "--", *command])  # noqa: S606  no shell is what we want

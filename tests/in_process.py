@@ -157,7 +157,7 @@ class InProcessActors:
     teacher: InProcessLogprobs | None
     partner: InProcessActors | None = None
 
-    def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> InProcessPublisher:
+    async def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> InProcessPublisher:
         return InProcessPublisher(self.trainer, pool, probe, config.weights.probe_every)
 
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> TorchEngine:

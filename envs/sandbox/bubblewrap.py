@@ -21,7 +21,9 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-WORK_DIR = "/tmp"  # noqa: S108  the jail's own, empty and gone with it
+WORK_DIR = "/sandbox"
+"""Of programs: empty, and gone with the jail. Their /tmp is a link to it, unless this Python lies below /tmp."""
+TMP = "/tmp"  # noqa: S108  the jail's own
 USER_ID = 1000
 ACCOUNTS = f"root:x:0:0::/:/bin/sh\nuser:x:{USER_ID}:{USER_ID}::{WORK_DIR}:/bin/sh\n"
 """What stands in /etc/passwd."""
@@ -129,10 +131,13 @@ def program_arguments(
     devices = [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
     streams = [(f"/proc/self/fd/{fd}", f"/dev/{name}") for fd, name in enumerate(("stdin", "stdout", "stderr"))]
     links = [("/proc/self/fd", "/dev/fd"), *streams, (WORK_DIR, "/dev/shm")]  # noqa: S108
+    shown = _show((*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders(), *read_only_paths))
+    if not any(word.startswith(f"{TMP}/") for word in shown):
+        links.append((WORK_DIR, TMP))
     # fmt: off
     return [
         find_bwrap(), *_ALONE, "--as-pid-1", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox",
-        *_show((*_SYSTEM, *(f"/etc/{name}" for name in _ETC), *python_folders(), *read_only_paths)),
+        *shown,
         "--file", str(accounts_fd), "/etc/passwd",
         *devices, *(word for to, link in links for word in ("--symlink", to, link)),
         *_PROCESSES,
@@ -159,7 +164,7 @@ def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: boo
     # fmt: off
     return [
         find_bwrap(), *_ALONE, *(["--share-net"] if has_network else []),
-        "--bind", temporary, WORK_DIR,
+        "--bind", temporary, TMP,
         *_show((*_SYSTEM, *_USER_CODE_SYSTEM, *etc, *python_folders(), *_import_path(folder), *read)),
         "--dir", os.environ.get("HOME", "/"), "--dir", folder,
         "--dev", "/dev", *(word for path in gpus for word in ("--dev-bind", path, path)),
