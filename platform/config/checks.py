@@ -64,16 +64,12 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
     if shape.num_heads % shape.num_kv_heads:
         yield error(
             f"model.shape.num_heads={shape.num_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}: query "
-            "heads could not share key/value heads evenly. Copy both from the checkpoint's config.json.",
-            "model.shape.num_heads",
-            "model.shape.num_kv_heads",
+            "heads could not share key/value heads evenly. Copy both from the checkpoint's config.json."
         )
     if model.attention == "flash_attention_2" and model.dtype == "float32":
         yield error(
             "model.attention=flash_attention_2 does not work in model.dtype=float32: its kernels take 16-bit "
-            "numbers only. Use model.dtype=bfloat16 or model.attention=sdpa.",
-            "model.attention",
-            "model.dtype",
+            "numbers only. Use model.dtype=bfloat16 or model.attention=sdpa."
         )
 
 
@@ -82,14 +78,10 @@ def check_has_policy(config: RunConfig) -> Iterator[Finding]:
     if config.model.from_scratch:
         yield error(
             "model.from_scratch=true is only for `penstock sft`: random weights never earn a reward to learn from. "
-            "Set model.from_scratch=false and model.path to a policy.",
-            "model.from_scratch",
+            "Set model.from_scratch=false and model.path to a policy."
         )
     elif config.model.path is None:
-        yield error(
-            "model.path is not set: there is no policy to start from. Give a model directory or a hub name.",
-            "model.path",
-        )
+        yield error("model.path is not set: there is no policy to start from. Give a model directory or a hub name.")
 
 
 def check_sft_section(config: RunConfig) -> Iterator[Finding]:
@@ -97,12 +89,11 @@ def check_sft_section(config: RunConfig) -> Iterator[Finding]:
     if config.sft is None:
         yield error(
             "sft is not set, so `penstock sft` does not know batch size and length. Use experiment=arithmetic_sft "
-            "or add an sft section.",
-            "sft",
+            "or add an sft section."
         )
         return
     if not config.model.from_scratch and config.model.path is None:
-        yield error("model.path is not set. Give a model directory, or model.from_scratch=true.", "model.path")
+        yield error("model.path is not set. Give a model directory, or model.from_scratch=true.")
     yield from unequal_work("sft.batch_size", config.sft.batch_size, config.trainer)
 
 
@@ -112,8 +103,7 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
     if preference is None:
         yield error(
             "preference is not set, so batch size and length of learning from pairs are not known. Use "
-            "experiment=arithmetic_preference or add a preference section.",
-            "preference",
+            "experiment=arithmetic_preference or add a preference section."
         )
         return
     yield from unequal_work("preference.batch_size", preference.batch_size, trainer)
@@ -121,9 +111,7 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below 2 x "
             f"model.max_context_tokens={context}: the two answers of a pair lie in one micro-batch. Use at least "
-            f"{2 * context}.",
-            "trainer.max_tokens_per_micro_batch",
-            "model.max_context_tokens",
+            f"{2 * context}."
         )
     yield from split_models(trainer, "pairs", "a pair is compared by one rank that sees all of it")
 
@@ -135,9 +123,7 @@ def check_batch(config: RunConfig) -> Iterator[Finding]:
     if flow.min_group_size > flow.group_size:
         yield error(
             f"dataflow.min_group_size={flow.min_group_size} is above group_size={flow.group_size}: no group could "
-            f"ever be trained and the run would wait for ever. Use 2..{flow.group_size}.",
-            "dataflow.min_group_size",
-            "dataflow.group_size",
+            f"ever be trained and the run would wait for ever. Use 2..{flow.group_size}."
         )
 
 
@@ -148,9 +134,7 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.max_context_tokens={context}: prompt and answer share the context. Use less than {context}, or "
-            "a longer context.",
-            "rollout.sampling.max_new_tokens",
-            "model.max_context_tokens",
+            "a longer context."
         )
 
 
@@ -163,18 +147,13 @@ def check_flow(config: RunConfig) -> Iterator[Finding]:
         yield warning(
             f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
             f"the engines decode {slots} at once: most of their staleness is spent in a queue. Raise "
-            "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness.",
-            "dataflow",
-            "rollout.num_engines",
-            "rollout.engine.max_num_seqs",
+            "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness."
         )
     if flow.batch_timeout_s <= rollout.request_timeout_s:
         yield warning(
             f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="
             f"{rollout.request_timeout_s:g}: the run would stop before a lost engine is noticed and its work "
-            f"retried. Use more than {rollout.request_timeout_s:g}.",
-            "dataflow.batch_timeout_s",
-            "rollout.request_timeout_s",
+            f"retried. Use more than {rollout.request_timeout_s:g}."
         )
 
 

@@ -38,35 +38,25 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.advantage={advantage.name}: it whitens over all tokens "
             "of the batch, which are not there when the first part is trained. Use one of the two, or "
-            "algorithm.whiten=none.",
-            "dataflow.stream_micro_batches",
-            "algorithm.advantage",
-            "algorithm.whiten",
+            "algorithm.whiten=none."
         )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.mini_batches={algorithm.mini_batches} x "
             f"epochs={algorithm.epochs}: every optimizer step of a batch is over a mini-batch of all of it, which is "
-            "not there when the first part is trained. Use one of the two.",
-            "dataflow.stream_micro_batches",
-            "algorithm.mini_batches",
-            "algorithm.epochs",
+            "not there when the first part is trained. Use one of the two."
         )
     if flow.batch_groups % algorithm.mini_batches:
         yield error(
             f"algorithm.mini_batches={algorithm.mini_batches} does not divide dataflow.batch_groups="
-            f"{flow.batch_groups}: mini-batches of unequal size would weigh groups unequally. Use a divisor.",
-            "algorithm.mini_batches",
-            "dataflow.batch_groups",
+            f"{flow.batch_groups}: mini-batches of unequal size would weigh groups unequally. Use a divisor."
         )
     if flow.on_expiry is ExpiryPolicy.TRIM and flow.max_staleness:
         whole = [entry for entry in (loss, *weights_in(algorithm)) if entry.level in ("sequence", "pair")]
         for entry in whole:
             yield error(
                 f"dataflow.on_expiry=trim with algorithm.{entry.kind}={entry.name}: the ratio of a sequence would be "
-                "that of its newer part only. Use on_expiry=wait or drop.",
-                "dataflow.on_expiry",
-                f"algorithm.{entry.kind}",
+                "that of its newer part only. Use on_expiry=wait or drop."
             )
 
 
@@ -91,7 +81,6 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
             f"algorithm.{setting} with trainer.sequence_parallel_size={size}: it looks at all tokens of a sequence, "
             "and every rank would see a stretch of it only. Use sequence_parallel_size=1, or tensor parallelism.",
             f"algorithm.{setting.partition('=')[0]}",
-            "trainer.sequence_parallel_size",
         )
 
 
@@ -102,17 +91,13 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
         if config.critic.path is not None:
             yield error(
                 f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage}, which has no "
-                "critic: it would not be loaded. Use algorithm.advantage=gae (algorithm=ppo), or critic.path=null.",
-                "critic.path",
-                "algorithm.advantage",
+                "critic: it would not be loaded. Use algorithm.advantage=gae (algorithm=ppo), or critic.path=null."
             )
         return
     if config.dataflow.stream_micro_batches:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage}: its critic is trained "
-            "on whole batches. Use one of the two.",
-            "dataflow.stream_micro_batches",
-            "algorithm.advantage",
+            "on whole batches. Use one of the two."
         )
     why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in it"
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage}", why, "algorithm.advantage")
@@ -125,24 +110,18 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
         if teacher.path is not None:
             yield error(
                 f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss}, which asks no teacher: it would "
-                "not be loaded. Use algorithm=distill, or teacher.path=null.",
-                "teacher.path",
-                "algorithm.loss",
+                "not be loaded. Use algorithm=distill, or teacher.path=null."
             )
         return
     if teacher.path is None:
         yield error(
             "teacher.path is not set, and algorithm.loss=distill learns from a teacher only. Give the directory or hub "
-            "name of a policy with the same tokenizer.",
-            "teacher.path",
-            "algorithm.loss",
+            "name of a policy with the same tokenizer."
         )
     if config.dataflow.filters.zero_variance:
         yield error(
             "dataflow.filters.zero_variance=true with algorithm.loss=distill: it throws away groups of equal rewards, "
-            "from which a teacher teaches as much as from others. Use zero_variance=false.",
-            "dataflow.filters.zero_variance",
-            "algorithm.loss",
+            "from which a teacher teaches as much as from others. Use zero_variance=false."
         )
 
 
@@ -155,21 +134,14 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below {together} x "
             f"model.max_context_tokens={context}: algorithm.loss={algorithm.loss} with algorithm.pairs="
             f"{algorithm.pairs} needs {together} answers of a group in one micro-batch. Use at least "
-            f"{together * context}.",
-            "trainer.max_tokens_per_micro_batch",
-            "model.max_context_tokens",
-            "algorithm.loss",
-            "algorithm.pairs",
+            f"{together * context}."
         )
     cannot_divide = trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32"
     if algorithm.renormalise and cannot_divide:
         yield error(
             f"algorithm.renormalise=true with trainer.zero_stage={trainer.zero_stage} in "
             f"model.dtype={config.model.dtype}: the gradient is divided by what was kept at the end of the batch, and "
-            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3.",
-            "algorithm.renormalise",
-            "trainer.zero_stage",
-            "model.dtype",
+            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
         )
 
 
@@ -183,16 +155,12 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
         yield warning(
             f"algorithm.correction={' '.join(algorithm.correction)} with dataflow.max_staleness={eta}: stale tokens "
             f"are trained as if they were on-policy, which biases the gradient. Use algorithm.correction={advice}.",
-            "algorithm.correction",
             "algorithm.proximal",
-            "dataflow.max_staleness",
         )
     if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
         yield warning(
             f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: it leaves the deviation "
-            "out to be unbiased, and this aggregation brings a bias by length back. Use aggregation=constant_length.",
-            "algorithm.advantage",
-            "algorithm.aggregation",
+            "out to be unbiased, and this aggregation brings a bias by length back. Use aggregation=constant_length."
         )
     filters = config.dataflow.filters
     # Clip-higher and the soft penalty of overlong answers, as the preset has them: its name is not in the values.
@@ -206,15 +174,11 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             "groups of equal rewards stay in the batch and give no gradient, so it is effectively smaller. Use "
             "dataflow.filters.zero_variance=true, which samples others in their place.",
             "dataflow.filters",
-            "algorithm.clip_high",
-            "algorithm.clip_low",
-            "algorithm.overlong",
         )
     if algorithm.loss == "sft":
         yield warning(
             "algorithm.loss=sft raises the probability of every sampled token, whatever it earned: rewards have no "
-            "effect. `penstock sft` is for worked answers.",
-            "algorithm.loss",
+            "effect. `penstock sft` is for worked answers."
         )
 
 
@@ -224,20 +188,17 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
     if partner is None:
         return
     if partner.model.path is None or partner.model.from_scratch:
-        yield error("partner.model.path is not set: the partner starts from a policy on disk.", "partner.model.path")
+        yield error("partner.model.path is not set: the partner starts from a policy on disk.")
     ours, theirs = config.model.shape.vocab_size, partner.model.shape.vocab_size
     if ours != theirs:
         yield error(
             f"partner.model.shape.vocab_size={theirs} differs from model.shape.vocab_size={ours}: each trains on "
-            "tokens that the other has sampled. Use two policies of one tokenizer.",
-            "partner.model.shape.vocab_size",
-            "model.shape.vocab_size",
+            "tokens that the other has sampled. Use two policies of one tokenizer."
         )
     if flow.group_size % 2:
         yield error(
             f"dataflow.group_size={flow.group_size} is odd: half of each group is sampled by the partner. Use "
             f"{flow.group_size + 1}.",
-            "dataflow.group_size",
             "partner",
         )
     loss = find("loss", algorithm.loss)
@@ -246,9 +207,7 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
     if not weights_in(algorithm) and not carries and not loss.is_own:
         yield error(
             f"partner with algorithm.correction={list(algorithm.correction)}: what the partner has sampled would count "
-            "as if the policy had. Use algorithm.correction=[f_tis].",
-            "partner",
-            "algorithm.correction",
+            "as if the policy had. Use algorithm.correction=[f_tis]."
         )
     for key, is_set, why in (
         ("algorithm.kl_coefficient", algorithm.needs_reference, "the reference scores groups for one policy"),
@@ -258,6 +217,4 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
         ("algorithm.proximal", algorithm.proximal == "interpolate", "what the partner has sampled has no staleness"),
     ):
         if is_set:
-            yield error(
-                f"partner with {key}={attrgetter(key)(config)}: {why}. Leave it at its default.", "partner", key
-            )
+            yield error(f"partner with {key}={attrgetter(key)(config)}: {why}. Leave it at its default.")

@@ -40,11 +40,7 @@ def check_pools(config: RunConfig) -> Iterator[Finding]:
         if name not in pools:
             close = get_close_matches(name, pools, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            yield error(
-                f"{key}={name} is no pool.{hint} Pools: {', '.join(pools) or 'none'}.",
-                key,
-                "cluster.pools",
-            )
+            yield error(f"{key}={name} is no pool.{hint} Pools: {', '.join(pools) or 'none'}.", "cluster.pools")
 
 
 def check_colocated(config: RunConfig) -> Iterator[Finding]:
@@ -56,9 +52,7 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"cluster.colocated=true needs dataflow.max_staleness=0, not {config.dataflow.max_staleness}: trainer "
             "and engines take turns on their devices, so nothing can be generated ahead and the run would wait for "
-            "ever. Use dataflow=synchronous, or cluster.colocated=false.",
-            "cluster.colocated",
-            "dataflow.max_staleness",
+            "ever. Use dataflow=synchronous, or cluster.colocated=false."
         )
     asked_by = {
         "reference": ("algorithm.kl_coefficient", f"{config.algorithm.kl_coefficient:g}"),
@@ -70,25 +64,17 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
             yield error(
                 f"cluster.colocated=true with {key}={value}: trainer and engines fill the GPUs of {name} in turns, and "
                 f"the {role} works while they do. Give it a pool of its own ({role}.pool; a CPU pool will do for small "
-                "policies).",
-                "cluster.colocated",
-                key,
-                f"{role}.pool",
+                "policies)."
             )
     if (pool := config.reward.pool) == cluster.trainer_pool and cluster.pools[pool].device == "gpu":
         yield error(
             f"cluster.colocated=true with reward.pool={pool}: trainer and engines fill the GPUs of {pool} in turns, "
-            "and reward workers score while they do. Give them a pool of their own, a CPU pool, or reward.pool=null.",
-            "cluster.colocated",
-            "reward.pool",
+            "and reward workers score while they do. Give them a pool of their own, a CPU pool, or reward.pool=null."
         )
     if cluster.trainer_pool != cluster.rollout_pool:
         yield error(
             f"cluster.colocated=true needs one pool, not trainer_pool={cluster.trainer_pool} and "
-            f"rollout_pool={cluster.rollout_pool}: they share devices. Name the same pool twice.",
-            "cluster.colocated",
-            "cluster.trainer_pool",
-            "cluster.rollout_pool",
+            f"rollout_pool={cluster.rollout_pool}: they share devices. Name the same pool twice."
         )
 
 
@@ -127,14 +113,11 @@ def check_engine_device(config: RunConfig) -> Iterator[Finding]:
                 "repeatable, and a GPU's kernels may add in another order each time. Use deterministic=false, or "
                 "cluster=local_cpu.",
                 "rollout.engine",
-                "cluster",
             )
         return
     if config.model.attention == "flash_attention_2":
         yield error(
-            f"model.attention=flash_attention_2 needs GPUs, {name} is a CPU pool. Use model.attention=sdpa.",
-            "model.attention",
-            "cluster",
+            f"model.attention=flash_attention_2 needs GPUs, {name} is a CPU pool. Use model.attention=sdpa.", "cluster"
         )
 
 
@@ -199,7 +182,6 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
             f"rollout.engine.tensor_parallel_size={tp_size} does not divide {' and '.join(uneven)} of model.shape: "
             "vLLM cannot split the model so. Use a number of devices that divides them.",
             "rollout.engine",
-            "model.shape",
         )
 
 

@@ -31,10 +31,8 @@ def check_live_memory(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.max_live_gib={flow.max_live_gib:g} has room for {room} trajectories of "
             f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}: it could never be "
             f"complete and the run would wait for ever. Use at least {gib:.3g}.",
-            "dataflow.max_live_gib",
             "dataflow.batch_groups",
             "dataflow.group_size",
-            "model.max_context_tokens",
         )
 
 
@@ -46,21 +44,16 @@ def check_surplus(config: RunConfig) -> Iterator[Finding]:
     if flow.gang:
         yield error(
             f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its "
-            "slowest member ends, so redundant gangs take the slots that they should free. Use one of the two.",
-            "dataflow.surplus",
-            "dataflow.gang",
+            "slowest member ends, so redundant gangs take the slots that they should free. Use one of the two."
         )
     if flow.on_expiry is not ExpiryPolicy.WAIT:
         yield error(
             f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are given up "
-            "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0.",
-            "dataflow.surplus",
-            "dataflow.on_expiry",
+            "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0."
         )
     yield warning(
         f"dataflow.surplus={flow.surplus}: stragglers are given up, so answers that are trained are shorter than those "
-        "that are sampled. Watch length/trained_share; surplus=0 is unbiased.",
-        "dataflow.surplus",
+        "that are sampled. Watch length/trained_share; surplus=0 is unbiased."
     )
 
 
@@ -72,25 +65,18 @@ def check_streaming(config: RunConfig) -> Iterator[Finding]:
     if flow.surplus:
         yield error(
             f"dataflow.stream_micro_batches=true with dataflow.surplus={flow.surplus}: redundant groups are given up "
-            "when a batch closes, and a streamed batch has trained most of its groups by then. Use one of the two.",
-            "dataflow.stream_micro_batches",
-            "dataflow.surplus",
+            "when a batch closes, and a streamed batch has trained most of its groups by then. Use one of the two."
         )
     if config.cluster.colocated:
         yield error(
             "dataflow.stream_micro_batches=true with cluster.colocated=true: trainer and engines take turns on their "
-            "devices, so nothing is generated while the trainer computes. Use one of the two.",
-            "dataflow.stream_micro_batches",
-            "cluster.colocated",
+            "devices, so nothing is generated while the trainer computes. Use one of the two."
         )
     if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32":
         yield error(
             f"dataflow.stream_micro_batches=true with trainer.zero_stage={trainer.zero_stage} in "
             f"model.dtype={config.model.dtype}: the gradient is divided by the size of the batch at its end, and "
-            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3.",
-            "dataflow.stream_micro_batches",
-            "trainer.zero_stage",
-            "model.dtype",
+            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
         )
 
 
@@ -105,7 +91,6 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.gang=true with weights.{setting}: a member whose environment begins slowly would start on the "
             "gang's engine, below the version that everyone else starts from. Use dataflow.gang=false, or "
             "weights.overlap=false with weights.update_mode=keep_kv.",
-            "dataflow.gang",
             f"weights.{setting.partition('=')[0]}",
         )
     if flow.group_size > engine.max_num_seqs:
@@ -113,8 +98,6 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.gang=true: a group of dataflow.group_size={flow.group_size} does not fit in the "
             f"rollout.engine.max_num_seqs={engine.max_num_seqs} slots of one engine and could never start. "
             f"Use max_num_seqs of at least {flow.group_size}.",
-            "dataflow.gang",
-            "dataflow.group_size",
             "rollout.engine",
         )
     pool = config.cluster.pools.get(config.cluster.rollout_pool)
@@ -126,8 +109,6 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of "
             f"KV cache, one engine has {available:.3g} GiB: its members would be preempted for one another. Raise "
             "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
-            "dataflow.gang",
-            "dataflow.group_size",
             "rollout.engine",
         )
 
@@ -142,9 +123,7 @@ def check_expiry(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes too long. "
             f"Trained answers had {length:.2f} of the mean length of sampled ones, and {longest:.2f} of the longest "
             f"percent, at max_staleness={measured} in simulation (docs/concepts/policies.md; metric "
-            "length/trained_share). on_expiry=wait is unbiased.",
-            "dataflow.on_expiry",
-            "dataflow.max_staleness",
+            "length/trained_share). on_expiry=wait is unbiased."
         )
 
 
@@ -167,7 +146,7 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
             continue
         if not callable(getattr(target, method, None)) or isinstance(target, type):
             what = "is not callable" if method == "__call__" else f"has no method {method}(...)"
-            yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.", key)
+            yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.")
 
 
 def check_pass_rate(config: RunConfig) -> Iterator[Finding]:
@@ -179,9 +158,7 @@ def check_pass_rate(config: RunConfig) -> Iterator[Finding]:
     if not any(0 <= lowest <= num / size <= highest <= 1 for num in range(size + 1)):
         yield error(
             f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
-            "share of passing members, so every group would be filtered. Use a wider range within [0, 1].",
-            "dataflow.filters.pass_rate",
-            "dataflow.group_size",
+            "share of passing members, so every group would be filtered. Use a wider range within [0, 1]."
         )
 
 
@@ -201,7 +178,5 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
     if config.env.curriculum is not None:
         yield error(
             f"env.curriculum={config.env.curriculum} with gates in env.streams: both say which stream is admitted. "
-            "Use one of the two.",
-            "env.curriculum",
-            "env.streams",
+            "Use one of the two."
         )

@@ -64,15 +64,14 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
     if path.resolve() in (Path.cwd(), *Path.cwd().parents):
         yield error(
             f"run_dir={path} is the working directory or above it: a run owns its directory, and overwrite=true would "
-            "delete it. Use e.g. runs/${name}.",
-            "run_dir",
+            "delete it. Use e.g. runs/${name}."
         )
         return
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
-        yield error(f"run_dir={path}: {existing} is a file. Use a new name=... or another run_dir.", "run_dir", "name")
+        yield error(f"run_dir={path}: {existing} is a file. Use a new name=... or another run_dir.")
     elif not os.access(existing, os.W_OK):
-        yield error(f"run_dir={path} cannot be written: no permission in {existing}. Use another run_dir.", "run_dir")
+        yield error(f"run_dir={path} cannot be written: no permission in {existing}. Use another run_dir.")
     elif config.sft is not None and config.sft.reuse and is_finished(config):
         return
     elif refusal := occupied(config):
@@ -85,7 +84,6 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield warning(
             f"model.path={config.model.path} does not exist yet: `penstock sft {' '.join(config.warm_start or ())}` "
             "makes it first (warm_start).",
-            "model.path",
             "warm_start",
         )
     elif config.model.path is not None and not config.model.from_scratch:
@@ -109,22 +107,19 @@ def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding
     if directory.is_dir():
         yield from _check_checkpoint(config, key, directory)
     elif directory.exists():
-        yield error(f"{key}={path} is a file. Give the directory that holds config.json and weights.", key)
+        yield error(f"{key}={path} is a file. Give the directory that holds config.json and weights.")
     elif (maker := _WARM_START.match(path)) and (CONF_DIR / "experiment" / f"{maker['experiment']}.yaml").is_file():
         yield absent(
             f"{key}={path} does not exist: there is no policy to start from. Make it first: "
             f"`penstock sft experiment={maker['experiment']} seed={maker['seed']}`, or give {key}=DIR of one that you "
-            "have.",
-            key,
-            "seed",
+            "have."
         )
     elif not _HUB_NAME.match(path) or (directory.parent not in (Path(), directory) and directory.parent.is_dir()):
-        yield absent(f"{key}={path} does not exist. Give a model directory or a hub name.", key, "seed")
+        yield absent(f"{key}={path} does not exist. Give a model directory or a hub name.", "seed")
     elif not _is_cached(path):
         yield absent(
             f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache "
             f"({_hub_cache()}), and every process would download it at once. Fetch it first: `hf download {path}`.",
-            key,
             "seed",
         )
 
@@ -147,15 +142,13 @@ def check_driver(config: RunConfig) -> Iterator[Finding]:
     if not hardware.has_nvidia_driver():
         yield absent(
             f"cluster.pools.{next(iter(used))}.device=gpu, but this machine has no NVIDIA driver (neither nvidia-smi "
-            "nor /proc/driver/nvidia answers). Install the driver, use a machine that has one, or cluster=local_cpu.",
-            "cluster",
+            "nor /proc/driver/nvidia answers). Install the driver, use a machine that has one, or cluster=local_cpu."
         )
         return
     if hardware.is_cpu_build():
         yield absent(
             "cluster: the pools are GPU, but the installed torch is the CPU build and would not see them. Run "
-            "`make setup FLAVOR=cuda` in a fresh environment.",
-            "cluster",
+            "`make setup FLAVOR=cuda` in a fresh environment."
         )
     wanted, found = sum(pool.count for pool in used.values()), hardware.num_nvidia_gpus()
     if found is not None and found < wanted:
@@ -202,7 +195,7 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
     folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
     if not folder.is_dir():
         if config.weights.directory:
-            yield error(f"weights.directory={folder} is no folder. Make it, on every node.", "weights.directory")
+            yield error(f"weights.directory={folder} is no folder. Make it, on every node.")
         return
     needed = shared_gib(config) if way == "adapters" else 2 * published_gib(config)
     free = hardware.free_disk_bytes(folder) / GIB
@@ -210,7 +203,6 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
         yield absent(
             f"weights.directory: two versions of the policy need {needed:.2f} GiB in {folder}, {free:.2f} GiB are "
             "free. Enlarge it (containers: --shm-size), or set weights.directory to a folder on a disk.",
-            "weights.directory",
             "model",
         )
 
@@ -219,7 +211,7 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
     """The directory holds a model, of the shape that the YAML states; one beside the policy has its vocabulary only."""
     path = directory / "config.json"
     if not path.exists():
-        yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.", key)
+        yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.")
         return
     if key == "model.path":
         yield from check_lora_targets(config, directory)
@@ -236,9 +228,7 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
             else "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
         )
         yield error(
-            f"{shape}.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}",
-            f"{shape}.{name}",
-            key,
+            f"{shape}.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}", key
         )
 
 
@@ -273,7 +263,6 @@ def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]
             f"{key}={path}: {len(differing)} of {len(ours | theirs)} tokens have another id than in the policy's "
             f"tokenizer, e.g. {example!r} {theirs.get(example, 'none')} instead of {ours.get(example, 'none')}: it "
             "would take the policy's tokens for others. Use a model with the policy's tokenizer.",
-            key,
             "model.path",
         )
 

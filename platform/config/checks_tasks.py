@@ -99,7 +99,7 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
         yield from (absent(violation, "env") for violation in problem.violations)
         return None
     except ValueError as problem:
-        yield error(f"{key}={num_held_out}: {problem}", "env", key)
+        yield error(f"{key}={num_held_out}: {problem}", "env")
         return None
     except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
         report = absent if isinstance(problem, OSError) else error
@@ -149,7 +149,6 @@ def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
             f"env: {len(seen)} of the first {len(tasks.train)} training tasks are also among the "
             f"{len(tasks.held_out)} held-out ones, e.g. {_show(seen[0])}: accuracy would measure memory. Split by a "
             "hash of the prompt.",
-            "env",
             "evaluation",
             "sft.eval_tasks",
         )
@@ -165,7 +164,6 @@ def _check_data(config: RunConfig) -> Iterator[Finding]:
         yield warning(
             f"model.path={path}: the data has changed since {runs[0]} was trained on it: {change}. What it has seen, "
             "and what was held out from it, is no longer known. Put the data back, or start from a policy without it.",
-            "model.path",
             "env",
         )
 
@@ -233,9 +231,7 @@ def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]
             f"env: the prompt of {task.task_id} has {length} tokens; with rollout.sampling.max_new_tokens={answer} "
             f"that is {length + answer}, above model.max_context_tokens={context}: the context would cut its answer. "
             f"Use a context of at least {length + answer}, or a smaller max_new_tokens.",
-            "env",
             "model",
-            "rollout.sampling.max_new_tokens",
         )
 
 
@@ -249,9 +245,7 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
         yield error(
             f"model.shape.vocab_size={shape.vocab_size} is below the {num_tokens} tokens of "
             f"model.tokenizer={config.model.tokenizer}, which model.from_scratch=true uses: some would have no "
-            f"embedding. Use at least {num_tokens}.",
-            "model.shape.vocab_size",
-            "model.from_scratch",
+            f"embedding. Use at least {num_tokens}."
         )
         return
     longest = yield from _longest(
@@ -264,7 +258,6 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
         yield error(
             f"env: the worked example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
             f"the policy would be trained on positions it can never use. Use a context of at least {length}.",
-            "env",
             "model",
         )
 
@@ -289,7 +282,6 @@ def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) ->
         yield error(
             f"env: prompt and answer of {longest[0].task_id} have {longest[1]} tokens, above model.max_context_tokens="
             f"{config.model.max_context_tokens}. Leave such rows out, or use a context of at least {longest[1]}.",
-            "env",
             "model",
         )
 
@@ -312,7 +304,7 @@ def _longest(
         yield from (error(violation, "env", "model") for violation in problem.violations)
         return None
     except TrajectoryError as problem:
-        yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "env", "model")
+        yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "model")
         return None
     except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
         raised = f"{type(problem).__name__}: {problem}"

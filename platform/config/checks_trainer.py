@@ -16,17 +16,12 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
     if trainer.backend == "torch" and (trainer.num_ranks > 1 or trainer.zero_stage > 0):
         yield error(
             f"trainer.backend=torch runs one rank that shards nothing, not num_ranks={trainer.num_ranks} with "
-            f"zero_stage={trainer.zero_stage}. Use trainer.backend=deepspeed, or num_ranks=1 and zero_stage=0.",
-            "trainer.backend",
-            "trainer.num_ranks",
-            "trainer.zero_stage",
+            f"zero_stage={trainer.zero_stage}. Use trainer.backend=deepspeed, or num_ranks=1 and zero_stage=0."
         )
     if trainer.offload_optimizer and (trainer.zero_stage == 0 or trainer.backend == "torch"):
         yield error(
             f"trainer.offload_optimizer=true needs DeepSpeed with zero_stage >= 1, not {trainer.backend} with "
             f"zero_stage={trainer.zero_stage}: only a sharded optimizer can leave the device. Use zero_stage=1.",
-            "trainer.offload_optimizer",
-            "trainer.zero_stage",
             "trainer.backend",
         )
     if trainer.max_group_tokens < context:
@@ -36,15 +31,10 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below "
             f"model.max_context_tokens={context}{over}: a trajectory of full length could never be trained. "
             f"Use at least {-(-context // sharing)}.",
-            "trainer.max_tokens_per_micro_batch",
             "trainer.sequence_parallel_size",
-            "model.max_context_tokens",
         )
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
-        yield error(
-            f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).",
-            "trainer.optimizer.betas",
-        )
+        yield error(f"trainer.optimizer.betas={list(trainer.optimizer.betas)} is out of range: each must be in [0, 1).")
 
 
 def check_parallel(config: RunConfig) -> Iterator[Finding]:
@@ -56,9 +46,7 @@ def check_parallel(config: RunConfig) -> Iterator[Finding]:
         yield warning(
             f"trainer.sequence_parallel_size={trainer.sequence_parallel_size} with model.attention=sdpa: Ulysses drops "
             "attention masks, so sequences cannot be packed and every micro-batch is one sequence, however short. "
-            "Use model.attention=flash_attention_2 on GPUs.",
-            "trainer.sequence_parallel_size",
-            "model.attention",
+            "Use model.attention=flash_attention_2 on GPUs."
         )
 
 
@@ -67,8 +55,7 @@ def check_no_lora(config: RunConfig) -> Iterator[Finding]:
     if config.trainer.lora is not None:
         yield error(
             "trainer.lora with `penstock rm`: a reward model begins with a new head, which must be trained whole. Use "
-            "trainer.lora=null.",
-            "trainer.lora",
+            "trainer.lora=null."
         )
 
 
@@ -81,7 +68,6 @@ def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
             f"reference.pool={reference.pool} and reference.num_workers={reference.num_workers} have no effect with "
             "trainer.lora and reference.path=null: the trainer itself is the reference, without its adapters.",
             "reference",
-            "trainer.lora",
         )
 
 
@@ -94,9 +80,7 @@ def split_models(trainer: TrainerConfig, setting: str, why: str, *keys: str) -> 
     for key, size in sizes.items():
         if size > 1:
             yield error(
-                f"trainer.{key}={size} with {setting}: {why}. Use 1, and ZeRO for models that are too large.",
-                f"trainer.{key}",
-                *keys,
+                f"trainer.{key}={size} with {setting}: {why}. Use 1, and ZeRO for models that are too large.", *keys
             )
 
 
@@ -112,7 +96,6 @@ def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Findi
         ranks = f"the data-parallel size {size} of {ranks}"
     yield error(
         f"{key}={value} is not a multiple of {ranks}: ranks would get unequal work. Use {choices}.",
-        key,
         "trainer.num_ranks",
         "trainer.tensor_parallel_size",
         "trainer.sequence_parallel_size",

@@ -91,13 +91,11 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
         ),
     ):
         if is_wrong:
-            yield error(f"{one}={_value(config, one)} with {other}={_value(config, other)}: {why}", one, other)
+            yield error(f"{one}={_value(config, one)} with {other}={_value(config, other)}: {why}")
     if weights.codec != "full" and way not in GROUP_WAYS:
         yield warning(
             f"weights.codec={weights.codec} has no effect with weights.transport={weights.transport} and "
-            f"cluster.address={cluster.address}: only a process group uses it, and versions go by {way}.",
-            "weights.codec",
-            "weights.transport",
+            f"cluster.address={cluster.address}: only a process group uses it, and versions go by {way}."
         )
 
 

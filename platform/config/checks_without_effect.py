@@ -241,7 +241,6 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
         yield warning(
             f"algorithm.{name}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
             f"leave {name} at {_shown(default)}.",
-            f"algorithm.{name}",
             *keys,
         )
 
