@@ -44,7 +44,7 @@ def build_trainer(
         ConfigError: If the settings cannot run together, or the model cannot be loaded.
     """
     model, trainer, algorithm = spec.model, spec.trainer, spec.algorithm
-    violations = trainer_violations(model, trainer) + [one.message for one in algorithm_violations(algorithm)]
+    violations = trainer_violations(model, trainer) + algorithm_violations(algorithm)
     if algorithm.needs_critic and spec.critic is None:
         violations.append(f"algorithm.advantage={algorithm.advantage} needs a critic, and there is none. Give one.")
     if trainer.lora is not None and spec.kind == "reward":

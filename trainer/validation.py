@@ -4,33 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
 
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.config import TrainerConfig
 from penstock.weights.model_config import ModelConfig
 
 
-class Violation(NamedTuple):
-    """A combination that cannot run: one sentence that begins with its key path, and the keys it comes from."""
-
-    message: str
-    keys: tuple[str, ...]
-
-
 def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
     """One sentence per combination that cannot run, each beginning with its key path; empty if all is well."""
     violations = []
-    if trainer.max_group_tokens < model.max_context_tokens:
+    sharing, longest = trainer.sequence_parallel_size, model.max_context_tokens
+    if trainer.max_group_tokens < longest:
+        over = f" over sequence_parallel_size={sharing} ranks" if sharing > 1 else ""
         violations.append(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below "
-            f"model.max_context_tokens={model.max_context_tokens} over {trainer.sequence_parallel_size} rank(s): a "
-            "sequence is never split over micro-batches, so the longest would not fit. "
-            f"Use at least {-(-model.max_context_tokens // trainer.sequence_parallel_size)}."
+            f"model.max_context_tokens={longest}{over}: a trajectory of full length could never be trained. Use at "
+            f"least {-(-longest // sharing)}."
         )
     if trainer.offload_optimizer and trainer.zero_stage == 0:
         violations.append(
-            "trainer.offload_optimizer=true has no effect with trainer.zero_stage=0. Use trainer.zero_stage=1, 2 or 3."
+            "trainer.offload_optimizer=true with trainer.zero_stage=0: only a sharded optimizer can leave the device. "
+            "Use zero_stage=1, 2 or 3."
         )
     if trainer.backend == "torch":
         unsupported = {
@@ -44,33 +38,29 @@ def trainer_violations(model: ModelConfig, trainer: TrainerConfig) -> list[str]:
             for setting, is_set in unsupported.items()
             if is_set
         ]
-    combined = (*combination_violations(model, trainer), *parallel_violations(model, trainer))
-    return violations + [message for message, _ in combined]
+    return [*violations, *_of_combinations(model, trainer), *_of_parallelism(model, trainer)]
 
 
-def combination_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:
+def _of_combinations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
     """What adapters, shared prompts and compiled layers cannot be trained with."""
     if trainer.lora is not None and trainer.tensor_parallel_size > 1:
-        yield Violation(
+        yield (
             f"trainer.lora with trainer.tensor_parallel_size={trainer.tensor_parallel_size}: AutoTP splits linear "
             "layers by name, and would leave those that have an adapter whole. Use tensor_parallel_size=1 and "
-            "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state.",
-            ("trainer.lora", "trainer.tensor_parallel_size"),
+            "trainer.zero_stage=3: frozen weights need neither gradients nor optimizer state."
         )
     # Answers behind one prompt need a mask: by position ids alone each would see those before it.
     if trainer.share_prompts and model.attention != "sdpa":
-        yield Violation(
+        yield (
             f"trainer.share_prompts=true with model.attention={model.attention}: it takes no mask, and finds sequences "
             "by positions that restart at 0, so answers behind one prompt would see each other. Use "
-            "model.attention=sdpa or share_prompts=false.",
-            ("trainer.share_prompts", "model.attention"),
+            "model.attention=sdpa or share_prompts=false."
         )
     if trainer.share_prompts and trainer.sequence_parallel_size > 1:
-        yield Violation(
+        yield (
             f"trainer.share_prompts=true with trainer.sequence_parallel_size={trainer.sequence_parallel_size}: Ulysses "
             "drops attention masks, so answers behind one prompt would see each other. Use sequence_parallel_size=1 or "
-            "share_prompts=false.",
-            ("trainer.share_prompts", "trainer.sequence_parallel_size"),
+            "share_prompts=false."
         )
     # Compiled layers are shown to be right under plain torch only.
     untested = {
@@ -80,10 +70,9 @@ def combination_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterat
     }
     for setting, is_set in untested.items():
         if trainer.compile and is_set:
-            yield Violation(
+            yield (
                 f"trainer.compile=true with {setting}: compiled layers have been compared with uncompiled ones on "
-                "trainer.backend=torch alone, without adapters or recomputed activations. Use compile=false.",
-                ("trainer.compile", setting.partition("=")[0]),
+                "trainer.backend=torch alone, without adapters or recomputed activations. Use compile=false."
             )
 
 
@@ -118,47 +107,42 @@ def check_vocabulary(what: str, path: str, found: int, expected: int) -> None:
         )
 
 
-def parallel_violations(model: ModelConfig, trainer: TrainerConfig) -> Iterator[Violation]:
+def _of_parallelism(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
     """What tensor and sequence parallelism cannot do."""
     shape = model.shape
     tp, sp = trainer.tensor_parallel_size, trainer.sequence_parallel_size
     tp_key, sp_key = "trainer.tensor_parallel_size", "trainer.sequence_parallel_size"
     if tp > 1 and sp > 1:
-        yield Violation(
+        yield (
             f"{tp_key}={tp} with sequence_parallel_size={sp}: DeepSpeed knows either the groups of AutoTP or those of "
-            "Ulysses in a process, not both, and gradients would be summed over the wrong ranks. Set one of them to 1.",
-            (tp_key, sp_key),
+            "Ulysses in a process, not both, and gradients would be summed over the wrong ranks. Set one of them to 1."
         )
     elif trainer.num_ranks % (tp * sp):
         key, size = (tp_key, tp) if tp > 1 else (sp_key, sp)
         below = trainer.num_ranks - trainer.num_ranks % size
         first = below or size
-        yield Violation(
+        yield (
             f"{key}={size} does not divide trainer.num_ranks={trainer.num_ranks}: ranks work in groups of {size}, and "
-            f"{trainer.num_ranks - below} would be left over. Use num_ranks={first} or {first + size}.",
-            (key, "trainer.num_ranks"),
+            f"{trainer.num_ranks - below} would be left over. Use num_ranks={first} or {first + size}."
         )
     if shape.num_kv_heads % tp:
-        yield Violation(
+        yield (
             f"{tp_key}={tp} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: a key/value head is never "
-            "split, so ranks would get unequal attention, some none. Use a divisor of it.",
-            (tp_key, "model.shape.num_kv_heads"),
+            "split, so ranks would get unequal attention, some none. Use a divisor of it."
         )
     if shape.num_kv_heads % sp:
-        yield Violation(
+        yield (
             f"{sp_key}={sp} does not divide model.shape.num_kv_heads={shape.num_kv_heads}: Ulysses exchanges stretches "
-            "of a sequence for whole heads. Use a divisor of it.",
-            (sp_key, "model.shape.num_kv_heads"),
+            "of a sequence for whole heads. Use a divisor of it."
         )
     if model.dtype == "bfloat16" and tp > 1 and trainer.zero_stage == 0:
-        yield Violation(
-            f"{tp_key}={tp} with trainer.zero_stage=0 in bfloat16: DeepSpeed's optimizer of that kind takes the norm "
-            "of one rank's parts for the gradient's, and would clip too little. Use trainer.zero_stage=1, 2 or 3.",
-            (tp_key, "trainer.zero_stage", "model.dtype"),
+        yield (
+            f"{tp_key}={tp} with trainer.zero_stage=0 in model.dtype=bfloat16: DeepSpeed's optimizer of that kind "
+            "takes the norm of one rank's parts for the gradient's, and would clip too little. Use "
+            "trainer.zero_stage=1, 2 or 3."
         )
     if model.dtype == "bfloat16" and sp > 1 and trainer.zero_stage == 1:
-        yield Violation(
-            f"{sp_key}={sp} with trainer.zero_stage=1 in bfloat16: DeepSpeed's optimizer of that kind takes sequence "
-            "ranks for tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3.",
-            (sp_key, "trainer.zero_stage", "model.dtype"),
+        yield (
+            f"{sp_key}={sp} with trainer.zero_stage=1 in model.dtype=bfloat16: DeepSpeed's optimizer of that kind "
+            "takes sequence ranks for tensor ranks and fails at the first step. Use trainer.zero_stage=2 or 3."
         )

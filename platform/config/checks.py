@@ -37,7 +37,6 @@ from penstock.platform.config.checks_flow import (
 from penstock.platform.config.checks_trainer import (
     check_lora_reference,
     check_no_lora,
-    check_parallel,
     check_trainer,
     split_models,
     unequal_work,
@@ -159,15 +158,15 @@ def check_flow(config: RunConfig) -> Iterator[Finding]:
 
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
-        check_model, check_has_policy, check_batch, check_trainer, check_parallel, check_sampling, check_flow,
+        check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
         check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
         check_pass_rate,
         check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits, check_critic,
         check_teacher, check_algorithm_bias, check_without_effect, check_lora_reference, check_partner,
     ),
-    "sft": (check_model, check_sft_section, check_trainer, check_parallel),
-    "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel, check_no_lora),
-    "dpo": (check_model, check_has_policy, check_preference_section, check_trainer, check_parallel),
+    "sft": (check_model, check_sft_section, check_trainer),
+    "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_no_lora),
+    "dpo": (check_model, check_has_policy, check_preference_section, check_trainer),
     "eval": (check_model, check_has_policy, check_sampling),
     "sample": (check_model, check_has_policy, check_sampling),
 }  # fmt: skip

@@ -20,8 +20,7 @@ _LOOK_AT_BEHAVIOR = ("dppo", "topr")
 
 def check_algorithm(config: RunConfig) -> Iterator[Finding]:
     """What cannot work within the section."""
-    for violation in algorithm_violations(config.algorithm):
-        yield error(violation.message, *(f"algorithm.{key}" for key in violation.keys))
+    yield from map(error, algorithm_violations(config.algorithm))
     for entry in (find("advantage", config.algorithm.advantage), find("loss", config.algorithm.loss)):
         if entry.is_own:
             try:
@@ -100,7 +99,7 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
             "on whole batches. Use one of the two."
         )
     why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in it"
-    yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage}", why, "algorithm.advantage")
+    yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage}", why)
 
 
 def check_teacher(config: RunConfig) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from penstock.platform.config.findings import Finding, warning
+from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.rules import LOSSES_OF_RATIO, algorithm_violations
@@ -230,18 +230,18 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
     if find("loss", algorithm.loss).is_own or find("advantage", algorithm.advantage).is_own:
         return
-    refused = {key for violation in algorithm_violations(algorithm) for key in violation.keys}
+    refusals = [error(violation) for violation in algorithm_violations(algorithm)]
     for name, conditions in CONDITIONS.items():
         value, default = getattr(algorithm, name), _default(name)
         failed = next((condition for condition in conditions if not condition.holds(config)), None)
-        if value == default or failed is None or name in refused:
+        is_refused = any(refusal.touches([f"algorithm.{name}"]) for refusal in refusals)
+        if value == default or failed is None or is_refused:
             continue
         keys = [key if "." in key else f"algorithm.{key}" for key in failed.keys]
         combination = ", ".join(f"{key}={_shown(attrgetter(key)(config))}" for key in keys)
         yield warning(
             f"algorithm.{name}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
-            f"leave {name} at {_shown(default)}.",
-            *keys,
+            f"leave {name} at {_shown(default)}."
         )
 
 

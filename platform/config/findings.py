@@ -12,7 +12,7 @@ Command = Literal["train", "sft", "rm", "dpo", "eval", "sample"]
 WITHOUT_ENGINES: tuple[Command, ...] = ("sft", "rm", "dpo")
 """Commands that learn from given answers: they start no engine and no reward."""
 _NAMED_KEYS = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+(?==)|^[a-z_]+")
-"""`model.path` anywhere in a sentence; `num_kv_heads=4`, which leaves its section out; and its first word, `env: ...`."""
+"""`model.path` anywhere in a sentence; `num_kv_heads=4`, whose section is left out; its first word, as in `env: …`."""
 
 
 @dataclass(frozen=True, slots=True)
