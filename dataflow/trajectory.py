@@ -5,7 +5,7 @@ Shape legend: T = all tokens of one trajectory (prompt, sampled and observation 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -291,6 +291,12 @@ class GroupRef:
         return version - max(self.oldest_version, self.min_version)
 
 
+async def stream_of(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
+    """Groups that are all there, as the stream that a trainer consumes."""
+    for group in groups:
+        yield group
+
+
 __all__ = [
     "Episode",
     "EpisodeEnd",
@@ -306,4 +312,5 @@ __all__ = [
     "compared_rewards",
     "has_thread_rewards",
     "is_thread_part",
+    "stream_of",
 ]

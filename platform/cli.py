@@ -280,7 +280,7 @@ def _prefer(config: RunConfig, command: Command) -> int:
 
 
 def _evaluate(config: RunConfig) -> int:
-    from penstock.platform.evaluate import run_eval
+    from penstock.platform.serving import run_eval
 
     return run_eval(config)
 

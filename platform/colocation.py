@@ -13,8 +13,7 @@ from typing import Protocol, cast
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, TrainerGroup
-from penstock.dataflow.trajectory import GroupRef
-from penstock.platform.streams import stream_of
+from penstock.dataflow.trajectory import GroupRef, stream_of
 from penstock.rollout.local_engine import Sleeper
 from penstock.rollout.pool import EnginePool
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import cast
 
-from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.difficulty import BY_SUCCESS, LengthBySuccess, SizeBySuccess
 from penstock.dataflow.filters import FilterChain, GroupFilter, has_parts, overlong, pass_rate, user, zero_variance
 from penstock.dataflow.stages import GatedStages
@@ -39,13 +38,6 @@ def max_live_trajectories(config: RunConfig) -> int | None:
     if config.dataflow.max_live_gib is None:
         return None
     return int(config.dataflow.max_live_gib * 2**30 / (config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN))
-
-
-def make_core(config: RunConfig) -> Dataflow:
-    """The sans-I/O core under this configuration's bounds."""
-    flow = config.dataflow
-    rules = GroupRules(flow.group_size, flow.min_group_size, flow.max_retries)
-    return Dataflow(flow_limits(config), rules)
 
 
 def make_task_line(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskLine:

@@ -1,21 +1,31 @@
-"""`penstock train`: wires the parts of a run together, runs the loop, and leaves a summary and a report."""
+"""`penstock train`: from the configuration to the running loop, and to the summary and report that it leaves.
+
+`assembled` starts all that runs in other processes (roles.py), connects each policy's engines with its trainer, and
+builds the flow (flow_parts.py); the loop is `controller.train`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 from penstock import __version__
-from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.ports import GroupForward
 from penstock.envs.streams import load_held_out
 from penstock.platform import controller
+from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.episodes import answer_questions, episode_player
+from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.engine_restarts import EngineRestarts
+from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.flow_parts import make_core, make_filters, make_task_line
+from penstock.platform.flow_parts import flow_limits, make_filters, make_task_line
 from penstock.platform.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
 from penstock.platform.observability.console import RunConsole
 from penstock.platform.observability.flow_stats import EventTail, FlowStats
@@ -32,12 +42,13 @@ from penstock.platform.observability.summary import (
 )
 from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.partners import together
-from penstock.platform.ratio_probe import NUM_PROBES
-from penstock.platform.roles import start_actors
-from penstock.platform.run import Instruments, Parts, Run
+from penstock.platform.ratio_probe import NUM_PROBES, RatioProbe
+from penstock.platform.roles import RunActors, model_path, start_actors
+from penstock.platform.run import Instruments, Run, Side
 from penstock.platform.run_dir import prepare_run_dir
-from penstock.platform.sides import Asking, connected
+from penstock.platform.serving import answer_questions, episode_player, make_runner, rollout_sampling
 from penstock.platform.trackers.build import build_trackers
+from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import load_codec
 
 
@@ -54,13 +65,12 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
     memory = MemorySampler()
     memory.start()
     hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")), console)
-    instruments = Instruments(
-        hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note, EventTail()
-    )
+    instruments = Instruments(hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note)
+    events = EventTail()
     status: RunStatus = "failed"
     run: Run | None = None
     try:
-        async with assembled(config, instruments) as run:
+        async with assembled(config, instruments, events) as run:
             try:
                 await controller.train(run)
             except BaseException:
@@ -71,11 +81,11 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
         status = "interrupted"
         raise
     except BaseException as error:
-        write_failure(run_dir, error, instruments.events.lines())
+        write_failure(run_dir, error, events.lines())
         raise
     finally:
         peak_gib = memory.stop()
-        if run is not None and run.current_flow is not None:
+        if run is not None and run.has_begun:
             summary = summarise(run, hub, status, time.monotonic() - started, peak_gib)
             write_summary(run_dir, summary)
             write_staleness(run_dir, run.stats.total.tokens_by_lag)
@@ -107,48 +117,77 @@ def _policy(config: RunConfig) -> str:
 
 
 @asynccontextmanager
-async def assembled(config: RunConfig, instruments: Instruments) -> AsyncIterator[Run]:
+async def assembled(config: RunConfig, instruments: Instruments, events: EventTail) -> AsyncIterator[Run]:
     """Everything a run needs, started; ended in reverse order, whatever happens."""
     async with AsyncExitStack() as stack:
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
         actors = await stack.enter_async_context(start_actors(config))
-        codec = load_codec(actors.model_path, config.env.reasoning)
+        codec = load_codec(model_path(config), config.env.reasoning)
         episodes = await stack.enter_async_context(episode_player(config, codec))
-        sampling = SamplingParams(
-            max_new_tokens=config.rollout.sampling.max_new_tokens,
-            temperature=config.rollout.sampling.temperature,
-            stop_token_ids=codec.stop_token_ids,
-            # vLLM would sample seeded requests one by one, and start their stream anew when they are resumed.
-            seed=config.seed if config.rollout.engine.type == "torch" else None,
-        )
+        sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
-        asking = Asking(codec, episodes, sampling, probes)
-        side = await stack.enter_async_context(connected(config, actors, asking))
-        await answer_questions(config, episodes, side.runner, sampling)
+        runner = make_runner(config, actors.engines, codec, episodes)
+        side = await stack.enter_async_context(connected(config, actors, runner, probes))
+        await answer_questions(config, episodes, runner, sampling)
         if actors.partner is not None:
-            partner = connected(config.partner_view, actors.partner, asking)
-            side = together(side, await stack.enter_async_context(partner), config.trainer.max_bad_steps)
-
-        def make_flow(stats: FlowStats) -> Flow:
-            frozen = (actors.reference, actors.teacher)
-            ports = FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, side.forward)
-            flow = config.dataflow
-            options = FlowOptions(flow.batch_timeout_s, flow.stream_micro_batches, flow.gang)
-            core = make_core(config)
-            filters = make_filters(flow.filters, flow.pass_reward, config.algorithm.reward_weights.keys())
-            core.ledger.sink = instruments.events
-            return Flow(core, make_task_line(config, instruments.note), filters, ports, stats, options)
-
-        run = Run(config, Parts(side, held_out, make_flow), instruments)
+            view = config.partner_view
+            runner = make_runner(view, actors.partner.engines, codec, episodes)
+            partner = await stack.enter_async_context(connected(view, actors.partner, runner, probes))
+            side = together(side, partner, config.trainer.max_bad_steps)
+        bounds = config.dataflow
+        core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
+        core.ledger.sink = events
+        forward = cast("GroupForward", side.trainer) if config.prefetches else None
+        frozen = (actors.reference, actors.teacher)
+        flow = Flow(
+            core,
+            make_task_line(config, instruments.note),
+            make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
+            FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, forward),
+            FlowStats(),
+            FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
+        )
+        run = Run(config, side, held_out, flow, instruments)
         stack.push_async_callback(run.close)
         yield run
 
 
+@asynccontextmanager
+async def connected(
+    config: RunConfig, actors: RunActors, runner: TrajectoryRunner, probes: Sequence[tuple[int, ...]]
+) -> AsyncIterator[Side]:
+    """The engines and the trainer of one policy, in service until the context ends.
+
+    Args:
+        config: Of the policy.
+        actors: Its trainer and engines.
+        runner: Asks the engines.
+        probes: Prompts of the ratio probe, token ids.
+    """
+    pool, rollout = runner.pool, config.rollout
+    sampling = rollout_sampling(config, runner.codec)
+    probe = RatioProbe(pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s)
+    publisher = await actors.publisher(pool, config, probe.check)
+    # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
+    most = 0 if config.cluster.colocated else rollout.max_engine_restarts
+    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)
+    try:
+        async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:
+            yield Side(
+                runner,
+                trainer=TakesTurns(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
+                publisher=publisher,
+                evaluator=Evaluator(runner, actors.rewards, rollout.sampling.max_new_tokens),
+                monitor=monitor,
+            )
+    finally:
+        await publisher.close()
+
+
 def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
     """The figures that the run is judged by."""
-    assert run.current_flow is not None
-    counts = run.current_flow.counts()
+    counts = run.counts()
     first, last = first_and_last_mean([value for _, value in hub.series("reward/mean")])
     evaluations = run.evaluations
     before = next((one for one in evaluations if one.step == 0), None)

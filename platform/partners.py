@@ -17,10 +17,9 @@ from typing import Protocol, cast
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import GroupForward, PublishReport, StepReport, TrainerGroup, WeightPublisher
-from penstock.dataflow.trajectory import GroupRef, Task
+from penstock.dataflow.trajectory import GroupRef, Task, stream_of
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.run import Side
-from penstock.platform.streams import stream_of
 from penstock.rollout.runner import SharedGroups
 
 
@@ -39,7 +38,6 @@ def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:
         publisher=PublishTogether(policy.publisher, partner.publisher),
         evaluator=EvaluateTogether(policy.evaluator, partner.evaluator),
         monitor=policy.monitor,
-        forward=None if policy.forward is None else trainer,
     )
 
 

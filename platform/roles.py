@@ -27,7 +27,6 @@ from penstock.actors.reward_client import RewardClient
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
-from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.placement import Role, plan_placement, shared_bundles
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 class RunActors:
     """Every process of a run, behind its port."""
 
-    model_path: str
     engines: list[RemoteEngine]
     trainer: TrainerClient
     rewards: RewardClient
@@ -62,9 +60,6 @@ class RunActors:
 
     async def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> ActorWeightPublisher:
         return ActorWeightPublisher(pool, config.weights, await self._export(pool, config), self.trainer, probe)
-
-    def take_turns(self, pool: EnginePool) -> TakesTurns:
-        return TakesTurns(self.trainer, pool)
 
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
         """End what is left of an engine, and start it anew: a process with the model of `model.path`, in no pool yet.
@@ -115,7 +110,6 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
             frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
         reference, teacher = (start.result() for start in frozen_starts)
         actors = RunActors(
-            model_path(config),
             engines_start.result(),
             trainer_start.result(),
             rewards,
@@ -134,7 +128,7 @@ async def _start_partner(config: RunConfig, rewards: RewardClient) -> RunActors:
     """Trainer and engines of the other policy."""
     view = config.partner_view
     trainer, engines = await asyncio.gather(start_trainer_group(view, policy_id=PARTNER), start_engine_group(view))
-    return RunActors(model_path(view), engines, trainer, rewards, ObjectStore(), None, None)
+    return RunActors(engines, trainer, rewards, ObjectStore(), None, None)
 
 
 async def share_devices(config: RunConfig) -> SharedDevices | None:

@@ -1,23 +1,23 @@
-"""One run as the controller sees it: its parts, its version, and what is observed of it."""
+"""One run as the controller sees it: its version, and what is observed of it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 from penstock.dataflow.core import Hold
 from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
-from penstock.dataflow.ports import GroupForward, PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.ledger import LedgerCounts
+from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
 from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.flow import Flow
 from penstock.platform.mismatch_trend import MismatchTrend
-from penstock.platform.observability.flow_stats import EventTail, FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
@@ -27,27 +27,13 @@ from penstock.rollout.runner import Runs
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The engines of a policy, its trainer, and the way between them; of two policies taken as one.
-
-    Attributes:
-        forward: The trainer, if it forwards ready groups while it waits for their batch.
-    """
+    """The engines of a policy, its trainer, and the way between them; of two policies taken as one."""
 
     runner: Runs
     trainer: TrainerGroup
     publisher: WeightPublisher
     evaluator: Evaluates
     monitor: EngineMonitor
-    forward: GroupForward | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a run is made of. The wiring is in platform/launch.py."""
-
-    side: Side
-    held_out: list[Task]
-    make_flow: Callable[[FlowStats], Flow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +46,6 @@ class Instruments:
     bad_batches: BadBatches
     run_dir: Path
     note: Callable[[str], None]
-    events: EventTail
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where the run stands."""
-
-    last_step_at: float = 0.0
-    trainer_wait_for: Mapping[Hold, float] = field(default_factory=dict)
-    tokens_generated: int = 0
-    bad_steps_in_a_row: int = 0
-    skipped_steps: int = 0
-    failed_evaluations: int = 0
 
 
 class Run:
@@ -80,33 +53,48 @@ class Run:
 
     Attributes:
         version: Of the policy that was published last.
+        has_begun: Its flow was started.
         evaluations: Those that succeeded, in order.
         policy_version: What the run directory holds as its policy; None while it holds none.
     """
 
-    def __init__(self, config: RunConfig, parts: Parts, instruments: Instruments) -> None:
+    def __init__(
+        self, config: RunConfig, side: Side, held_out: list[Task], flow: Flow, instruments: Instruments
+    ) -> None:
         self.config = config
         self.version = 0
         self.total_steps = config.total_steps
-        self.trainer = parts.side.trainer
-        self.publisher = parts.side.publisher
-        self.stats = FlowStats()
+        self.trainer = side.trainer
+        self.publisher = side.publisher
+        self.stats = flow.stats
+        self.has_begun = False
         self.evaluations: list[Evaluation] = []
         self.policy_version: int | None = None
-        self.current_flow: Flow | None = None
-        self._parts = parts
+        self._evaluator = side.evaluator
+        self._monitor = side.monitor
+        self._held_out = held_out
+        self._flow = flow
         self._instruments = instruments
-        self._progress = Progress()
         self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
+        self._last_step_at = 0.0
+        self._trainer_waited_for: Mapping[Hold, float] = {}
+        self._tokens_generated = 0
+        self._bad_steps_in_a_row = 0
+        self._skipped_steps = 0
+        self._failed_evaluations = 0
         self._bad_batch: Path | None = None
         self._beside: asyncio.Task[None] | None = None
 
     def flow(self) -> Flow:
         """The streaming dataflow of this run; `async with` starts and ends it."""
-        self.current_flow = self._parts.make_flow(self.stats)
-        self._progress.last_step_at = asyncio.get_running_loop().time()
-        return self.current_flow
+        self.has_begun = True
+        self._last_step_at = asyncio.get_running_loop().time()
+        return self._flow
+
+    def counts(self) -> LedgerCounts:
+        """Of its groups, by how they ended."""
+        return self._flow.counts()
 
     async def publish(self, version: int) -> None:
         """Make `version` what the engines sample from, while they generate."""
@@ -115,8 +103,7 @@ class Run:
 
     async def keep_bad_batch(self, report: StepReport) -> None:
         """Write the whole batch of a skipped step, before the flow gives it up."""
-        assert self.current_flow is not None
-        batch = await self.current_flow.fetch_batch()
+        batch = await self._flow.fetch_batch()
         self._bad_batch = self._instruments.bad_batches.write(self.version, batch, report.metrics)
         self._instruments.note(f"step at v{self.version} skipped, numbers not finite; its batch: {self._bad_batch}")
 
@@ -126,21 +113,21 @@ class Run:
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row.
         """
-        assert self.current_flow is not None
         now = asyncio.get_running_loop().time()
-        wall_s = max(now - self._progress.last_step_at, 1e-9)
-        self._progress.last_step_at = now
-        self._count_skips(report)
+        wall_s = max(now - self._last_step_at, 1e-9)
+        self._last_step_at = now
+        self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if report.skipped else 0
+        self._skipped_steps += report.skipped
         trend, warning = self._mismatch.observe(self.version, report.metrics, self.stats.last.max_versions)
         if warning:
             self._instruments.note(warning)
         metrics = {
             **report.metrics,
             **trend,
-            **self._flow_metrics(self.current_flow, report, wall_s),
+            **self._flow_metrics(report, wall_s),
             **self._publish_metrics(),
             "trainer/version": float(self.version),
-            "trainer/skipped_steps": float(self._progress.skipped_steps),
+            "trainer/skipped_steps": float(self._skipped_steps),
             "memory/pss_gib": self._instruments.memory.latest_gib,
         }
         self._instruments.hub.log(self.version, metrics)
@@ -149,22 +136,22 @@ class Run:
         silent = report.metrics.get("trainer/silent_updates", 0.0)
         if silent and silent == report.metrics["trainer/updates"]:
             self._instruments.note(f"v{self.version} is as the one before: its batch has nothing to learn from")
-        if self._progress.bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
+        if self._bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
             raise TrainingError(
-                f"trainer: {self._progress.bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
+                f"trainer: {self._bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
                 f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch "
                 f"is in {self._bad_batch}. Lower trainer.optimizer.lr, or look at its rewards and logprobs."
             )
 
     async def evaluate_first(self) -> None:
         """Evaluate before training, on all held-out tasks."""
-        await self._evaluate(self._parts.held_out)
+        await self._evaluate(self._held_out)
 
     async def evaluate_last(self) -> None:
         """Evaluate after training, on all held-out tasks; nothing else is published meanwhile."""
         if self._beside is not None:
             await self._beside
-        await self._evaluate(self._parts.held_out, after=self.publisher.delivered())
+        await self._evaluate(self._held_out, after=self.publisher.delivered())
 
     def evaluate_beside(self) -> None:
         """Every so many steps, start an evaluation that shares the engines and stops nothing."""
@@ -176,7 +163,7 @@ class Run:
                 self._instruments.note(f"evaluation at v{self.version} skipped: the one before still runs")
                 return
             self._beside.result()  # a failed evaluation is a note; what is raised here is a bug
-        tasks = self._parts.held_out[: self.config.evaluation.num_tasks_beside]
+        tasks = self._held_out[: self.config.evaluation.num_tasks_beside]
         self._beside = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
     async def maybe_checkpoint(self) -> None:
@@ -221,10 +208,10 @@ class Run:
         try:
             if after is not None:
                 await after
-            evaluation = await self._parts.side.evaluator.evaluate(version, tasks)
+            evaluation = await self._evaluator.evaluate(version, tasks)
         except PenstockError as error:
-            self._progress.failed_evaluations += 1
-            self._instruments.hub.log(version, {"eval/failed": float(self._progress.failed_evaluations)})
+            self._failed_evaluations += 1
+            self._instruments.hub.log(version, {"eval/failed": float(self._failed_evaluations)})
             self._instruments.note(f"evaluation at v{version} failed, and the run goes on without it: {error}")
             return
         self.evaluations.append(evaluation)
@@ -236,17 +223,15 @@ class Run:
             + f": accuracy {evaluation.accuracy:.3f}{of_partner} on {evaluation.num_tasks} held-out tasks"
         )
 
-    def _count_skips(self, report: StepReport) -> None:
-        self._progress.bad_steps_in_a_row = self._progress.bad_steps_in_a_row + 1 if report.skipped else 0
-        self._progress.skipped_steps += report.skipped
-
-    def _flow_metrics(self, flow: Flow, report: StepReport, wall_s: float) -> dict[str, float]:
-        last, counts, monitor = self.stats.last, flow.counts(), self._parts.side.monitor
-        before = self._progress.trainer_wait_for
-        waited_s = {held_by: total - before.get(held_by, 0.0) for held_by, total in self.stats.trainer_wait_for.items()}
-        generated = self.stats.tokens_generated - self._progress.tokens_generated
-        self._progress.trainer_wait_for = dict(self.stats.trainer_wait_for)
-        self._progress.tokens_generated = self.stats.tokens_generated
+    def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:
+        flow, last, counts = self._flow, self.stats.last, self.counts()
+        waited_for = dict(self.stats.trainer_wait_for)
+        waited_s = {
+            held_by: total - self._trainer_waited_for.get(held_by, 0.0) for held_by, total in waited_for.items()
+        }
+        generated = self.stats.tokens_generated - self._tokens_generated
+        self._trainer_waited_for = waited_for
+        self._tokens_generated = self.stats.tokens_generated
         return {
             "staleness/mean_versions": last.mean_versions,
             "staleness/max_versions": last.max_versions,
@@ -266,8 +251,8 @@ class Run:
             **{f"flow/retries/{kind}": flow.core.retries[kind] for kind in get_args(FailureKind)},
             "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
             "flow/resumed_tokens": flow.ports.runner.stats.tokens,
-            "flow/preemptions": monitor.num_preemptions,
-            "flow/engine_restarts": monitor.num_restarts,
+            "flow/preemptions": self._monitor.num_preemptions,
+            "flow/engine_restarts": self._monitor.num_restarts,
             "flow/ignored_reports": flow.core.ignored.total(),
             "throughput/generated_tokens_per_s": generated / wall_s,
             "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
@@ -275,26 +260,24 @@ class Run:
             "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
             "idle/trainer_wait_s": sum(waited_s.values()),
             **{f"idle/trainer_wait_for/{held_by}": seconds for held_by, seconds in waited_s.items()},
-            "idle/engine_share": monitor.idle_share,
+            "idle/engine_share": self._monitor.idle_share,
             **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
         }
 
     def _publish_metrics(self) -> dict[str, float]:
-        if self._last_publish is None:
+        last = self._last_publish
+        if last is None:
             return {}
-        measured = {
-            "weights/probe_nat": self._last_publish.probe_nat,
-            "weights/changed_share": self._last_publish.changed_share,
-        }
+        measured = {"weights/probe_nat": last.probe_nat, "weights/changed_share": last.changed_share}
         return {
-            "weights/bytes": self._last_publish.num_bytes,
-            "weights/sent_bytes": self._last_publish.sent_bytes,
-            "weights/acks": len(self._last_publish.acks),
-            "weights/publish_s": self._last_publish.total_s,
-            "weights/export_s": self._last_publish.export_s,
-            "weights/stage_s": max(ack.stage_s for ack in self._last_publish.acks),
-            "weights/stall_s": self._last_publish.max_stall_s,
-            "weights/drain_timeouts": self._last_publish.drain_timeouts,
+            "weights/bytes": last.num_bytes,
+            "weights/sent_bytes": last.sent_bytes,
+            "weights/acks": len(last.acks),
+            "weights/publish_s": last.total_s,
+            "weights/export_s": last.export_s,
+            "weights/stage_s": max(ack.stage_s for ack in last.acks),
+            "weights/stall_s": last.max_stall_s,
+            "weights/drain_timeouts": last.drain_timeouts,
             **{name: value for name, value in measured.items() if value is not None},
-            "weights/rewrites": self._last_publish.rewrites,
+            "weights/rewrites": last.rewrites,
         }

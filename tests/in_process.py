@@ -148,7 +148,6 @@ class InProcessLogprobs:
 class InProcessActors:
     """What `roles.RunActors` is to `penstock train`."""
 
-    model_path: str
     engines: list[TorchEngine]
     trainer: InProcessTrainer
     rewards: RewardRunner
@@ -192,7 +191,7 @@ async def start_policy(
     for engine in engines:
         await engine.start()
     frozen = [InProcessLogprobs(config, role) if config.num_frozen(role) else None for role in FROZEN_ROLES]
-    return InProcessActors(model_path(config), engines, trainer, rewards, InProcessStore(), *frozen, partner)
+    return InProcessActors(engines, trainer, rewards, InProcessStore(), *frozen, partner)
 
 
 def train_in_process(folder: Path, overrides: Sequence[str]) -> None:

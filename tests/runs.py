@@ -11,7 +11,7 @@ from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluation
 from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
-from penstock.platform.run import Parts, Run, Side
+from penstock.platform.run import Run, Side
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import instruments, run_config
 from penstock.rollout.pool import EnginePool
@@ -115,9 +115,4 @@ def run_of(
         evaluator or Evaluator(),
         EngineMonitor(EnginePool([engine], 4)),
     )
-
-    def flow(stats):
-        flows.stats = stats
-        return flows
-
-    return Run(simulated.model_copy(update={"trainer": trainer}), Parts(side, [], flow), kept)
+    return Run(simulated.model_copy(update={"trainer": trainer}), side, [], flows, kept)

@@ -31,11 +31,11 @@ from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, 
 from penstock.platform.engine_monitor import EngineMonitor
 from penstock.platform.evaluation import Evaluator
 from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.observability.flow_stats import EventTail, FlowStats
+from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.observability.hub import MetricsHub
 from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
-from penstock.platform.run import Instruments, Parts, Run, Side
+from penstock.platform.run import Instruments, Run, Side
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.durable import DurableState, Restored
@@ -201,12 +201,10 @@ class Simulation:
         )
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 
-        def make_flow(stats: FlowStats) -> Flow:
-            line = make_task_line(config, core.limits, self.seams.line)
-            line.resume(core.ledger, restored.resumed.restarts)
-            options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
-            return self.seams.flow(core, line, make_filters(config), ports, stats, options)
-
+        line = make_task_line(config, core.limits, self.seams.line)
+        line.resume(core.ledger, restored.resumed.restarts)
+        options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
+        flow = self.seams.flow(core, line, make_filters(config), ports, FlowStats(), options)
         weights = WeightsConfig(
             update_mode=config.update_mode,
             overlap=config.overlap,
@@ -223,8 +221,8 @@ class Simulation:
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,
         )
-        parts = Parts(side, held_out_tasks(HELD_OUT_TASKS, environment_of(config)), make_flow)
-        self.run = Run(run_config(config), parts, instruments())
+        held_out = held_out_tasks(HELD_OUT_TASKS, environment_of(config))
+        self.run = Run(run_config(config), side, held_out, flow, instruments())
         self.run.version = restored.version
         return Targets(engines, pool, rewards, environments, trainer, publisher.catch_up)
 
@@ -368,7 +366,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
 def instruments() -> Instruments:
     """The real hub without sinks; a memory sampler that is never started; no files."""
     memory, table, batches = MemorySampler(), NoTable(), NoBadBatches()
-    return Instruments(MetricsHub([]), memory, table, batches, Path(), lambda _note: None, EventTail())
+    return Instruments(MetricsHub([]), memory, table, batches, Path(), lambda _note: None)
 
 
 def simulate(config: SimulationConfig, seed: int, seams: Seams | None = None, *, is_checked: bool = True) -> Outcome:

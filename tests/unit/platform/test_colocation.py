@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport
-from penstock.dataflow.trajectory import GroupRef
+from penstock.dataflow.trajectory import GroupRef, stream_of
 from penstock.platform.colocation import TakesTurns
-from penstock.platform.streams import stream_of
 from penstock.rollout.pool import EnginePool
 
 

@@ -10,12 +10,11 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
 from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.trajectory import Task, stream_of
 from penstock.platform.config.compose import compose_config
 from penstock.platform.evaluation import Evaluation
 from penstock.platform.partners import EvaluateTogether, PublishTogether, TrainTogether
 from penstock.platform.placement import plan_placement
-from penstock.platform.streams import stream_of
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import SharedGroups, TrajectoryRunner
