@@ -9,19 +9,45 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
-from penstock.dataflow.errors import PenstockError
-from penstock.platform.cli_exit import EXIT_CONFIG, EXIT_SIGNAL, ConfigDir, DryRun, Overrides, exit_with, print_error
-from penstock.platform.cli_groups import GROUPS
+from penstock.dataflow.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from penstock.platform.config.findings import Command
     from penstock.platform.config.schema import RunConfig
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_SIGNAL = 1, 2, 128
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="experiment=NAME [KEY=VALUE]...",
+        help="Hydra overrides: GROUP=CHOICE or KEY=VALUE, e.g. rollout/engine=torch dataflow.max_staleness=0",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print configuration and placement; start nothing.")]
+ConfigDir = Annotated[
+    Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own YAML, in the same groups as conf/.")
+]
+Isolation = Annotated[
+    str | None,
+    typer.Option(
+        help="As env.episode.isolation and reward.isolation: process, strict, or e.g. '{network: true}'.",
+        show_default=False,
+    ),
+]
+Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
+EnvArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
+]
 
 app = typer.Typer(
     name="penstock",
@@ -30,48 +56,128 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
+sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
+environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
+app.add_typer(weights, name="weights")
+app.add_typer(sandbox, name="sandbox")
+app.add_typer(environments, name="env")
 
-for name, group in GROUPS.items():
-    app.add_typer(group, name=name)
-
-
-@app.command()
-def train(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
-    """Train a policy by reinforcement learning."""
-    _run("train", overrides, config_dir, _train, dry_run=dry_run)
-
-
-@app.command()
-def sft(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
-    """Warm-start a policy on worked answers."""
-    _run("sft", overrides, config_dir, _sft, dry_run=dry_run)
+Arguments = ParamSpec("Arguments")
 
 
-@app.command()
-def rm(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
-    """Train a reward model on pairs of answers (Bradley-Terry)."""
-    _run("rm", overrides, config_dir, partial(_prefer, command="rm"), dry_run=dry_run)
+def exits(body: Callable[Arguments, int]) -> Callable[Arguments, None]:
+    """Turn what a command returns or raises into an exit code and at most one readable error."""
+
+    @wraps(body)
+    def command(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            code = body(*args, **kwargs)
+        except PenstockError as error:
+            code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+            print_error(error)
+        except KeyboardInterrupt:
+            code = EXIT_SIGNAL + 2
+        raise typer.Exit(code)
+
+    return command
 
 
-@app.command()
-def dpo(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
-    """Train a policy on pairs of answers (DPO, offline); the reference is the policy that it starts from."""
-    _run("dpo", overrides, config_dir, partial(_prefer, command="dpo"), dry_run=dry_run)
+def print_error(error: PenstockError) -> None:
+    plain_console(stderr=True).print("error:", str(error), style="red", markup=False)
 
 
-@app.command("eval")
-def evaluate(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
-    """Measure the greedy accuracy of a policy: penstock eval experiment=arithmetic model.path=DIR."""
-    _run("eval", overrides, config_dir, _evaluate, dry_run=dry_run)
+def plain_console(*, stderr: bool = False) -> Console:
+    """A terminal that colours and wraps nothing by itself."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)
 
 
-@app.command()
-def sample(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> None:
-    """Write scored answers of a policy, and pairs of better and worse ones: penstock sample experiment=arithmetic."""
-    _run("sample", overrides, config_dir, _sample, dry_run=dry_run)
+RUNS: dict[Command, tuple[str, str]] = {
+    "train": ("launch:train", "Train a policy by reinforcement learning."),
+    "sft": ("learning_run:run_sft", "Warm-start a policy on worked answers."),
+    "rm": ("learning_run:run_rm", "Train a reward model on pairs of answers (Bradley-Terry)."),
+    "dpo": (
+        "learning_run:run_dpo",
+        "Train a policy on pairs of answers (DPO, offline); the reference is the policy that it starts from.",
+    ),
+    "eval": (
+        "serving:run_eval",
+        "Measure the greedy accuracy of a policy: penstock eval experiment=arithmetic model.path=DIR.",
+    ),
+    "sample": (
+        "sample:run_sample",
+        "Write scored answers of a policy, and pairs of better and worse ones: penstock sample experiment=arithmetic.",
+    ),
+}
+"""Commands that run a checked configuration to its end: module and function that do, and the help."""
+
+
+def add_run(command: Command, summary: str) -> None:
+    """Add a command that loads the configuration and starts, or prints what would be started."""
+
+    @app.command(command, help=summary)
+    @exits
+    def run(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> int:
+        if dry_run:  # before any import of huggingface_hub: a dry run asks no network
+            os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        from rich.console import Console
+
+        from penstock.platform.config.load import load_config
+        from penstock.platform.dry_run import print_dry_run, print_warnings
+
+        loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
+        if dry_run:
+            print_dry_run(loaded, command, Console())
+            return 0
+        if loaded.warm_start is not None:
+            return start("sft", loaded.warm_start) or begin_again(loaded.config)
+        print_warnings(loaded.warnings, Console(stderr=True))
+        return start(command, loaded.config)
+
+
+def start(command: Command, config: RunConfig) -> int:
+    """Run to the end. Foreign errors become one line; their whole traceback is in the run directory."""
+    from penstock.platform.lifecycle import Interrupted
+
+    module, _, function = RUNS[command][0].partition(":")
+    trace = Path(config.run_dir) / "error.txt"
+    try:
+        code: int = getattr(import_module(f"penstock.platform.{module}"), function)(config)
+        return code
+    except Interrupted as interrupted:
+        return EXIT_SIGNAL + interrupted.signum
+    except PenstockError:
+        raise
+    except Exception as error:
+        if not trace.exists():
+            raise
+        last_line = (str(error).strip().splitlines() or [""])[-1]
+        raise PenstockError(f"{type(error).__name__}: {last_line}\nThe whole traceback is in {trace}.") from error
+
+
+def begin_again(config: RunConfig) -> int:
+    """Begin this very command anew, in this process but from nothing: Ray cannot be started twice.
+
+    Raises:
+        PenstockError: If the warm start has not made the policy.
+    """
+    from penstock.platform.config.checks_machine import awaits_warm_start
+
+    if awaits_warm_start(config):
+        raise PenstockError(f"warm_start: it ended well, but model.path={config.model.path} is still not there.")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  our own command line
+
+
+for name, (_, summary) in RUNS.items():
+    add_run(name, summary)
 
 
 @app.command(no_args_is_help=True)
+@exits
 def sweep(
     overrides: Annotated[
         list[str] | None,
@@ -86,7 +192,7 @@ def sweep(
     cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all runs and list them; start none.")] = False,
     config_dir: ConfigDir = None,
-) -> None:
+) -> int:
     """Train once for each combination of values, e.g. sweep experiment=arithmetic algorithm=grpo,rloo seeds=0:3.
 
     All runs are checked before the first one starts. Runs that have completed are skipped, so the same command
@@ -95,72 +201,58 @@ def sweep(
     DIR/sweep.md, .csv, .json and .html hold final accuracy, gain, mean lag, status and run directory, and are written
     after every run.
     """
+    from rich.console import Console
 
-    def body() -> int:
-        from rich.console import Console
+    from penstock.platform.sweep import run_sweep
 
-        from penstock.platform.sweep import run_sweep
-
-        return run_sweep(
-            overrides or [],
-            folder=folder,
-            cell_timeout_s=cell_timeout_s,
-            dry_run=dry_run,
-            config_dir=config_dir,
-            console=Console(soft_wrap=True),
-        )
-
-    exit_with(body)
+    return run_sweep(
+        overrides or [],
+        folder=folder,
+        cell_timeout_s=cell_timeout_s,
+        dry_run=dry_run,
+        config_dir=config_dir,
+        console=Console(soft_wrap=True),
+    )
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> None:
+@exits
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> int:
     """Write report.html of a run and print its path."""
+    from penstock.platform.observability.report import write_report
 
-    def write() -> int:
-        from penstock.platform.observability.report import write_report
-
-        if not run.is_dir():
-            print_error(
-                PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise.")
-            )
-            return EXIT_CONFIG
-        typer.echo(write_report(run))
-        return 0
-
-    exit_with(write)
+    if not run.is_dir():
+        print_error(PenstockError(f"{run}: no such run directory. Runs are in runs/ unless run_dir says otherwise."))
+        return EXIT_CONFIG
+    typer.echo(write_report(run))
+    return 0
 
 
 @app.command()
-def doctor() -> None:
+@exits
+def doctor() -> int:
     """Check this machine and its packages: one line each, what is wrong and what to do."""
+    from penstock.platform.doctor import run_doctor
 
-    def check() -> int:
-        from penstock.platform.doctor import run_doctor
-
-        return run_doctor()
-
-    exit_with(check)
+    return run_doctor()
 
 
 @app.command()
+@exits
 def algorithms(
     *,
     kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only one kind, e.g. loss or correction.")] = None,
-) -> None:
+) -> int:
     """List advantages, losses, corrections and the rest by name, with formula, paper and file."""
+    from rich.console import Console
 
-    def body() -> int:
-        from rich.console import Console
+    from penstock.platform.cli_algorithms import run_algorithms
 
-        from penstock.platform.cli_algorithms import run_algorithms
-
-        return run_algorithms(kind, Console())
-
-    exit_with(body)
+    return run_algorithms(kind, Console())
 
 
 @app.command()
+@exits
 def simulate(
     overrides: Annotated[
         list[str] | None,
@@ -177,15 +269,106 @@ def simulate(
     calibrate: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Fit the costs to a run; print predicted and measured step time.")
     ] = None,
-) -> None:
+) -> int:
     """Run the controller in virtual time, over simulated devices, with faults. Exit code 1 on a violation."""
+    from penstock.platform.cli_simulate import run_simulate
 
-    def body() -> int:
-        from penstock.platform.cli_simulate import run_simulate
+    return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
 
-        return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
 
-    exit_with(body)
+@weights.command("plan")
+@exits
+def weights_plan(
+    overrides: Overrides = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Print bytes per link, lower bound, egress and buckets of one publish; nothing is started."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    from penstock.platform.cli_weights import run_weights_plan
+    from penstock.platform.config.load import load_config
+
+    loaded = load_config("train", overrides or [], config_dir=config_dir, dry_run=True)
+    return run_weights_plan(loaded.config, as_json=as_json)
+
+
+@sandbox.command("check")
+@exits
+def sandbox_check(
+    *,
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Without: what a host gives that allows no isolation.")
+    ] = True,
+) -> int:
+    """Run hostile programs on this machine: which isolation was found, and what it contains. Exit code 1 if not all."""
+    from penstock.platform.cli_sandbox import run_sandbox_check
+
+    return run_sandbox_check(isolate=isolate)
+
+
+@sandbox.command("serve")
+@exits
+def sandbox_serve(
+    overrides: Overrides = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="TCP port to listen on.", min=1, max=65535)] = 8080,
+    token_variable: Annotated[
+        str | None, typer.Option(help="Environment variable with the token that clients must send; none asks for none.")
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Run programs for reward workers on other machines (sandbox=remote there), within the limits of `sandbox`."""
+    from penstock.platform.cli_sandbox import run_sandbox_service
+    from penstock.platform.config.load import load_config
+
+    config = load_config("train", overrides or [], config_dir=config_dir, dry_run=True).config.sandbox
+    return run_sandbox_service(config, host, port, token_variable)
+
+
+@environments.command("list")
+@exits
+def env_list() -> int:
+    """List the environments that are built in or installed."""
+    from penstock.platform.cli_env import run_env_list
+
+    return run_env_list(plain_console())
+
+
+@environments.command("show")
+@exits
+def env_show(factory: Factory, args: EnvArgs = None) -> int:
+    """Print what an environment takes, and its first tasks."""
+    from penstock.platform.cli_env import run_env_show
+
+    return run_env_show(factory, args or [], plain_console())
+
+
+@environments.command("check")
+@exits
+def env_check(
+    factory: Factory,
+    args: EnvArgs = None,
+    *,
+    max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
+    timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
+    reward: Annotated[str | None, typer.Option(help="Scores answers of single-turn tasks: as reward.fn.")] = None,
+    isolation: Isolation = None,
+) -> int:
+    """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
+    from penstock.platform.cli_env import run_env_check
+
+    return run_env_check(factory, args or [], max_turns, timeout_s, reward, isolation, plain_console())
+
+
+@environments.command("play")
+@exits
+def env_play(factory: Factory, args: EnvArgs = None, *, isolation: Isolation = None) -> int:
+    """Play one episode by hand; an empty line ends it."""
+    from penstock.platform.cli_env import run_env_play
+
+    return run_env_play(factory, args or [], input, plain_console(), isolation)
 
 
 def main() -> None:
@@ -196,99 +379,6 @@ def main() -> None:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # `reward.fn=my_module.my_reward` finds a file beside the user
     app()
-
-
-def _run(
-    command: Command,
-    overrides: list[str] | None,
-    config_dir: Path | None,
-    start: Callable[[RunConfig], int],
-    *,
-    dry_run: bool,
-) -> None:
-    """Load the configuration and start, or print what would be started."""
-
-    def body() -> int:
-        if dry_run:  # before any import of huggingface_hub: a dry run asks no network
-            os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        from rich.console import Console
-
-        from penstock.platform.config.load import load_config
-        from penstock.platform.dry_run import print_dry_run, print_warnings
-
-        loaded = load_config(command, overrides or [], config_dir=config_dir, dry_run=dry_run)
-        if dry_run:
-            print_dry_run(loaded, command, Console())
-            return 0
-        if loaded.warm_start is not None:
-            return _start(_sft, loaded.warm_start) or _again(loaded.config)
-        print_warnings(loaded.warnings, Console(stderr=True))
-        return _start(start, loaded.config)
-
-    exit_with(body)
-
-
-def _again(config: RunConfig) -> int:
-    """Begin this very command anew, in this process but from nothing: Ray cannot be started twice.
-
-    Raises:
-        PenstockError: If the warm start has not made the policy.
-    """
-    from penstock.platform.config.checks_machine import awaits_warm_start
-
-    if awaits_warm_start(config):
-        raise PenstockError(f"warm_start: it ended well, but model.path={config.model.path} is still not there.")
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  our own command line
-
-
-def _start(start: Callable[[RunConfig], int], config: RunConfig) -> int:
-    """Run to the end. Foreign errors become one line; their whole traceback is in the run directory."""
-    from penstock.platform.lifecycle import Interrupted
-
-    trace = Path(config.run_dir) / "error.txt"
-    try:
-        return start(config)
-    except Interrupted as interrupted:
-        return EXIT_SIGNAL + interrupted.signum
-    except PenstockError:
-        raise
-    except Exception as error:
-        if not trace.exists():
-            raise
-        last_line = (str(error).strip().splitlines() or [""])[-1]
-        raise PenstockError(f"{type(error).__name__}: {last_line}\nThe whole traceback is in {trace}.") from error
-
-
-def _train(config: RunConfig) -> int:
-    from penstock.platform.launch import train as start
-
-    return start(config)
-
-
-def _sft(config: RunConfig) -> int:
-    from penstock.platform.sft import run_sft
-
-    return run_sft(config)
-
-
-def _prefer(config: RunConfig, command: Command) -> int:
-    from penstock.platform.preferences import run_preferences
-
-    return run_preferences(config, "reward" if command == "rm" else "policy")
-
-
-def _evaluate(config: RunConfig) -> int:
-    from penstock.platform.serving import run_eval
-
-    return run_eval(config)
-
-
-def _sample(config: RunConfig) -> int:
-    from penstock.platform.sample import run_sample
-
-    return run_sample(config)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ ALLOWED = {
     "rollout/vllm_layout.py:static_forward_context": "vLLM reads it",
     "rollout/vllm_worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",
     "trainer/deepspeed_backend.py:_hf_config": "kept, since transformers has a weak reference to it",
-    "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/sft.py unpacks",
+    "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/learning_run.py unpacks",
     "trainer/passes.py:sampled_accuracy": "the same",
     "weights/layout/tracing.py:types": "a parameter of torch's __torch_dispatch__",
     "weights/transport/group.py:_timeout": "an attribute of torch's process group",

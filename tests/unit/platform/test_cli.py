@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.dataflow.errors import TrainingError
-from penstock.platform import cli, hardware
+from penstock.platform import cli, hardware, learning_run
 from penstock.platform.lifecycle import Interrupted
 from penstock.trainer.algorithms.catalog import ALGORITHMS
 
@@ -97,7 +97,7 @@ def raising(error: BaseException):
     ],
 )
 def test_what_ends_a_run_becomes_an_exit_code(invoke, monkeypatch, error, code, words):
-    monkeypatch.setattr(cli, "_sft", raising(error))
+    monkeypatch.setattr(learning_run, "run_sft", raising(error))
     result = invoke("sft", "experiment=arithmetic_sft")
     assert result.exit_code == code
     assert words in result.stderr
@@ -110,7 +110,7 @@ def test_a_foreign_error_is_one_line_with_the_place_of_its_traceback(invoke, mon
         (Path(config.run_dir) / "error.txt").write_text("Traceback ...")
         raise RuntimeError("remote traceback\nValueError: no luck")
 
-    monkeypatch.setattr(cli, "_sft", start)
+    monkeypatch.setattr(learning_run, "run_sft", start)
     result = invoke("sft", "experiment=arithmetic_sft")
     assert result.exit_code == 1
     assert "RuntimeError: ValueError: no luck" in result.stderr

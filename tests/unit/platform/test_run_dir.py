@@ -13,8 +13,8 @@ from penstock.envs.fingerprint import changes, fingerprints
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.load import load_config
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.learning_run import run_sft
 from penstock.platform.run_dir import is_finished, mark_finished, prepare_run_dir
-from penstock.platform.sft import run_sft
 from penstock.rollout.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.platform.sft import StopRule
+from penstock.platform.learning_run import StopRule
 from penstock.trainer.config import SftConfig
 
 
