@@ -1,14 +1,13 @@
 """Small Python programs to write: what to do with a list of integers, step by step, with tests that a sandbox runs.
 
-Difficulty is the number of steps. Tasks are drawn, so there are as many as one likes; the tests are computed from the
-steps, and `gold_response` writes them down. Use it with `reward=python_code`.
+Difficulty is the number of steps. Tasks are drawn, so there are as many as one likes; the results in the tests are
+those of the function that `gold_response` writes down. Use it with `reward=python_code`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.trajectory import Task
@@ -26,75 +25,41 @@ class _Step(NamedTuple):
 
     Attributes:
         text: For the prompt.
-        code: Of the gold answer, an expression over `numbers`.
-        apply: The same, on the list and k.
+        code: An expression over `numbers`.
         low, high: Range of k.
     """
 
     text: str
     code: str
-    apply: Callable[[Numbers, int], Numbers]
     low: int = 0
     high: int = 0
 
 
-class _Result(NamedTuple):
-    """What is returned in the end."""
-
-    text: str
-    code: str
-    apply: Callable[[Numbers], Numbers | int]
-
-
 _STEPS = (
-    _Step(
-        "keep only multiples of {k}",
-        "[n for n in numbers if n % {k} == 0]",
-        lambda numbers, k: [n for n in numbers if n % k == 0],
-        2,
-        4,
-    ),
-    _Step(
-        "drop all numbers below {k}",
-        "[n for n in numbers if n >= {k}]",
-        lambda numbers, k: [n for n in numbers if n >= k],
-        -9,
-        9,
-    ),
-    _Step("add {k} to each number", "[n + {k} for n in numbers]", lambda numbers, k: [n + k for n in numbers], 1, 9),
-    _Step(
-        "multiply each number by {k}", "[n * {k} for n in numbers]", lambda numbers, k: [n * k for n in numbers], 2, 5
-    ),
-    _Step(
-        "replace each number by its absolute value",
-        "[abs(n) for n in numbers]",
-        lambda numbers, _: [abs(n) for n in numbers],
-    ),
-    _Step("keep only the first {k} numbers", "numbers[:{k}]", lambda numbers, k: numbers[:k], 3, 6),
-    _Step("keep every second number, beginning with the first", "numbers[::2]", lambda numbers, _: numbers[::2]),
-    _Step("reverse the order", "numbers[::-1]", lambda numbers, _: numbers[::-1]),
-    _Step("sort in ascending order", "sorted(numbers)", lambda numbers, _: sorted(numbers)),
-    _Step(
-        "remove repeated numbers, keeping the first of each",
-        "list(dict.fromkeys(numbers))",
-        lambda numbers, _: list(dict.fromkeys(numbers)),
-    ),
+    _Step("keep only multiples of {k}", "[n for n in numbers if n % {k} == 0]", 2, 4),
+    _Step("drop all numbers below {k}", "[n for n in numbers if n >= {k}]", -9, 9),
+    _Step("add {k} to each number", "[n + {k} for n in numbers]", 1, 9),
+    _Step("multiply each number by {k}", "[n * {k} for n in numbers]", 2, 5),
+    _Step("replace each number by its absolute value", "[abs(n) for n in numbers]"),
+    _Step("keep only the first {k} numbers", "numbers[:{k}]", 3, 6),
+    _Step("keep every second number, beginning with the first", "numbers[::2]"),
+    _Step("reverse the order", "numbers[::-1]"),
+    _Step("sort in ascending order", "sorted(numbers)"),
+    _Step("remove repeated numbers, keeping the first of each", "list(dict.fromkeys(numbers))"),
     _Step(
         "replace each number by the sum of all numbers up to and including it",
         "[sum(numbers[: i + 1]) for i in range(len(numbers))]",
-        lambda numbers, _: list(accumulate(numbers)),
     ),
     _Step(
         "replace the list by the differences of neighbours, each number minus the one before it",
         "[b - a for a, b in zip(numbers, numbers[1:])]",
-        lambda numbers, _: [b - a for a, b in pairwise(numbers)],
     ),
 )
 _RESULTS = (
-    _Result("the list", "numbers", lambda ns: ns),
-    _Result("the sum of the numbers, 0 if none are left", "sum(numbers)", sum),
-    _Result("how many numbers are left", "len(numbers)", len),
-    _Result("the largest number, 0 if none are left", "max(numbers, default=0)", lambda ns: max(ns, default=0)),
+    _Step("the list", "numbers"),
+    _Step("the sum of the numbers, 0 if none are left", "sum(numbers)"),
+    _Step("how many numbers are left", "len(numbers)"),
+    _Step("the largest number, 0 if none are left", "max(numbers, default=0)"),
 )
 
 
@@ -130,12 +95,10 @@ class PythonTasks(GeneratedTasks):
         while True:
             steps = [(step, rng.randint(step.low, step.high)) for step in rng.choices(_STEPS, k=self._num_steps)]
             result = rng.choice(_RESULTS)
-            inputs = _draw_inputs(rng, steps, result, self._num_tests)
-            if inputs is not None:
-                break
-        body = [f"numbers = {step.code.format(k=k)}" for step, k in steps] + [f"return {result.code}"]
-        wanted = [(given, _run(given, steps, result)) for given in inputs]
-        return {"prompt": self._prompt(steps, result), "body": body, **self._tests(wanted)}
+            body = [f"numbers = {step.code.format(k=k)}" for step, k in steps] + [f"return {result.code}"]
+            solved = _draw_inputs(rng, body, self._num_tests)
+            if solved is not None:
+                return {"prompt": self._prompt(steps, result), "body": body, **self._tests(solved)}
 
     def split_by(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """What is to be done, whatever it is tested with."""
@@ -143,17 +106,17 @@ class PythonTasks(GeneratedTasks):
 
     def gold_response(self, task: Task) -> str:
         """A correct answer in one code block."""
-        lines = ["def solve(numbers):", *(f"    {line}" for line in task.fields["body"])]
+        code = _function(task.fields["body"])
         if self._form == "program":
-            lines += ["", "print(solve([int(word) for word in input().split()]))"]
-        return "\n".join(["```python", *lines, "```"])
+            code += "\n\nprint(solve([int(word) for word in input().split()]))"
+        return f"```python\n{code}\n```"
 
-    def _tests(self, wanted: list[tuple[Numbers, Numbers | int]]) -> dict[str, Any]:
+    def _tests(self, solved: list[tuple[Numbers, Numbers | int]]) -> dict[str, Any]:
         if self._form == "function":
-            return {"tests": [f"assert solve({given!r}) == {result!r}" for given, result in wanted]}
-        return {"cases": [[" ".join(map(str, given)) + "\n", f"{result}\n"] for given, result in wanted]}
+            return {"tests": [f"assert solve({given!r}) == {result!r}" for given, result in solved]}
+        return {"cases": [[" ".join(map(str, given)) + "\n", f"{result}\n"] for given, result in solved]}
 
-    def _prompt(self, steps: list[tuple[_Step, int]], result: _Result) -> list[dict[str, str]]:
+    def _prompt(self, steps: list[tuple[_Step, int]], result: _Step) -> list[dict[str, str]]:
         if self._form == "function":
             head = "Write a Python function `solve(numbers)`. It gets a list of integers and does this, in order:"
             end = f"Then it returns {result.text}."
@@ -167,20 +130,19 @@ class PythonTasks(GeneratedTasks):
         return [{"role": "user", "content": content}]
 
 
-def _draw_inputs(
-    rng: random.Random, steps: list[tuple[_Step, int]], result: _Result, num_tests: int
-) -> list[Numbers] | None:
-    """Different lists whose results are not all the same, nor all the input: a constant answer fails; None if rare."""
+def _function(body: list[str]) -> str:
+    return "\n".join(["def solve(numbers):", *(f"    {line}" for line in body)])
+
+
+def _draw_inputs(rng: random.Random, body: list[str], num_tests: int) -> list[tuple[Numbers, Numbers | int]] | None:
+    """Different lists, and what the function makes of them: not always the same, nor always the input, so that a
+    constant answer fails. None if such lists are rare.
+    """
+    space: dict[str, Any] = {}
+    exec(_function(body), space)  # noqa: S102  the lines are ours, not the policy's
     for _ in range(_MAX_DRAWS):
         inputs = [[rng.randint(-20, 20) for _ in range(rng.randint(1, 10))] for _ in range(num_tests)]
-        results = [_run(given, steps, result) for given in inputs]
-        are_different = len(set(map(repr, results))) > 1
-        if are_different and any(found != given for given, found in zip(inputs, results, strict=True)):
-            return inputs
+        solved = [(given, space["solve"](given)) for given in inputs]
+        if len({repr(result) for _, result in solved}) > 1 and any(result != given for given, result in solved):
+            return solved
     return None
-
-
-def _run(numbers: Numbers, steps: list[tuple[_Step, int]], result: _Result) -> Numbers | int:
-    for step, k in steps:
-        numbers = step.apply(numbers, k)
-    return result.apply(numbers)

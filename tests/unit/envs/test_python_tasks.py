@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import random
-from itertools import islice
+import re
+from collections.abc import Callable
+from itertools import accumulate, islice, pairwise
 from typing import Literal
 
 import pytest
@@ -34,8 +37,8 @@ async def test_gold_passes_all_tests_and_neither_a_constant_nor_the_input_does(f
             assert (await REWARD(answered(cheating), **task.fields))["reward"] == 0.0, cheating
 
 
-async def test_every_step_and_result_means_what_its_code_does() -> None:
-    """The tests come from one implementation and the gold answer from another; each step alone, with every result."""
+async def test_every_step_and_result_means_what_its_text_says() -> None:
+    """The tests and the gold answer come from the product's code, what the prompt asks for is done here once more."""
     source, bodies = PythonTasks(1, 1, 6), set()
     rng = random.Random(0)
     for _ in range(150):
@@ -44,10 +47,47 @@ async def test_every_step_and_result_means_what_its_code_does() -> None:
         if kind in bodies:
             continue
         bodies.add(kind)
+        for test in row["tests"]:
+            given, wanted = (ast.literal_eval(part) for part in test.removeprefix("assert solve(").split(") == "))
+            assert meant(row["prompt"][0]["content"], given) == wanted, row
         lines = "\n".join(["def solve(numbers):", *(f"    {line}" for line in row["body"])])
         passed = await REWARD(answered(f"```python\n{lines}\n```"), tests=row["tests"])
         assert passed["reward"] == 1.0, row
     assert len(bodies) >= 36, "of 12 steps with 4 results, some of which never differ"
+
+
+STEPS: dict[str, Callable[[list[int], int], list[int]]] = {
+    "keep only multiples of K": lambda numbers, k: [n for n in numbers if not n % k],
+    "drop all numbers below K": lambda numbers, k: [n for n in numbers if not n < k],
+    "add K to each number": lambda numbers, k: [k + n for n in numbers],
+    "multiply each number by K": lambda numbers, k: [k * n for n in numbers],
+    "replace each number by its absolute value": lambda numbers, _: [max(n, -n) for n in numbers],
+    "keep only the first K numbers": lambda numbers, k: list(islice(numbers, k)),
+    "keep every second number, beginning with the first": lambda numbers, _: list(islice(numbers, 0, None, 2)),
+    "reverse the order": lambda numbers, _: list(reversed(numbers)),
+    "sort in ascending order": lambda numbers, _: sorted(numbers),
+    "remove repeated numbers, keeping the first of each": lambda numbers, _: sorted(set(numbers), key=numbers.index),
+    "replace each number by the sum of all numbers up to and including it": lambda numbers, _: [*accumulate(numbers)],
+    "replace the list by the differences of neighbours, each number minus the one before it": lambda numbers, _: [
+        b - a for a, b in pairwise(numbers)
+    ],
+}
+RESULTS: dict[str, Callable[[list[int]], int | list[int]]] = {
+    "the list": list,
+    "the sum of the numbers, 0 if none are left": sum,
+    "how many numbers are left": len,
+    "the largest number, 0 if none are left": lambda numbers: max([*numbers] or [0]),
+}
+
+
+def meant(prompt: str, numbers: list[int]) -> int | list[int]:
+    """What a reader of the prompt would answer."""
+    for step in re.findall(r"^\d+\. (.*)$", prompt, re.MULTILINE):
+        found = re.search(r"-?\d+", step)
+        numbers = STEPS[re.sub(r"-?\d+", "K", step)](numbers, int(found[0]) if found else 0)
+    asked = re.search(r"Then it returns (.*?)\. Answer with", prompt)
+    assert asked is not None
+    return RESULTS[asked[1]](numbers)
 
 
 def test_tasks_are_the_same_for_a_seed_and_their_programs_on_one_side_only() -> None:
