@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.composition import BoundReward, WeightedPart, compose
+from penstock.envs.composition import WeightedPart, WeightedSum
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardContext, RewardFactory, RewardFunction, TaskSource
 from penstock.envs.import_path import load_object, nearest_hint
@@ -76,7 +77,7 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
         for name, part in config.parts.items()
     }
     try:
-        return compose(parts, cache_entries=config.cache_entries)
+        return WeightedSum(parts, cache_entries=config.cache_entries)
     except ValueError as error:
         raise ConfigError([f"reward.parts: {error}"]) from error
 
@@ -97,9 +98,7 @@ def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardC
             raise
         except (Exception, SystemExit) as error:  # user code: whatever it raises is said
             raise ConfigError([f"{section}.fn={path!r}: its build raised {type(error).__name__}: {error}"]) from error
-    if not args:
-        return cast("RewardFunction", function)
-    return cast("RewardFunction", BoundReward(function, args))
+    return partial(function, **args) if args else cast("RewardFunction", function)
 
 
 def _not_callable(key: str, path: str, value: object) -> str:

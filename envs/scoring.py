@@ -18,7 +18,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.child_process import ChildProcess, reward_spec
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
-from penstock.envs.reward_cache import RewardCache
+from penstock.envs.reward_cache import LastUsed, seen_key
 from penstock.envs.reward_child import encode_frame
 from penstock.envs.reward_result import Reply
 from penstock.envs.sandbox.config import SandboxConfig
@@ -75,7 +75,8 @@ class RewardRunner:
         self._sandbox = sandbox or SandboxConfig()
         self._timeout_s = config.timeout_s
         self._device = device
-        self._cache = RewardCache(config.cache_entries)
+        self._known: LastUsed[Score] = LastUsed(config.cache_entries)
+        self._remembers = False  # until the process says that the function is pure
         self._books = _Books()
         self._process: ChildProcess | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -134,8 +135,8 @@ class RewardRunner:
 
     def _submit(self, task: Task, trajectory: Trajectory) -> asyncio.Future[Score]:
         outcome: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        key = self._cache.key_of(task, trajectory)
-        if (known := self._cache.get(key)) is not None:
+        key = seen_key(trajectory, task.fields) if self._remembers else None
+        if key is not None and (known := self._known.get(key)) is not None:
             outcome.set_result(known)
             return outcome
         label = f"{self._config.label} on {trajectory.trajectory_id} ({task.task_id})"
@@ -191,7 +192,8 @@ class RewardRunner:
     def _settle(self, call: _Call, reply: Reply) -> None:
         if "reward" in reply:
             score = Score(reply["reward"], reply["parts"])
-            self._cache.put(call.key, score)
+            if call.key is not None:
+                self._known.put(call.key, score)
             if not call.outcome.done():
                 call.outcome.set_result(score)
         elif "timed_out" in reply:
@@ -297,7 +299,7 @@ class RewardRunner:
             self._starting = None
             if self._process is not process:
                 process.kill()
-        self._cache.is_on = process.hello["is_pure"]
+        self._remembers = process.hello["is_pure"] and self._config.cache_entries > 0
         self._pump()
 
     def _fail_all(self, error: Exception) -> None:

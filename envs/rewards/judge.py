@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from string import Formatter
 from typing import Any, Self
@@ -15,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import RewardContext
+from penstock.envs.reward_cache import LastUsed
 from penstock.envs.rewards.http_reward import HttpConfig, RewardService, RewardServiceError
 
 _MAX_SHOWN_CHARACTERS = 300
@@ -102,7 +102,7 @@ class JudgeReward:
         self.service = service
         self._config = config
         self._url = f"{config.url.rstrip('/')}/chat/completions"
-        self._known: OrderedDict[str, dict[str, float]] = OrderedDict()
+        self._known: LastUsed[dict[str, float]] = LastUsed(config.cache_entries)
         self._asking: dict[str, asyncio.Task[dict[str, float]]] = {}
         # What `penstock train` checks the fields of the tasks against, before anything starts.
         self.__signature__ = _signature(set(names_in(config.template)) - {"prompt", "response"})
@@ -125,9 +125,8 @@ class JudgeReward:
             RewardServiceError: If the judge cannot be asked, or says no score.
         """
         question = self._question(trajectory, fields)
-        if question in self._known:
-            self._known.move_to_end(question)
-            return self._known[question]
+        if (known := self._known.get(question)) is not None:
+            return known
         if question not in self._asking:
             self._asking[question] = asyncio.create_task(self._judge(question))
             self._asking[question].add_done_callback(lambda done: self._remember(question, done))
@@ -142,13 +141,10 @@ class JudgeReward:
             raise RewardServiceError(problem) from error
 
     def _remember(self, question: str, judging: asyncio.Task[dict[str, float]]) -> None:
-        """A judgement, but no failure; forget the one that was not used for longest."""
+        """A judgement, but no failure."""
         del self._asking[question]
-        if judging.cancelled() or judging.exception() is not None:
-            return
-        self._known[question] = judging.result()
-        if len(self._known) > self._config.cache_entries:
-            self._known.popitem(last=False)
+        if not judging.cancelled() and judging.exception() is None:
+            self._known.put(question, judging.result())
 
     async def _judge(self, question: str) -> dict[str, float]:
         config, asked, answer, problem = self._config, question, "", ""

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock.envs.composition import WeightedPart, compose
+from penstock.envs.composition import WeightedPart, WeightedSum
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.episode_child import is_episode_reply, to_episode_reply
 from tests.answers import answered
@@ -79,10 +79,10 @@ def test_rewards_of_threads_are_weighted_and_clipped_with_the_others() -> None:
     def game(trajectory: object, **_: object) -> dict[str, float]:
         return {"reward": 0.0, "thread/first": 3.0, "thread/second": -1.0}
 
-    reward = compose(
+    reward = WeightedSum(
         {"game": WeightedPart(game, 2.0, (-1.0, 1.0)), "short": WeightedPart(lambda *_, **__: 0.5, 1.0, None)},
     )
     found: Any = reward(answered("x"))
     assert (found["reward"], found["thread/first"], found["thread/second"]) == (0.5, 2.5, -1.5)
     with pytest.raises(ValueError, match="called 'thread'"):
-        compose({"thread": WeightedPart(game, 1.0, None)})
+        WeightedSum({"thread": WeightedPart(game, 1.0, None)})
