@@ -7,18 +7,28 @@ the episode ends.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
+import json
+import os
 import shutil
+import signal
+import subprocess
+import tempfile
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.agent_command import run_command
+from penstock.envs import process_tree
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself
 from penstock.envs.import_path import load_object
+from penstock.envs.keeper import how_it_ended
 from penstock.envs.loading import load_task_source
 
 if TYPE_CHECKING:
@@ -26,6 +36,9 @@ if TYPE_CHECKING:
 
 AgentFunction = Callable[[Task, Any], Awaitable[RewardResult | None]]
 Run = Callable[[Task, EndpointAccess], Awaitable[RewardResult | None]]
+
+_TAIL_BYTES = 16 << 10
+_LAST_WORDS_S = 1.0
 
 
 class AgentTasks:
@@ -52,7 +65,13 @@ class AgentTasks:
                 "command) or an asynchronous function"
             )
         self._source = load_task_source(EnvConfig(factory=tasks, args=dict(task_args or {})), seed)
-        self._run = _in_this_process(agent) if isinstance(agent, str) else _as_command(agent)
+        if isinstance(agent, str):
+            self._run = _in_this_process(agent)
+        else:
+            command = [str(word) for word in agent]
+            if shutil.which(command[0]) is None:
+                raise ValueError(f"there is no program {command[0]!r} on the path")
+            self._run = partial(_run_command, command)
         if hasattr(self._source, "gold_actions"):
             self.gold_actions = self._source.gold_actions
 
@@ -69,27 +88,28 @@ class AgentTasks:
         return AgentEpisode(self._run)
 
 
-class AgentEpisode(Playable):
-    """One run of a program."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
+class Program(Playable):
+    """An episode that asks the policy itself."""
 
     def reset(self, task: Task) -> RunsItself:
         """Keep the task; nothing starts yet."""
         self.task = task
         return RunsItself()
 
+    @abstractmethod
+    async def run(self, access: EndpointAccess) -> Done:
+        """Play it to its end."""
+
+
+class AgentEpisode(Program):
+    """One run of a command or a function."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
     async def run(self, access: EndpointAccess) -> Done:
         """Run it to its end."""
         return Done(await self._run(self.task, access))
-
-
-def _as_command(words: Sequence[str]) -> Run:
-    command = [str(word) for word in words]
-    if shutil.which(command[0]) is None:
-        raise ValueError(f"there is no program {command[0]!r} on the path")
-    return lambda task, access: run_command(command, task, access)
 
 
 def _in_this_process(path: str) -> Run:
@@ -122,3 +142,108 @@ def open_client(access: EndpointAccess) -> AsyncOpenAI:
     # The endpoint is near and speaks plain HTTP: no proxy, and no certificates, which take long to load.
     http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
     return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http)
+
+
+async def _run_command(command: Sequence[str], task: Task, access: EndpointAccess) -> RewardResult | None:
+    """Run a program to its end, and keep the end of its output. Being cancelled kills it.
+
+    Returns:
+        The reward that its last line is: a number or an object of numbers; None if it is neither.
+
+    Raises:
+        RuntimeError: If it cannot be started, or its exit code is not 0; with the end of what it said.
+    """
+    process = _start(command, task, access)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    out, err = bytearray(), bytearray()
+    listening = asyncio.gather(_keep_tail(process.stdout, out), _keep_tail(process.stderr, err))
+    try:
+        await _ended(process.pid)
+    finally:
+        # It and what it started, as far as that can be found by parentage or process group; what is left is ended with
+        # the environment process (keeper.py).
+        process_tree.kill_descendants(process.pid)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(TimeoutError, asyncio.CancelledError):  # a daemon of it may hold its output open
+            await asyncio.wait_for(listening, _LAST_WORDS_S)
+    if process.returncode != 0:
+        said = (bytes(err) or bytes(out)).decode(errors="replace").strip()
+        raise RuntimeError(f"the agent {how_it_ended(process.returncode)}: {said[-2000:]}")
+    return parse_reward(bytes(out).decode(errors="replace"))
+
+
+def parse_reward(output: str) -> RewardResult | None:
+    """The last line with text, if it is a JSON number or an object of numbers."""
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
+    try:
+        said = json.loads(last)
+    except (ValueError, RecursionError):
+        return None
+    if _is_number(said):
+        return float(said)
+    if isinstance(said, dict) and said and all(map(_is_number, said.values())):
+        return {name: float(value) for name, value in said.items()}
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _variables(access: EndpointAccess) -> dict[str, str]:
+    """That of the run, with the access; the endpoint is never asked through a proxy."""
+    without = [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1,localhost,::1"]
+    no_proxy = ",".join(hosts for hosts in without if hosts)
+    return {
+        **os.environ,
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "OPENAI_MODEL": access.model,
+    }
+
+
+def _start(command: Sequence[str], task: Task, access: EndpointAccess) -> subprocess.Popen[bytes]:
+    """Start it, with the task on its standard input."""
+    with tempfile.TemporaryFile() as given:
+        fields = {"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}
+        given.write(json.dumps(fields, default=str).encode() + b"\n")
+        given.seek(0)
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_variables(access),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"the agent {command[0]!r} cannot be started: {error.strerror}") from None
+
+
+async def _ended(pid: int) -> None:
+    """Wait for the end of a child, and leave it to be waited for."""
+    loop, pidfd, is_over = asyncio.get_running_loop(), os.pidfd_open(pid), asyncio.Event()
+    loop.add_reader(pidfd, is_over.set)
+    try:
+        await is_over.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+async def _keep_tail(pipe: IO[bytes], tail: bytearray) -> None:
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        while data := await reader.read(1 << 16):
+            tail += data
+            del tail[:-_TAIL_BYTES]
+    finally:
+        transport.close()

@@ -84,17 +84,3 @@ class GoldSource(TaskSource, Protocol):
     """A task source that also knows a full correct answer, worked steps included: what `penstock sft` learns from."""
 
     def gold_response(self, task: Task) -> str: ...
-
-
-__all__ = [
-    "Any",
-    "GoldSource",
-    "RewardContext",
-    "RewardFactory",
-    "RewardFunction",
-    "RewardResult",
-    "Task",
-    "TaskSource",
-    "Trajectory",
-    "pure",
-]

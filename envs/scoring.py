@@ -10,7 +10,7 @@ import asyncio
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
@@ -47,14 +47,6 @@ class _Call:
     sent_at: float = 0.0
 
 
-@dataclass(slots=True)
-class _Books:
-    """Calls by state. Invariant: an unsettled call is in exactly one of the two, so none is lost or scored twice."""
-
-    waiting: deque[_Call] = field(default_factory=deque)
-    in_flight: dict[int, _Call] = field(default_factory=dict)
-
-
 class RewardRunner:
     """Scores trajectories with a user's function (sync or async) in a warm, killable child process.
 
@@ -77,7 +69,9 @@ class RewardRunner:
         self._device = device
         self._known: LastUsed[Score] = LastUsed(config.cache_entries)
         self._remembers = False  # until the process says that the function is pure
-        self._books = _Books()
+        # An unsettled call is in exactly one of the two, so none is lost or scored twice.
+        self._waiting: deque[_Call] = deque()
+        self._in_flight: dict[int, _Call] = {}
         self._process: ChildProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._watchdog: asyncio.TimerHandle | None = None
@@ -148,7 +142,7 @@ class RewardRunner:
         except Exception as error:  # noqa: BLE001  user data: whatever its pickling raises is data
             outcome.set_exception(TrajectoryError("reward", f"{label}: the task cannot be sent: {error!r}"))
             return outcome
-        self._books.waiting.append(_Call(self._next_id, label, body, outcome, key))
+        self._waiting.append(_Call(self._next_id, label, body, outcome, key))
         self._next_id += 1
         # Pump after the caller has submitted all it has: one write for the whole batch.
         asyncio.get_running_loop().call_soon(self._pump)
@@ -156,113 +150,102 @@ class RewardRunner:
 
     def _pump(self) -> None:
         """Send waiting calls as far as the process may have them, starting one if there is none."""
-        waiting, in_flight = self._books.waiting, self._books.in_flight
-        if not waiting or self._is_shut_down:
+        if not self._waiting or self._is_shut_down:
             return
         if self._process is None:
             self._ensure_starting()
             return
         now = asyncio.get_running_loop().time()
-        if not in_flight:
+        if not self._in_flight:
             self._progress_at = now
         frames = []
-        while waiting and self._may_send(waiting[0]):
-            call = waiting.popleft()
+        while self._waiting and self._may_send(self._waiting[0]):
+            call = self._waiting.popleft()
             call.sent_at = now
-            in_flight[call.call_id] = call
+            self._in_flight[call.call_id] = call
             frames.append(encode_frame(call.call_id, call.body))
         if frames:
             self._process.write(b"".join(frames))
             self._arm_watchdog()
 
     def _may_send(self, call: _Call) -> bool:
-        in_flight = self._books.in_flight
-        if call.is_alone:
-            return not in_flight
-        return len(in_flight) < self._config.max_concurrency and not any(other.is_alone for other in _first(in_flight))
+        oldest = self._oldest()
+        if oldest is None:
+            return True
+        return not call.is_alone and not oldest.is_alone and len(self._in_flight) < self._config.max_concurrency
+
+    def _oldest(self) -> _Call | None:
+        """Of the calls in flight."""
+        return next(iter(self._in_flight.values()), None)
 
     def _on_reply(self, call_id: int, reply: Reply) -> None:
-        call = self._books.in_flight.pop(call_id, None)
+        call = self._in_flight.pop(call_id, None)
         if call is None:
             return
         self._progress_at = asyncio.get_running_loop().time()
-        self._settle(call, reply)
-        self._pump()
-
-    def _settle(self, call: _Call, reply: Reply) -> None:
         if "reward" in reply:
             score = Score(reply["reward"], reply["parts"])
             if call.key is not None:
                 self._known.put(call.key, score)
             if not call.outcome.done():
                 call.outcome.set_result(score)
-        elif "timed_out" in reply:
-            self._fail(call, f"timed out after {self._timeout_s:g} s")
         else:
-            self._fail(call, reply["error"])
+            self._fail(call, f"timed out after {self._timeout_s:g} s" if "timed_out" in reply else reply["error"])
+        self._pump()
 
     def _fail(self, call: _Call, what: str) -> None:
         if not call.outcome.done():
             call.outcome.set_exception(TrajectoryError("reward", f"{call.label}: {what}"))
 
-    def _deadline(self, process: ChildProcess, head: _Call) -> float:
-        """Loop time at which the process must have answered `head`, the oldest call it has."""
-        if process.hello["is_async"]:
-            return head.sent_at + self._timeout_s + _ASYNC_GRACE_S
-        return max(head.sent_at, self._progress_at) + self._timeout_s
-
     def _arm_watchdog(self) -> None:
-        if self._watchdog is None and self._process is not None and self._books.in_flight:
-            head = next(iter(self._books.in_flight.values()))
-            when = self._deadline(self._process, head)
+        if self._watchdog is None and (when := self._deadline()) is not None:
             self._watchdog = asyncio.get_running_loop().call_at(when, self._on_watchdog)
+
+    def _deadline(self) -> float | None:
+        """Loop time at which the process must have answered its oldest call; None if it has none."""
+        oldest = self._oldest()
+        if self._process is None or oldest is None:
+            return None
+        if self._process.hello["is_async"]:
+            return oldest.sent_at + self._timeout_s + _ASYNC_GRACE_S
+        return max(oldest.sent_at, self._progress_at) + self._timeout_s
 
     def _on_watchdog(self) -> None:
         self._watchdog = None
-        process, in_flight = self._process, self._books.in_flight
-        if process is not None and in_flight:
-            head = next(iter(in_flight.values()))
-            if asyncio.get_running_loop().time() >= self._deadline(process, head):
-                self._replace_after_hang(process, head)
+        deadline = self._deadline()
+        if deadline is not None and asyncio.get_running_loop().time() >= deadline:
+            what = f"timed out after {self._timeout_s:g} s; its process was killed and replaced"
+            self._replace_process(what, is_hang=True)
         self._arm_watchdog()
 
-    def _replace_after_hang(self, process: ChildProcess, head: _Call) -> None:
-        """Kill the process. In a synchronous one `head` is what hangs; in an asynchronous one only if it was alone."""
-        if not process.hello["is_async"] or head.is_alone:
-            del self._books.in_flight[head.call_id]
-            self._fail(head, f"timed out after {self._timeout_s:g} s; its process was killed and replaced")
-        else:
-            self._suspect_all()
-        self._drop_process()
-        self._requeue()
-
     def _on_exit(self, process: ChildProcess) -> None:
-        """The process died by itself: the call that ran is suspect, the others are not."""
         how = process.end()
-        if process is not self._process:
-            return
-        head = next(iter(self._books.in_flight.values()), None)
-        if head is not None and (not process.hello["is_async"] or head.is_alone):
-            head.deaths += 1
-            head.is_alone = True
-            if head.deaths >= self._config.max_attempts:
-                del self._books.in_flight[head.call_id]
-                self._fail(head, f"its process {how}{_in_a_row(head.deaths)}")
+        if process is self._process:
+            self._replace_process(f"its process {how}", is_hang=False)
+
+    def _replace_process(self, what: str, *, is_hang: bool) -> None:
+        """Kill the process, blame what may have hung or killed it, and send all but a culprit again, in order.
+
+        A synchronous process runs its oldest call only, and a call that was sent alone is alone: these are culprits at
+        once if they hang, and at the last attempt if the process dies. Else any call in flight may be the culprit, and
+        who was there `max_attempts` times is sent alone from now on.
+        """
+        assert self._process is not None
+        oldest, max_deaths = self._oldest(), self._config.max_attempts
+        if oldest is not None and (oldest.is_alone or not self._process.hello["is_async"]):
+            oldest.deaths += 1
+            oldest.is_alone = True
+            if is_hang or oldest.deaths >= max_deaths:
+                del self._in_flight[oldest.call_id]
+                times = f", {oldest.deaths} times in a row" if oldest.deaths > 1 and not is_hang else ""
+                self._fail(oldest, what + times)
         else:
-            self._suspect_all()
+            for call in self._in_flight.values():
+                call.deaths += 1
+                call.is_alone = call.deaths >= max_deaths
         self._drop_process()
-        self._requeue()
-
-    def _suspect_all(self) -> None:
-        """Any call in flight may be the culprit. Who was there twice is sent alone from now on."""
-        for call in self._books.in_flight.values():
-            call.deaths += 1
-            call.is_alone = call.deaths >= self._config.max_attempts
-
-    def _requeue(self) -> None:
-        """Put what the lost process had back in front, in order, and go on."""
-        self._books.waiting.extendleft(reversed(self._books.in_flight.values()))
-        self._books.in_flight.clear()
+        self._waiting.extendleft(reversed(self._in_flight.values()))
+        self._in_flight.clear()
         self._pump()
 
     def _drop_process(self) -> None:
@@ -303,17 +286,9 @@ class RewardRunner:
         self._pump()
 
     def _fail_all(self, error: Exception) -> None:
-        calls = [*self._books.in_flight.values(), *self._books.waiting]
-        self._books = _Books()
+        calls = [*self._in_flight.values(), *self._waiting]
+        self._in_flight.clear()
+        self._waiting.clear()
         for call in calls:
             if not call.outcome.done():
                 call.outcome.set_exception(error)
-
-
-def _first(in_flight: dict[int, _Call]) -> list[_Call]:
-    """The oldest call in flight; a call that is alone is the oldest, as it is the only one."""
-    return [next(iter(in_flight.values()))] if in_flight else []
-
-
-def _in_a_row(times: int) -> str:
-    return f", {times} times in a row" if times > 1 else ""

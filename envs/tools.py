@@ -18,7 +18,7 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_type_hints
 
@@ -35,6 +35,10 @@ _MAX_PROBLEMS = 5
 
 class ToolError(Exception):
     """A tool says that a call failed; the model is told these words."""
+
+    def __init__(self, words: str, outcome: Outcome = "error") -> None:
+        super().__init__(words)
+        self.outcome = outcome
 
 
 class ToolServerError(Exception):
@@ -121,16 +125,14 @@ class Toolbox:
     """
 
     def __init__(self, tools: Iterable[Tool], timeout_s: float = 10.0) -> None:
-        self._tools: dict[str, Tool] = {}
-        self._arguments: dict[str, Any] = {}
-        self._timeout_s = timeout_s
+        self._tools: dict[str, DescribedTool] = {}
         for tool in tools:
-            name = tool.name if isinstance(tool, DescribedTool) else getattr(tool, "__name__", type(tool).__name__)
-            if name in self._tools:
-                raise TypeError(f"two tools are called {name!r}; the model could not tell them apart. Rename one.")
-            self._tools[name] = tool
-            if not isinstance(tool, DescribedTool):
-                self._arguments[name] = _argument_model(name, tool)
+            described = _checked(tool) if isinstance(tool, DescribedTool) else _described(tool, timeout_s)
+            if described.name in self._tools:
+                raise TypeError(
+                    f"two tools are called {described.name!r}; the model could not tell them apart. Rename one."
+                )
+            self._tools[described.name] = described
 
     def schemas(self) -> list[dict[str, Any]]:
         """As OpenAI and chat templates describe tools."""
@@ -138,22 +140,13 @@ class Toolbox:
             {
                 "type": "function",
                 "function": {
-                    "name": name,
-                    "description": self._description(tool),
-                    "parameters": self._parameters(name),
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": dict(tool.parameters),
                 },
             }
-            for name, tool in self._tools.items()
+            for tool in self._tools.values()
         ]
-
-    def _description(self, tool: Tool) -> str:
-        return tool.description if isinstance(tool, DescribedTool) else inspect.getdoc(tool) or ""
-
-    def _parameters(self, name: str) -> dict[str, Any]:
-        tool = self._tools[name]
-        if isinstance(tool, DescribedTool):
-            return dict(tool.parameters)
-        return _plain_schema(self._arguments[name].model_json_schema())
 
     def describe(self) -> str:
         """As `describe_tools`."""
@@ -172,43 +165,52 @@ class Toolbox:
             near = get_close_matches(call.name, self._tools, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             return ToolResult("unknown_tool", f"error: no tool {call.name!r:.60}; there are {list(self._tools)}.{hint}")
-        tool = self._tools[call.name]
-        if isinstance(tool, DescribedTool):
-            return await self._call_described(tool, call.arguments)
         try:
-            model = self._arguments[call.name].model_validate(call.arguments)
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:_MAX_PROBLEMS])
-            return ToolResult("bad_arguments", f"error: {call.name}: {wrong}")
-        arguments = {name: getattr(model, name) for name in type(model).model_fields}
-        return await self._call(call.name, tool, arguments)
+            return ToolResult("ok", (await self._tools[call.name].call(call.arguments))[:_MAX_RESULT_CHARACTERS])
+        except ToolError as error:
+            return ToolResult(error.outcome, f"error: {error}"[:_MAX_RESULT_CHARACTERS])
 
-    async def _call_described(self, tool: DescribedTool, arguments: dict[str, Any]) -> ToolResult:
+
+def _checked(tool: DescribedTool) -> DescribedTool:
+    """The same tool; arguments that do not fit its schema never reach it."""
+
+    async def call(arguments: Mapping[str, Any]) -> str:
         wrong = [error.message for error in Draft202012Validator(tool.parameters).iter_errors(arguments)]
         if wrong:
-            said = f"error: {tool.name}: {'; '.join(wrong[:_MAX_PROBLEMS])}"
-            return ToolResult("bad_arguments", said[:_MAX_RESULT_CHARACTERS])
-        try:
-            return ToolResult("ok", (await tool.call(arguments))[:_MAX_RESULT_CHARACTERS])
-        except ToolError as error:
-            return ToolResult("error", f"error: {error}"[:_MAX_RESULT_CHARACTERS])
+            raise ToolError(f"{tool.name}: {'; '.join(wrong[:_MAX_PROBLEMS])}", "bad_arguments")
+        return await tool.call(arguments)
 
-    async def _call(self, name: str, tool: Callable[..., object], arguments: dict[str, Any]) -> ToolResult:
-        deadline = asyncio.timeout(self._timeout_s)
+    return replace(tool, call=call)
+
+
+def _described(tool: Callable[..., object], timeout_s: float) -> DescribedTool:
+    """A function with the schema of its signature; whatever it raises is said to the model."""
+    name = getattr(tool, "__name__", type(tool).__name__)
+    model = _argument_model(name, tool)
+
+    async def call(arguments: Mapping[str, Any]) -> str:
+        try:
+            given = model.model_validate(arguments)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:_MAX_PROBLEMS])
+            raise ToolError(f"{name}: {wrong}", "bad_arguments") from error
+        parameters = {parameter: getattr(given, parameter) for parameter in model.model_fields}
+        deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
                 if inspect.iscoroutinefunction(tool):
-                    returned = await tool(**arguments)
+                    returned = await tool(**parameters)
                 else:
-                    returned = await asyncio.to_thread(tool, **arguments)
-            text = returned if isinstance(returned, str) else json.dumps(returned, default=str)
+                    returned = await asyncio.to_thread(tool, **parameters)
+            return returned if isinstance(returned, str) else json.dumps(returned, default=str)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
                 raise
             if deadline.expired():
-                return ToolResult("timeout", f"error: {name} took longer than {self._timeout_s:g} s")
-            return ToolResult("error", f"error: {_in_words(error)}"[:_MAX_RESULT_CHARACTERS])
-        return ToolResult("ok", text[:_MAX_RESULT_CHARACTERS])
+                raise ToolError(f"{name} took longer than {timeout_s:g} s", "timeout") from error
+            raise ToolError(_in_words(error)) from error
+
+    return DescribedTool(name, inspect.getdoc(tool) or "", _plain_schema(model.model_json_schema()), call)
 
 
 def _is_being_cancelled() -> bool:

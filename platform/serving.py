@@ -19,8 +19,8 @@ from penstock.actors.cluster import ray_session
 from penstock.actors.engine_client import RemoteEngine
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
-from penstock.envs.endpoint.questions import Questions
 from penstock.envs.endpoint.server import Endpoint
+from penstock.envs.endpoint.session import Questions
 from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.streams import load_held_out
 from penstock.platform.config.findings import Command

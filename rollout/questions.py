@@ -1,4 +1,4 @@
-"""The policy's answers to plain questions (envs/endpoint/questions.py), beside its rollouts.
+"""The policy's answers to plain questions (envs/endpoint/session.py, `Questions`), beside its rollouts.
 
 Consumes: a question. Waits for: an engine slot, as any trajectory does, and its tokens. Unblocked by: the runner. What
 is sampled is greedy and belongs to no group: it never enters the ledger.

@@ -19,8 +19,7 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.conversation import Part
-from penstock.envs.endpoint.errors import bad_request, context_too_long, too_many_turns
-from penstock.envs.endpoint.requests import Asked
+from penstock.envs.endpoint.requests import Asked, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.reasoning import ReasoningReader, num_begun
@@ -60,7 +59,12 @@ class Recording:
         num_prompt = len(token_ids) + (before.num_tokens if before else 0)
         if num_prompt >= self._budget.max_tokens:
             self.overrun = self.overrun or "max_tokens"
-            raise context_too_long(num_prompt, self._budget.max_tokens, asked.param)
+            raise bad_request(
+                f"This model's maximum context length is {self._budget.max_tokens} tokens. However, your messages "
+                f"resulted in {num_prompt} tokens, which leaves none for an answer. Please reduce their length.",
+                asked.param,
+                "context_length_exceeded",
+            )
         if before is None:
             dialogue = self._dialogue = Dialogue(token_ids, self._codec.decode(token_ids))
         else:

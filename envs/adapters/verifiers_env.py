@@ -23,8 +23,8 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.agents import open_client
-from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself
+from penstock.envs.agents import Program, open_client
+from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.generated_tasks import is_held_out, row_key
 from penstock.envs.shuffles import endless, first
 
@@ -109,17 +109,12 @@ class VerifiersTasks:
         return Task(TaskId(f"{self._id}/{side}/{index}"), row["prompt"], fields)
 
 
-class VerifiersEpisode(Playable):
+class VerifiersEpisode(Program):
     """One rollout, scored by the rubric: its sum is the reward, and each function a part of its name."""
 
     def __init__(self, played: Any, loop: SharedLoop) -> None:
         self._played = played
         self._loop = loop
-
-    def reset(self, task: Task) -> RunsItself:
-        """Keep the task; nothing starts yet."""
-        self.task = task
-        return RunsItself()
 
     async def run(self, access: EndpointAccess) -> Done:
         """Play it to its end, and score it."""

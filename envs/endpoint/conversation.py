@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from penstock.envs.endpoint.errors import bad_request, history_changed
-from penstock.envs.endpoint.requests import Asked, Call, Said
+from penstock.envs.endpoint.requests import ApiError, Asked, Call, Said, bad_request
 from penstock.envs.environment import Message
 from penstock.envs.tool_environment import with_tools
 from penstock.envs.tools import CALL_OPENING, describe_tools, parse_calls
@@ -36,12 +35,12 @@ class Conversation:
         if self._first is None:
             return _opening(asked)
         if (asked.messages is None) != (self._first.messages is None):
-            raise history_changed(asked.param, "Chat and plain completions cannot be mixed.")
+            raise _history_changed(asked.param, "Chat and plain completions cannot be mixed.")
         if asked.tools != self._first.tools:
-            raise history_changed("tools", "The tools differ from those of the first request.")
+            raise _history_changed("tools", "The tools differ from those of the first request.")
         if asked.messages is None:
             if not asked.prompt.startswith(self._text):
-                raise history_changed("prompt", f"The prompt does not begin with {_tail(self._text)}, what was said.")
+                raise _history_changed("prompt", f"The prompt does not begin with {_tail(self._text)}, what was said.")
             return asked.prompt.removeprefix(self._text)
         return [_rendered(one) for one in self._new_messages(asked.messages)]
 
@@ -65,11 +64,21 @@ class Conversation:
         for index, (known, now) in enumerate(zip(self._messages, messages, strict=False)):
             if known != now and known._replace(reasoning="") != now:
                 what = f"messages[{index}] is {_tail(str(tuple(now)))}, but was {_tail(str(tuple(known)))}."
-                raise history_changed(f"messages[{index}]", what)
+                raise _history_changed(f"messages[{index}]", what)
         if len(messages) <= len(self._messages):
             what = f"There are {len(messages)} messages, of which none is new after the {len(self._messages)} so far."
-            raise history_changed("messages", what)
+            raise _history_changed("messages", what)
         return messages[len(self._messages) :]
+
+
+def _history_changed(param: str, what: str) -> ApiError:
+    """400: the request does not go on from the dialogue of its session."""
+    return bad_request(
+        f"{what} A session is one dialogue, whose tokens are recorded as they were sampled: each request has to repeat "
+        "all that was said, unchanged, and add to it.",
+        param,
+        "history_changed",
+    )
 
 
 def split_answer(asked: Asked, text: str) -> tuple[str, list[Call]]:

@@ -1,15 +1,13 @@
-"""Bodies of requests, checked: what is asked, or an `ApiError` that names the parameter."""
+"""Bodies of requests, checked: what is asked, or a refusal that names the parameter, in the form of the OpenAI API."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-
-from penstock.envs.endpoint.errors import ApiError, bad_request, unknown_model
 
 MODEL = "policy"
 """The one model there is."""
@@ -38,6 +36,61 @@ _OFF: dict[str, tuple[object, ...]] = {
 """Parameters that would change what is sampled, or its form, and the values besides null that do not."""
 _WITHOUT_MEANING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 _IGNORED = ("temperature", "top_p", "seed")
+
+
+class ApiError(Exception):
+    """One refused request.
+
+    Attributes:
+        status: HTTP status.
+        kind: `type` in the body.
+        param: The parameter it is about.
+        code: Machine-readable reason.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request cannot be answered as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def too_many_turns(max_turns: int) -> ApiError:
+    """429: the episode has had all its turns."""
+    message = f"This session has had its {max_turns} answers (env.episode.max_turns)."
+    return ApiError(429, message, kind="insufficient_quota", code="max_turns")
+
+
+def check_model(name: str) -> None:
+    """There is one model.
+
+    Raises:
+        ApiError: 404, if it is another.
+    """
+    if name != MODEL:
+        message = (
+            f"The model {name[:100]!r} does not exist or you do not have access to it; this endpoint has {MODEL!r}."
+        )
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 class Call(NamedTuple):
@@ -187,8 +240,7 @@ class _Body(_Part):
 
     def asked(self) -> Asked:
         """What both kinds of request have."""
-        if self.model != MODEL:
-            raise unknown_model(self.model, MODEL)
+        check_model(self.model)
         return Asked(
             max_tokens=self.max_tokens,
             stop=tuple(self.stop),
@@ -226,13 +278,11 @@ def parse_chat(body: object) -> Asked:
         for tool in chat.tools
     ]
     strict = ("tools.strict",) if any(tool.function.strict for tool in chat.tools) else ()
-    return Asked(
+    return replace(
+        asked,
         messages=tuple(message.said() for message in chat.messages),
         tools=tuple(tools),
         max_tokens=min(limits, default=None),
-        stop=asked.stop,
-        is_stream=asked.is_stream,
-        wants_usage=asked.wants_usage,
         wants_logprobs=bool(chat.logprobs),
         ignored=asked.ignored + strict,
     )
@@ -245,16 +295,7 @@ def parse_completion(body: object) -> Asked:
         ApiError: 400 with the parameter, or 404 for another model.
     """
     completion = _validated(_Completion, body)
-    asked = completion.asked()
-    return Asked(
-        prompt=completion.prompt,
-        max_tokens=asked.max_tokens,
-        stop=asked.stop,
-        is_stream=asked.is_stream,
-        wants_usage=asked.wants_usage,
-        wants_logprobs=completion.logprobs is not None,
-        ignored=asked.ignored,
-    )
+    return replace(completion.asked(), prompt=completion.prompt, wants_logprobs=completion.logprobs is not None)
 
 
 _Kind = TypeVar("_Kind", bound=_Body)

@@ -1,5 +1,5 @@
 """The recording endpoint: an HTTP server whose every session is one dialogue with the policy. Beside them it answers
-plain questions with a key of the run's own (questions.py).
+plain questions with a key of the run's own.
 
     POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/policy
     Authorization: Bearer KEY, of a session or of the run
@@ -22,10 +22,16 @@ from aiohttp import hdrs, web
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EndpointConfig
 from penstock.envs.endpoint.answers import Json, Writer
-from penstock.envs.endpoint.errors import ApiError, bad_request, unknown_model, wrong_key
-from penstock.envs.endpoint.questions import Questions
-from penstock.envs.endpoint.requests import MODEL, Asked, parse_chat, parse_completion
-from penstock.envs.endpoint.session import Exchange, Session
+from penstock.envs.endpoint.requests import (
+    MODEL,
+    ApiError,
+    Asked,
+    bad_request,
+    check_model,
+    parse_chat,
+    parse_completion,
+)
+from penstock.envs.endpoint.session import Exchange, Questions, Session
 
 BODY_TIMEOUT_S = 30.0
 MAX_REQUEST_BYTES = 4 << 20
@@ -120,7 +126,7 @@ class Endpoint:
         serial, _, secret = key.strip().removeprefix("pk-").partition("-")
         session = self._sessions.get(serial)
         if scheme.lower() != "bearer" or session is None or not session.has_secret(secret):
-            raise wrong_key()
+            raise ApiError(401, "Incorrect API key provided, or its session has ended.", code="invalid_api_key")
         return session
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -157,8 +163,7 @@ class Endpoint:
 
     async def _model(self, request: web.Request) -> web.Response:
         self._session(request)
-        if request.match_info["name"] != MODEL:
-            raise unknown_model(request.match_info["name"], MODEL)
+        check_model(request.match_info["name"])
         return web.json_response(_model_card())
 
 

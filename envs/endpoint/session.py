@@ -17,12 +17,15 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.envs.endpoint.conversation import Conversation, Part
-from penstock.envs.endpoint.errors import ApiError, bad_request, run_failed
-from penstock.envs.endpoint.requests import MODEL, Asked
+from penstock.envs.endpoint.requests import MODEL, ApiError, Asked, bad_request
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
+
+MAX_QUESTIONS = 1024
+FEWEST_CHARACTERS = 16
+"""Of a key: shorter ones can be guessed."""
 
 
 class SampledToken(NamedTuple):
@@ -63,13 +66,14 @@ class Answer:
 
 
 class Policy(Protocol):
-    """What answers a session."""
+    """What answers a session, or questions."""
 
     async def answer(self, part: Part, exchange: Exchange) -> Answer:
         """Answer one turn.
 
         Raises:
             ApiError: If it cannot be; the session goes on without it.
+            PenstockError: If nobody can answer any more.
         """
         ...
 
@@ -184,7 +188,7 @@ class Session:
         self.counts["ignored_parameters"] += bool(asked.ignored)
         exchange = self._last = Exchange(asked)
         if self._is_closed:
-            exchange.refuse(run_failed())
+            exchange.refuse(_session_ended())
         else:
             self._incoming.put_nowait(exchange)
         return exchange
@@ -232,7 +236,7 @@ class Session:
         """Refuse what is open and what comes."""
         self._is_closed = True
         if self._last is not None and not self._last.is_over:
-            self._last.refuse(run_failed())
+            self._last.refuse(_session_ended())
 
     async def _answer(self, exchange: Exchange, policy: Policy) -> None:
         asked = exchange.asked
@@ -247,3 +251,69 @@ class Session:
     def _counted(self, error: ApiError) -> ApiError:
         self.counts["refused"] += 1
         return error
+
+
+class Questions:
+    """As a `Session` for the server, but each request stands for itself: plain questions to the policy, of a judge for
+    example. No dialogue, nothing is recorded or trained.
+
+    Consumes: requests with the key of the run. Waits for: the policy. Unblocked by: its answer, or the end of the run.
+    Any number of questions up to `MAX_QUESTIONS` are answered at the same time, each on its own.
+    """
+
+    def __init__(self, key: str, policy: Policy) -> None:
+        """Answer whoever has `key`.
+
+        Raises:
+            ValueError: If it is too short.
+        """
+        if len(key) < FEWEST_CHARACTERS:
+            raise ValueError(f"the key has {len(key)} characters, expected at least {FEWEST_CHARACTERS}")
+        self._key = key.encode()
+        self._policy = policy
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def has_key(self, key: str) -> bool:
+        """Compare in constant time."""
+        return hmac.compare_digest(self._key, key.encode())
+
+    def ask(self, asked: Asked) -> Exchange:
+        """Begin to answer.
+
+        Raises:
+            ApiError: If too many are being answered.
+        """
+        if len(self._answering) >= MAX_QUESTIONS:
+            message = f"{MAX_QUESTIONS} questions are being answered. Ask again when some are."
+            raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
+        exchange = Exchange(asked)
+        task = asyncio.create_task(self._answer(exchange), name="answer a question")
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+        return exchange
+
+    def refused(self) -> None:
+        """Nobody counts."""
+
+    async def close(self) -> None:
+        """Refuse what is open."""
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            exchange.finish(await self._policy.answer(Conversation().next_part(exchange.asked), exchange))
+        except ApiError as error:
+            exchange.refuse(error)
+        except PenstockError as error:
+            exchange.refuse(ApiError(503, str(error), kind="server_error", code="engines_lost"))
+        except asyncio.CancelledError:
+            exchange.refuse(_session_ended())
+            raise
+
+
+def _session_ended() -> ApiError:
+    """500: it ended under the request."""
+    message = "The session ended before the request was answered."
+    return ApiError(500, message, kind="server_error", code="session_ended")

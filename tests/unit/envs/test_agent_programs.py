@@ -14,7 +14,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.agent_command import parse_reward
+from penstock.envs.agents import parse_reward
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.episode_child import EpisodeReply

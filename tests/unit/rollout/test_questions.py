@@ -14,9 +14,9 @@ from penstock.dataflow.ids import RequestId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EndpointConfig
-from penstock.envs.endpoint import questions
-from penstock.envs.endpoint.questions import Questions
+from penstock.envs.endpoint import session
 from penstock.envs.endpoint.server import Endpoint
+from penstock.envs.endpoint.session import Questions
 from penstock.envs.environment import EndpointAccess
 from penstock.platform.config.compose import compose_config
 from penstock.platform.serving import answer_questions, episode_player
@@ -89,7 +89,7 @@ async def test_what_cannot_be_answered_has_the_apis_own_errors(monkeypatch: pyte
         async with client_of(EndpointAccess(access.base_url, KEY[:-1], access.model)) as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await chat(stranger, [user("?")])
-        monkeypatch.setattr(questions, "MAX_QUESTIONS", 0)
+        monkeypatch.setattr(session, "MAX_QUESTIONS", 0)
         with pytest.raises(openai.RateLimitError):
             await client.with_options(max_retries=0).chat.completions.create(model="policy", messages=[user("?")])
 
