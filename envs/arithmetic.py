@@ -26,6 +26,7 @@ Operator = Literal["+", "-"]
 
 HELD_OUT_PERCENT = 10
 MAX_DIGITS = 6
+MISTAKES = ("sum", "digit", "carry", "answer")
 _OPERATORS: tuple[Operator, ...] = ("+", "-")
 _HELD_OUT_SEED = "arithmetic/held-out"
 _MAX_ENUMERATED = 250_000
@@ -87,6 +88,44 @@ def worked_steps(problem: Problem) -> list[str]:
     return steps
 
 
+def mistaken_response(problem: Problem, rng: random.Random) -> str:
+    """Worked columns with one mistake, as a half-trained policy makes it, then the answer that comes of them.
+
+    What follows the mistake is consistent with it; the answer differs from the right one.
+
+    648+257=  8+7+0=15;4+5+1=10;6+2+1=9;905       right
+    8+7+0=14;4+5+1=10;6+2+1=9;904       `sum`: one off, and the answer follows
+    8+7+0=15;4+3+1=8;6+2+0=8;885        `digit`: copied wrong, and summed up right
+    8+7+0=15;4+5+0=9;6+2+0=8;895        `carry`: forgotten or invented
+    8+7+0=15;4+5+1=10;6+2+1=9;915       `answer`: one digit of it off by one
+    """
+    left, right = str(problem.left), str(problem.right)
+    width = max(len(left), len(right))
+    kind, place = rng.choice(MISTAKES), rng.randrange(width)
+    is_sum = problem.operator == "+"
+    steps, digits, carry = [], [], 0
+    columns = zip(map(int, reversed(left.zfill(width))), map(int, reversed(right.zfill(width))), strict=True)
+    for column, (above, below) in enumerate(columns):
+        slips = kind if column == place else None
+        b = (below + rng.choice((-1, 1, 2, 3))) % 10 if slips == "digit" else below
+        carried = 1 - carry if slips == "carry" else carry
+        off = rng.choice((-1, 1)) if slips == "sum" else 0
+        if is_sum:
+            result = abs(above + b + carried + off)
+            top, carry = above, result // 10
+        else:
+            carry = int(above < b + carried)
+            top = above + 10 * carry
+            result = (top - b - carried + off) % 10
+        steps.append(f"{top}{problem.operator}{b}{'+' if is_sum else '-'}{carried}={result}")
+        digits.append(result % 10)
+    answer = int("".join(map(str, reversed(digits)))) + (10**width * carry if is_sum else 0)
+    if kind == "answer":
+        step = 10**place
+        answer += step if answer < step else rng.choice((-step, step))
+    return ";".join([*steps, str(answer)])
+
+
 class ArithmeticTasks:
     """Task source of column sums and differences; see the module for the form of a task.
 
@@ -145,8 +184,6 @@ class ArithmeticTasks:
 
     def mistaken_response(self, task: Task, rng: random.Random) -> str:
         """The same with a mistake that looks right."""
-        from penstock.envs.arithmetic_mistakes import mistaken_response
-
         assert isinstance(task.prompt, str), "gold_response comes first"
         return mistaken_response(Problem.from_prompt(task.prompt), rng)
 

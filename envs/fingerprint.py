@@ -2,16 +2,17 @@
 
     digest = blake2b of every task's id, prompt and fields, in the order of the data
 
-A source that keeps all its tasks is hashed as a whole (`stored`), a drawn one by the first training tasks of its seed.
+A source that keeps all its tasks is hashed as a whole (`stored()`: both sides, in the order of the data), a drawn one
+by the first training tasks of its seed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
@@ -35,15 +36,6 @@ class Fingerprint(TypedDict):
     digest: str
 
 
-@runtime_checkable
-class StoredTasks(Protocol):
-    """A task source that has all its tasks at hand."""
-
-    def stored(self) -> Sequence[Task]:
-        """All of them, both sides, in the order of the data."""
-        ...
-
-
 def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
     """Stream -> what its tasks are made of; the factory's own under an empty name.
 
@@ -53,7 +45,7 @@ def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
     found: dict[str, Fingerprint] = {}
     for name, env in stream_factories(config).items():
         source = load_task_source(env, seed)
-        tasks = source.stored() if isinstance(source, StoredTasks) else None
+        tasks = source.stored() if hasattr(source, "stored") else None
         found[name] = {
             "source": json.dumps([env.factory, env.args], sort_keys=True, default=_kind),
             "num_tasks": None if tasks is None else len(tasks),

@@ -1,7 +1,8 @@
 """Tasks that are drawn, not stored: a user writes `draw`, and gets a reproducible stream and a disjoint held-out set.
 
 A task is held out if blake2b of its prompt and fields, or of what `split_by` names, says so, and by nothing else, so
-train and held-out tasks are disjoint for every seed.
+train and held-out tasks are disjoint for every seed. Sources of stored tasks (adapters/) split and order by the same
+functions.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -121,3 +122,28 @@ def row_key(row: Mapping[str, Any]) -> bytes:
 def is_held_out(row: Mapping[str, Any]) -> bool:
     """Side of the split: below `HELD_OUT_PERCENT` in a hundred."""
     return int.from_bytes(row_key(row), "big") % 100 < HELD_OUT_PERCENT
+
+
+def endless(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
+    """Every task once per epoch, each epoch a new shuffle, the same for the same seed. At least one task."""
+    rng = random.Random(seed)
+    order = list(tasks)
+    while True:
+        rng.shuffle(order)
+        yield from order
+
+
+def first(num_tasks: int, tasks: Sequence[Task], where: str) -> list[Task]:
+    """The first `num_tasks`.
+
+    Args:
+        num_tasks: How many.
+        tasks: In their order.
+        where: What they are, for the error.
+
+    Raises:
+        ValueError: If there are fewer, with both numbers.
+    """
+    if num_tasks > len(tasks):
+        raise ValueError(f"{where} has {len(tasks)} tasks, {num_tasks} were asked for.")
+    return list(tasks[:num_tasks])

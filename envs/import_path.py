@@ -28,36 +28,29 @@ def load_object(path: str, key: str = "import path") -> Any:
     parts = [*module_path.split("."), *names.split(".")] if colon else path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ConfigError([f"{where} is no import path. Write `package.module:name` or `package.module.name`."])
-    num_module_parts = module_path.count(".") + 1 if colon else len(parts) - 1
-    target: Any
-    target, num_modules = _import_longest(parts[:num_module_parts], where, must_be_module=bool(colon))
-    for index in range(num_modules, len(parts)):
-        owner = ".".join(parts[:index])
-        try:
-            target = getattr(target, parts[index])
-        except AttributeError:
-            hint = nearest_hint(parts[index], [*dir(target), *_submodules(target)])
-            raise ConfigError([f"{where}: {owner} has no attribute {parts[index]!r}.{hint}"]) from None
-    return target
-
-
-def _import_longest(parts: list[str], where: str, *, must_be_module: bool) -> tuple[ModuleType, int]:
-    """Import as many leading `parts` as are modules, and say how many; all of them if `must_be_module`."""
-    module: ModuleType | None = None
+    num_modules = module_path.count(".") + 1 if colon else len(parts) - 1
+    target: Any = None
     for index, part in enumerate(parts):
         name = ".".join(parts[: index + 1])
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
+        if index < num_modules:
+            try:
+                target = importlib.import_module(name)
+                continue
+            except ModuleNotFoundError as error:
+                if error.name != name:
+                    raise ConfigError([_import_failed(where, name, error)]) from error
+                if target is None or colon or not hasattr(target, part):
+                    raise ConfigError([_not_found(where, name, target)]) from None
+                num_modules = index  # from here on they are names in a module
+            except Exception as error:  # user code runs here: whatever it raises is a config problem
                 raise ConfigError([_import_failed(where, name, error)]) from error
-            if module is not None and hasattr(module, part) and not must_be_module:
-                return module, index
-            raise ConfigError([_not_found(where, name, module)]) from None
-        except Exception as error:  # user code runs here: whatever it raises is a config problem
-            raise ConfigError([_import_failed(where, name, error)]) from error
-    assert module is not None
-    return module, len(parts)
+        try:
+            target = getattr(target, part)
+        except AttributeError:
+            hint = nearest_hint(part, [*dir(target), *_submodules(target)])
+            owner = ".".join(parts[:index])
+            raise ConfigError([f"{where}: {owner} has no attribute {part!r}.{hint}"]) from None
+    return target
 
 
 def _import_failed(where: str, name: str, error: Exception) -> str:

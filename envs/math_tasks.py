@@ -13,7 +13,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.shuffles import endless, first
+from penstock.envs.generated_tasks import endless, first
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 _HELD_OUT_SEED = "math/held-out"
@@ -85,7 +85,7 @@ class MathTasks:
         return f"{worked}\n\nThe answer is {boxed}." if worked else f"The answer is {boxed}."
 
     def stored(self) -> list[Task]:
-        """All questions, both sides (fingerprint.StoredTasks)."""
+        """All questions, both sides (fingerprint.py)."""
         return [*self._train_rows, *self._held_out_rows]
 
     @cached_property

@@ -9,20 +9,12 @@ do: digits are changed, a stretch is left out or said twice, or the task source 
 from __future__ import annotations
 
 import random
-from typing import Protocol, runtime_checkable
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import TaskSource
 
 MAX_CHANGES = 4
 PAIR_COLUMNS = ("chosen", "rejected")
-
-
-@runtime_checkable
-class MistakeSource(Protocol):
-    """A task source that knows how its tasks are got wrong."""
-
-    def mistaken_response(self, task: Task, rng: random.Random) -> str: ...
 
 
 def preferred_pair(source: TaskSource, task: Task) -> tuple[str, str]:
@@ -56,7 +48,7 @@ def _synthetic_pair(source: TaskSource, task: Task) -> tuple[str, str]:
     if not digits:
         raise ValueError(f"task {task.task_id}: its gold response {gold!r} has no digit to change")
     rng = random.Random(f"preferences/{task.task_id}/{task.prompt}")
-    if isinstance(source, MistakeSource) and rng.random() < 0.5:
+    if hasattr(source, "mistaken_response") and rng.random() < 0.5:
         return gold, source.mistaken_response(task, rng)
     if len(gold) > 1 and rng.random() < 0.3:
         first, second = rng.sample(range(1, len(gold) + 1), 2)

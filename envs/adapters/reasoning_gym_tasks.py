@@ -6,8 +6,9 @@ questions that are held out are skipped in training.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from penstock.dataflow.errors import ConfigError
@@ -76,10 +77,9 @@ class ReasoningGymTasks:
             raise ValueError(f"{self._name} has {len(self._held_out)} held-out rows, {num_tasks} were asked for.")
         return [self._task(row, f"held_out/{index}") for index, row in enumerate(self._held_out[:num_tasks])]
 
-    @cached_property
+    @property
     def _held_out(self) -> list[Any]:
-        rows = self._rows(HELD_OUT_SEED, MAX_HELD_OUT)
-        return list({row["question"]: row for row in map(rows.__getitem__, range(MAX_HELD_OUT))}.values())
+        return _held_out_rows(self._name, json.dumps(self._config, sort_keys=True))
 
     def _rows(self, seed: int, size: int) -> Any:
         try:
@@ -104,7 +104,10 @@ def train_seed(seed: int, epoch: int) -> int:
 
 @pure
 def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> dict[str, float]:
-    """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1."""
+    """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1.
+
+    Some verifiers evaluate the answer as Python (countdown, puzzle24, n_queens): `reward=reasoning_gym` jails them.
+    """
     _thoughts, opening, after = trajectory.response.rpartition("<answer>")
     if not opening:
         return {"reward": 0.0, "verifier_error": 0.0}
@@ -124,6 +127,13 @@ def verified(
 def dataset_names() -> list[str]:
     """All datasets by name."""
     return sorted(_reasoning_gym().factory.DATASETS)
+
+
+@cache
+def _held_out_rows(dataset: str, config: str) -> list[Any]:
+    """Drawn once in a process, where several sources read them: a row of countdown takes 25 ms."""
+    rows = _reasoning_gym().create_dataset(dataset, seed=HELD_OUT_SEED, size=MAX_HELD_OUT, **json.loads(config))
+    return list({row["question"]: row for row in map(rows.__getitem__, range(MAX_HELD_OUT))}.values())
 
 
 @cache

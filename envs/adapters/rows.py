@@ -18,9 +18,8 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.generated_tasks import is_held_out, row_key
+from penstock.envs.generated_tasks import endless, first, is_held_out, row_key
 from penstock.envs.import_path import load_object, nearest_hint
-from penstock.envs.shuffles import endless, first
 
 _SUFFIXES = (".jsonl", ".parquet")
 
@@ -90,7 +89,7 @@ class RowTasks:
         return first(num_tasks, tasks, f"the held-out part of {self._where}")
 
     def stored(self) -> list[Task]:
-        """All rows, both sides (fingerprint.StoredTasks)."""
+        """All rows, both sides (fingerprint.py)."""
         return self._tasks
 
     @property

@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import TaskId
+from penstock.dataflow.trajectory import Task
 from penstock.envs.adapters.gymnasium_env import GymnasiumTasks, checked_words
 from penstock.envs.adapters.reasoning_gym_tasks import (
     HELD_OUT_SEED,
@@ -26,7 +28,11 @@ from penstock.envs.adapters.reasoning_gym_tasks import (
     verified,
 )
 from penstock.envs.adapters.rows import RowTasks
+from penstock.envs.config import IsolationConfig
 from penstock.envs.environment import Action, Done, Observation
+from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.scoring import RewardRunner
+from penstock.platform.config.compose import compose_config
 from tests.answers import answered
 
 ROWS = [{"key": f"k{index}", "question": f"{index}+1=", "answer": str(index + 1)} for index in range(100)]
@@ -171,3 +177,28 @@ def test_without_the_extra_the_command_that_installs_it_is_said(monkeypatch: pyt
         GymnasiumTasks(0, "FrozenLake-v1")
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[envs\]'"):
         ReasoningGymTasks(0)
+
+
+@pytest.mark.parametrize("isolation", ["strict", "process"])
+async def test_an_answer_that_is_a_program_reaches_nothing_from_the_jail_of_its_verifier(
+    tmp_path: Path, isolation: str
+) -> None:
+    """countdown's verifier evaluates the answer. In a plain process that reaches the user's files, so it is jailed."""
+    if isolation == "strict" and (problem := why_no_jails()):
+        pytest.skip(f"this host makes no jails: {problem}")
+    reward = compose_config(["experiment=arithmetic", "env=reasoning_gym", "reward=reasoning_gym"]).reward
+    assert reward.isolation == IsolationConfig(), "strict, unless a user says otherwise"
+    if isolation == "process":
+        reward = reward.model_copy(update={"isolation": None})
+    mark = tmp_path / "touched"
+    entry = {"answer": "1 + 2", "metadata": {"numbers": [1, 2], "target": 3}}
+    task = Task(TaskId("countdown/0"), "?", {"dataset": "countdown", "entry": entry})
+    runner = RewardRunner(reward)
+    try:
+        hostile = await runner.score(task, answered(f'<answer>__import__("os").system("touch {mark}")</answer>'))
+        honest = await runner.score(task, answered("<answer>1 + 2</answer>"))
+    finally:
+        await runner.shutdown()
+    assert hostile.reward < 0.1
+    assert honest.reward == 1.0
+    assert mark.exists() == (isolation == "process"), "so what is tried here is a hostile answer"

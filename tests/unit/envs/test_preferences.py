@@ -10,8 +10,7 @@ import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.arithmetic import ArithmeticTasks, Problem
-from penstock.envs.arithmetic_mistakes import KINDS, mistaken_response
+from penstock.envs.arithmetic import MISTAKES, ArithmeticTasks, Problem, mistaken_response
 from penstock.envs.preferences import preferred_pair
 
 
@@ -63,7 +62,7 @@ def test_each_kind_of_mistake_is_made() -> None:
         "carry": "8+7+0=15;4+5+0=9;6+2+0=8;895",
         "answer": "8+7+0=15;4+5+1=10;6+2+1=9;915",
     }
-    assert set(examples) == set(KINDS)
+    assert set(examples) == set(MISTAKES)
     assert set(examples.values()) <= made
 
 
