@@ -2,8 +2,9 @@
 
     python benchmarks/hostile.py > benchmarks/results/hostile.md
 
-Programs are those of `penstock sandbox check`; acts of rewards, environments and tools are those of
-tests/hostile_acts.py, committed in the processes that a run has, with `isolation: strict`.
+Programs are those of tests/hostile_programs.py, half of which are `penstock sandbox check`'s; acts of rewards,
+environments and tools are those of tests/hostile_acts.py, committed in the processes that a run has, with
+`isolation: strict`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from penstock.envs.sandbox.config import SandboxConfig  # noqa: E402
 from penstock.envs.sandbox.hostile import lay_trap, survives, try_all  # noqa: E402
 from tests.hostile_acts import ACTS  # noqa: E402
 from tests.hostile_play import no_process_left, play_steps_and_tools, score_rewards  # noqa: E402
+from tests.hostile_programs import PROGRAMS  # noqa: E402
 from tests.hostile_reaches import lay_outside  # noqa: E402
 
 _MAX_CHARACTERS = 90
@@ -51,7 +53,7 @@ def in_short(record: str) -> str:
 
 async def programs() -> list[tuple[str, str, str]]:
     """`(program, contained, how it ended)`."""
-    _, tried = await try_all(SandboxConfig(), isolate=True)
+    _, tried = await try_all(SandboxConfig(), PROGRAMS, isolate=True)
     return [(case.name, _WORDS[verdict.is_contained], in_short(verdict.found)) for case, verdict in tried.items()]
 
 

@@ -15,16 +15,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.keeper import how_it_ended
-from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES
+from penstock.envs.missing_rights import jailed_variable
+from penstock.envs.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
 from penstock.envs.rights import Grants, environment_for, grants_of_reward
-from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
+from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 
 _MAX_END_BYTES = 500
@@ -77,7 +78,7 @@ def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) ->
     )
 
 
-class ChildProcess(asyncio.Protocol):
+class ChildProcess:
     """A running child below its keeper, each in a session of its own.
 
     Attributes:
@@ -98,12 +99,10 @@ class ChildProcess(asyncio.Protocol):
         self._spec = spec
         self._on_reply = on_reply
         self._on_exit = on_exit
-        self._buffer = bytearray()
-        self._hello: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.WriteTransport | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._temporary: str | None = None
-        self._is_closed = False
         self._sent_nonsense = False
         self.hello: dict[str, Any] = {}
 
@@ -123,21 +122,51 @@ class ChildProcess(asyncio.Protocol):
             except BaseException:
                 ours.close()
                 raise
-        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         try:
             async with asyncio.timeout(startup_timeout_s):
-                hello = await self._hello
+                _, hello = await self._next_frame(reader, self._spec.is_hello)
         except TimeoutError:
             hello = {"error": f"{self._spec.label} was not loaded within {startup_timeout_s:g} s."}
+        except (EOFError, OSError):
+            hello = {"error": f"{self._spec.label}: its process {self.end()} while loading it."}
         if "error" in hello:
             self.kill()
             raise ConfigError([hello["error"]])
         self.hello = hello
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand on every answer, until the process ends or sends what is none."""
+        while True:
+            try:
+                call_id, reply = await self._next_frame(reader, self._spec.is_reply)
+            except (EOFError, OSError):
+                break
+            self._on_reply(call_id, reply)
+        self._on_exit(self)
+
+    async def _next_frame(
+        self, reader: asyncio.StreamReader, is_well_formed: Callable[[object], bool]
+    ) -> tuple[int, Any]:
+        length, call_id = HEADER.unpack(await reader.readexactly(HEADER.size))
+        if length <= MAX_REPLY_BYTES:
+            body = await reader.readexactly(length)
+            with contextlib.suppress(ValueError, RecursionError):
+                if is_well_formed(reply := json.loads(body)):
+                    return call_id, reply
+        self._sent_nonsense = True
+        raise EOFError
 
     def _spawn(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        grants = self._spec.grants
+        grants, memory_gib = self._spec.grants, self._spec.max_memory_gib
         self._temporary = tempfile.mkdtemp(prefix=f"penstock-{self._spec.section}-")
-        memory_gib = self._spec.max_memory_gib
+        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        environment = environment_for(grants) | {"PYTHONPATH": paths, "TMPDIR": self._temporary}
+        jail: list[str] = []
+        if grants is not None:
+            jail = user_code_arguments(grants.read, self._temporary, has_network=grants.network)
+            environment |= {"TMPDIR": TMP, **jailed_variable(self._spec.section, has_network=grants.network)}
         settings = {
             "module": self._spec.module,
             "serve": [str(connection.fileno()), *self._spec.arguments],
@@ -145,19 +174,15 @@ class ChildProcess(asyncio.Protocol):
             "max_memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
             "max_processes": self._spec.max_processes,
             "temporary": self._temporary,
-            "has_network": grants is not None and grants.network,
-            "jail": []
-            if grants is None
-            else user_code_arguments(grants.read, self._temporary, has_network=grants.network),
+            "jail": jail,
         }
-        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # an argument has at most 128 KiB
             json.dump(settings, file)
             file.seek(0)
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "penstock.envs.keeper", str(file.fileno())],
                 pass_fds=[connection.fileno(), file.fileno()],
-                env={**environment_for(grants), "PYTHONPATH": paths},
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -165,9 +190,9 @@ class ChildProcess(asyncio.Protocol):
             )
 
     @property
-    def hello_came(self) -> bool:
-        """Whether it serves, and can be written to."""
-        return self._hello.done() and not self._is_closed
+    def is_serving(self) -> bool:
+        """Whether it has loaded what it serves, so that it can be written to."""
+        return self._reading is not None
 
     @property
     def pid(self) -> int:
@@ -176,14 +201,15 @@ class ChildProcess(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Queue frames for the process."""
-        assert self._transport is not None
-        self._transport.write(data)
+        assert self._writer is not None
+        self._writer.write(data)
 
     def kill(self) -> str:
         """End the process with everything it started, and say how it ended. Safe to call again."""
-        self._is_closed = True
-        if self._transport is not None:
-            self._transport.abort()
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.transport.abort()
         how = "was never started" if self._process is None else self._end_keeper(self._process)
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -216,48 +242,3 @@ class ChildProcess(asyncio.Protocol):
             os.set_blocking(keeper.stdout.fileno(), False)  # who got hold of its other end does not hold us up
             said = keeper.stdout.read(_MAX_END_BYTES)
         return said.decode(errors="replace") if said else how_it_ended(keeper.returncode)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        start = 0
-        while len(self._buffer) - start >= HEADER.size:
-            length, call_id = HEADER.unpack_from(self._buffer, start)
-            end = start + HEADER.size + length
-            if length <= MAX_REPLY_BYTES and len(self._buffer) < end:
-                break
-            if length > MAX_REPLY_BYTES or not self._deliver(call_id, self._buffer[start + HEADER.size : end]):
-                self._sent_nonsense = True
-                self._buffer.clear()
-                assert self._transport is not None
-                self._transport.abort()
-                return
-            start = end
-        del self._buffer[:start]
-
-    def _deliver(self, call_id: int, body: bytearray) -> bool:
-        """Hand on what came; whether it is well-formed."""
-        if self._is_closed:
-            return True
-        try:
-            reply = json.loads(body)
-        except (ValueError, RecursionError):
-            return False
-        is_first = call_id == HELLO_ID and not self._hello.done()
-        if not (self._spec.is_hello(reply) if is_first else self._spec.is_reply(reply)):
-            return False
-        if is_first:
-            self._hello.set_result(reply)
-        else:
-            self._on_reply(call_id, reply)
-        return True
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        if self._is_closed:
-            return
-        if not self._hello.done():
-            self._hello.set_result({"error": f"{self._spec.label}: its process {self.end()} while loading it."})
-        else:
-            self._on_exit(self)

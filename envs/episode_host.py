@@ -224,7 +224,7 @@ class EpisodeHost:
         self._has_loaded = True
 
     async def _end(self, worker: _Worker, episode: int) -> None:
-        if worker.end is None and worker.process.hello_came:
+        if worker.end is None and worker.process.is_serving:
             was_stuck = episode in worker.stuck
             if "closed" in await self.call(worker, episode, "close", None, self.timeout_s):
                 worker.stuck.discard(episode)

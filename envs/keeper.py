@@ -6,8 +6,8 @@ by the first of them, kills every descendant, says on its standard output how th
 folder for temporary files, and ends. If it is killed itself, the child dies with it.
 
 `SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
-`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary`, `jail` (the arguments
-of `bwrap`, whose child the user's code then is; empty: it is not jailed), `has_network` (of a jail).
+`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary` (the folder), `jail`
+(the arguments of `bwrap`, whose child the user's code then is; empty: it is not jailed).
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import resource
 import select
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.envs import process_tree
-from penstock.envs.missing_rights import jailed_variable
-from penstock.envs.sandbox.bubblewrap import TMP
 from penstock.envs.sandbox.contract import RUNNER
 
 _LOOK_EVERY_MS = 50
@@ -77,7 +74,6 @@ def _become_child(settings: Mapping[str, Any], keeper: int, settings_fd: str) ->
     process_tree.die_with_parent()
     if os.getppid() != keeper:
         os._exit(0)
-    os.environ["TMPDIR"] = settings["temporary"]
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
@@ -86,14 +82,11 @@ def _become_child(settings: Mapping[str, Any], keeper: int, settings_fd: str) ->
     if not settings["jail"]:
         _serve(settings)
         return
-    os.environ["TMPDIR"] = TMP
-    os.environ.update(jailed_variable(settings["section"], has_network=settings["has_network"]))
     command = [sys.executable, "-P", "-m", "penstock.envs.keeper", settings_fd, "serve"]
     os.execv(settings["jail"][0], [*settings["jail"], "--", *command])  # noqa: S606  no shell is what we want
 
 
 def _serve(settings: Mapping[str, Any]) -> None:
-    tempfile.tempdir = None
     importlib.import_module(settings["module"]).main(settings["serve"])
 
 
@@ -108,7 +101,7 @@ def _watch(child: int, settings: Mapping[str, Any]) -> str:
     max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
     num_of_jail = _NUM_OF_JAIL if settings["jail"] else 0
     while not poll.poll(_LOOK_EVERY_MS):
-        members = process_tree.descendants_outside(os.getpid(), RUNNER)
+        members = process_tree.descendants(os.getpid(), not_below=RUNNER)
         num_processes = len(members) - num_of_jail
         if num_processes > max_processes:
             return f"was killed: it had {num_processes} processes, more than {section}.max_processes={max_processes}"

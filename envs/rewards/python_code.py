@@ -74,7 +74,7 @@ class PythonCodeReward:
         if args or mode not in ("share", "all"):
             raise ValueError(f"mode={mode!r} with {sorted(args)}; it takes mode=share or mode=all, and nothing else")
         check_sandbox(context.sandbox)
-        return cls(open_sandbox(context.sandbox), context.sandbox.limits.limits(), mode)
+        return cls(open_sandbox(context.sandbox), context.sandbox.limits, mode)
 
     async def __call__(
         self,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.dataflow.errors import PenstockError
 
@@ -25,27 +27,28 @@ class SandboxUnavailableError(PenstockError):
     """The sandbox itself does not work: nothing is known about the program."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one program may use; all its processes together, unless said otherwise.
+class Limits(BaseModel):
+    """What one program may use, all its processes together, unless said otherwise.
 
     Attributes:
         wall_s: Wall-clock time, seconds.
         cpu_s: Processor time, seconds.
-        memory_bytes: Resident memory; each process may also reserve no more than this.
+        memory_mib: Resident memory, MiB; each process may also reserve no more than this.
         max_processes: Processes and threads at a time.
-        max_file_bytes: Largest single file.
-        max_disk_bytes: Size of the working directory, where the sandbox is isolated.
-        max_output_bytes: Standard output and standard error; what goes beyond ends the program.
+        max_file_mib: Largest single file, MiB.
+        max_disk_mib: Size of the working directory, where the sandbox is isolated, MiB; it is main memory.
+        max_output_kib: Standard output and standard error, KiB; what goes beyond ends the program.
     """
 
-    wall_s: float = 10.0
-    cpu_s: float = 10.0
-    memory_bytes: int = 512 << 20
-    max_processes: int = 32
-    max_file_bytes: int = 16 << 20
-    max_disk_bytes: int = 64 << 20
-    max_output_bytes: int = 64 << 10
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    wall_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    cpu_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    memory_mib: int = Field(default=512, ge=16)
+    max_processes: int = Field(default=32, ge=1)
+    max_file_mib: int = Field(default=16, ge=1)
+    max_disk_mib: int = Field(default=64, ge=1)
+    max_output_kib: int = Field(default=64, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class SandboxResult:
 
     Attributes:
         exit_code: Set if `outcome` is `exited`, else None.
-        stdout: At most `max_output_bytes`, as UTF-8 with replacement characters.
+        stdout: At most `max_output_kib`, as UTF-8 with replacement characters.
         stderr: The same.
         wall_s: How long it ran, seconds.
         detail: What exactly ended it, in a few words; empty if it exited.
@@ -142,7 +145,7 @@ def encode_job(program: Program, limits: Limits) -> dict[str, Any]:
         "argv": list(program.argv),
         "stdin": _to_text(program.stdin),
         "files": {name: _to_text(content) for name, content in program.files.items()},
-        "limits": asdict(limits),
+        "limits": limits.model_dump(),
     }
 
 
@@ -154,21 +157,11 @@ def decode_job(job: Mapping[str, Any]) -> tuple[Program, Limits]:
     """
     files = {str(name): base64.b64decode(content) for name, content in job["files"].items()}
     program = Program(job["code"], tuple(job["argv"]), base64.b64decode(job["stdin"]), files)
-    return program, Limits(**job["limits"])
-
-
-def encode_result(result: SandboxResult) -> dict[str, Any]:
-    """A result as a JSON object."""
-    return asdict(result)
-
-
-def decode_result(reply: Mapping[str, Any]) -> SandboxResult:
-    """The inverse of `encode_result`.
-
-    Raises:
-        TypeError: If it is no result.
-    """
-    return SandboxResult(**reply)
+    try:
+        return program, Limits.model_validate(job["limits"], strict=True)
+    except ValidationError as error:
+        wrong = [f"limits.{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in error.errors()]
+        raise ValueError("; ".join(wrong)) from error
 
 
 def _to_text(content: bytes) -> str:

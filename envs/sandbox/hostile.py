@@ -1,6 +1,7 @@
-"""Run the hostile programs and judge what became of them: for `penstock sandbox check` and for the tests.
+"""Run hostile programs and judge what became of them: for `penstock sandbox check`; the tests have more of them.
 
-A program is contained if it did not print `LEAK`, ended as expected and left no process behind.
+A program that gets what it must not get prints `LEAK`. It is contained if it did not, ended as expected and left no
+process behind.
 """
 
 from __future__ import annotations
@@ -12,32 +13,188 @@ import secrets
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResult, SandboxUnavailableError
-from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, LEAK, HostileCase
+from penstock.envs.sandbox.contract import Limits, Outcome, Program, Sandbox, SandboxResult, SandboxUnavailableError
 from penstock.envs.sandbox.local import Isolation, LocalSandbox
 
-_MIB = 1 << 20
-_NAP = "$NAP"
+_LEAK, _NAP = "LEAK", "$NAP"
 _AT_A_TIME = 4
 _LOOK_EVERY_S, _MAX_LOOKS, _EMPTY_LOOKS = 0.05, 40, 3
 SMALL_LIMITS = Limits(
     wall_s=3.0,
     cpu_s=5.0,
-    memory_bytes=128 * _MIB,
+    memory_mib=128,
     max_processes=16,
-    max_file_bytes=8 * _MIB,
-    max_disk_bytes=16 * _MIB,
-    max_output_bytes=64 << 10,
+    max_file_mib=8,
+    max_disk_mib=16,
+    max_output_kib=64,
 )
 """So that a check is quick and harmless."""
 _PATIENCE_S = 10.0
 """What a program has that another limit should end, seconds: a busy machine hands out memory slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostileCase:
+    """One program.
+
+    Attributes:
+        name: What it does.
+        code: Python source. `$FILE`, `$FOLDER`, `$PORT`, `$NAP` and `$HOST_PID` stand for what a trap laid out.
+        expected: Outcomes that are fine.
+        needs_isolation: Without isolation it would hurt the machine, so it is not run.
+    """
+
+    name: str
+    code: str
+    expected: tuple[Outcome, ...] = ("exited",)
+    needs_isolation: bool = False
+
+
+HOSTILE_CASES = (
+    HostileCase("endless sleep", "import time; time.sleep(1000)", ("wall_clock",)),
+    HostileCase(
+        "fork bomb",
+        """
+        import os
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                pass
+        """,
+        ("processes", "wall_clock", "cpu_time"),
+        needs_isolation=True,
+    ),
+    HostileCase(
+        "memory bomb in many processes",
+        """
+        import os, time
+        for _ in range(4):
+            if os.fork() == 0:
+                hoard = b"x" * (60 << 20)
+                time.sleep(1000)
+        time.sleep(1000)
+        """,
+        ("memory",),
+    ),
+    HostileCase(
+        "hides memory in files without a name",
+        """
+        import os
+        held = []
+        try:
+            while len(held) < 20:
+                held.append(os.memfd_create("hoard"))
+                os.write(held[-1], bytes(8 << 20))
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
+    HostileCase(
+        "fills the disk",
+        """
+        written = 0
+        try:
+            for number in range(16):
+                with open(f"f{number}", "wb") as file:
+                    written += file.write(bytes(4 << 20))
+        except OSError:
+            pass
+        if written > 20 << 20:
+            print("LEAK", written)
+        """,
+    ),
+    HostileCase("1 GB of output", "import os\nfor _ in range(1024): os.write(1, b'x' * (1 << 20))", ("output",)),
+    HostileCase("kills everyone", "import os; os.kill(-1, 9)", needs_isolation=True),
+    HostileCase(
+        "leaves a daemon",
+        """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execvp("sleep", ["sleep", "$NAP"])
+            os._exit(0)
+        time.sleep(0.3)  # until it is a program of its own
+        """,
+    ),
+    HostileCase(
+        "reads the host's environment",
+        """
+        import glob, os
+        found = [name for name in os.environ if name.startswith("PENSTOCK_")]
+        for path in glob.glob("/proc/*/environ"):
+            try:
+                found += [path] if b"PENSTOCK_" in open(path, "rb").read() else []
+            except OSError:
+                pass
+        if found:
+            print("LEAK", found)
+        """,
+    ),
+    HostileCase(
+        "reads the host's files",
+        """
+        try:
+            print("LEAK", open("$FILE").read())
+        except OSError:
+            pass
+        """,
+    ),
+    HostileCase(
+        "writes outside",
+        """
+        from pathlib import Path
+        for folder in ("$FOLDER", "/usr", "/etc", "/dev", "/proc/sys/kernel", "/"):
+            path = Path(folder) / "penstock-was-here"
+            try:
+                path.write_text("x")
+                print("LEAK", folder)
+                path.unlink()
+            except OSError:
+                pass
+        """,
+    ),
+    HostileCase(
+        "opens a socket to the host",
+        """
+        import socket
+        try:
+            socket.create_connection(("127.0.0.1", $PORT), timeout=0.5)
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
+    HostileCase(
+        "looks into its supervisor",
+        """
+        import os
+        try:
+            open(f"/proc/{os.getppid()}/mem", "r+b")
+            print("LEAK")
+        except OSError:
+            pass
+        """,
+    ),
+    HostileCase(
+        "makes a user namespace",
+        """
+        import ctypes
+        if ctypes.CDLL(None).unshare(0x10000000) == 0:
+            print("LEAK")
+        """,
+    ),
+)
+"""One for each thing that a sandbox has to keep from programs, and that depends on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +220,7 @@ class Trap:
             _NAP: self.nap_s,
             "$HOST_PID": str(os.getpid()),
         }
+        code = dedent(code)
         for name, value in values.items():
             code = code.replace(name, value)
         return code
@@ -81,31 +239,33 @@ class Verdict:
     found: str
 
 
-async def try_all(config: SandboxConfig, *, isolate: bool) -> tuple[Isolation, dict[HostileCase, Verdict]]:
-    """Run every hostile program in a sandbox, a few at a time, since most end by a time limit."""
+async def try_all(
+    config: SandboxConfig, cases: Sequence[HostileCase] = HOSTILE_CASES, *, isolate: bool
+) -> tuple[Isolation, dict[HostileCase, Verdict]]:
+    """Run hostile programs in a sandbox, a few at a time, since many end by a time limit."""
     sandbox = LocalSandbox(config.model_copy(update={"max_concurrency": _AT_A_TIME}), isolate=isolate)
     try:
         with lay_trap() as trap:
             isolation = await sandbox.start()
-            trying = (try_case(sandbox, case, trap, is_isolated=isolation.is_isolated) for case in HOSTILE_CASES)
+            trying = (try_case(sandbox, case, trap, is_isolated=isolation.is_isolated) for case in cases)
             verdicts = await asyncio.gather(*trying)
     finally:
         await sandbox.close()
-    return isolation, dict(zip(HOSTILE_CASES, verdicts, strict=True))
+    return isolation, dict(zip(cases, verdicts, strict=True))
 
 
 async def try_case(sandbox: Sandbox, case: HostileCase, trap: Trap, *, is_isolated: bool) -> Verdict:
     """Run one hostile program and judge what became of it."""
     if case.needs_isolation and not is_isolated:
         return Verdict(is_contained=None, found="not run: without isolation it would hurt this machine")
-    limits = SMALL_LIMITS if "wall_clock" in case.expected else replace(SMALL_LIMITS, wall_s=_PATIENCE_S)
+    limits = SMALL_LIMITS if "wall_clock" in case.expected else SMALL_LIMITS.model_copy(update={"wall_s": _PATIENCE_S})
     try:
         result = await sandbox.run(Program(trap.fill(case.code)), limits)
     except SandboxUnavailableError as error:
         return Verdict(is_contained=False, found=str(error))
     if _NAP in case.code and await survives(trap):
         return Verdict(is_contained=False, found="a process outlived its program")
-    leaks = LEAK in result.stdout
+    leaks = _LEAK in result.stdout
     is_contained = result.outcome in case.expected and not leaks and _is_bounded(result)
     found = f"it got what it wanted; {result.summary}" if leaks else result.summary
     return Verdict(is_contained=is_contained, found=found)
@@ -148,7 +308,7 @@ def lay_trap() -> Iterator[Trap]:
 
 def _is_bounded(result: SandboxResult) -> bool:
     """A byte that is no UTF-8 becomes a character of three."""
-    return max(len(result.stdout.encode()), len(result.stderr.encode())) <= 3 * SMALL_LIMITS.max_output_bytes
+    return max(len(result.stdout.encode()), len(result.stderr.encode())) <= 3 * SMALL_LIMITS.max_output_kib << 10
 
 
 def _command_lines() -> Iterator[bytes]:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import BinaryIO, cast, get_args
 
 from penstock.dataflow.errors import ConfigError
@@ -46,14 +46,14 @@ _GRACE_S = 5.0
 _MAX_ATTEMPTS = 2
 _BOOT = """
 import marshal, sys
-with open(0, "rb", closefd=False) as file:
-    modules = marshal.loads(file.read(int(sys.argv[2])))
+connection = open(0, "rb", closefd=False)
+modules = marshal.load(connection)
 for name, code in modules:
     sys.modules[name] = module = type(sys)(name)
     exec(code, module.__dict__)
 for name, _ in modules:
     del sys.modules[name]
-module.main(*sys.argv[3:])
+module.main(connection, *sys.argv[2:])
 """
 """What the interpreter in a jail is started with: it reads the runner's code and runs it."""
 logger = logging.getLogger(__name__)
@@ -85,24 +85,24 @@ class Jail:
 
     Args:
         config: The section `sandbox`.
-        max_disk_bytes: Size of its working directory; without isolation there is no such limit.
+        max_disk_mib: Size of its working directory, MiB; without isolation there is no such limit.
         isolate: Whether in a jail.
 
     Raises:
         OSError: If it cannot be started.
     """
 
-    def __init__(self, config: SandboxConfig, max_disk_bytes: int, *, isolate: bool) -> None:
-        self.max_disk_bytes = max_disk_bytes
+    def __init__(self, config: SandboxConfig, max_disk_mib: int, *, isolate: bool) -> None:
+        self.max_disk_mib = max_disk_mib
         self.is_isolated = isolate
         self._directory = WORK_DIR if isolate else tempfile.mkdtemp(prefix="penstock-sandbox-")
-        self._packages = os.pathsep.join(os.path.realpath(path) for path in site.getsitepackages())
+        self._writer: asyncio.StreamWriter | None = None
+        packages = os.pathsep.join(os.path.realpath(path) for path in site.getsitepackages())
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "HOME": self._directory,
                        "TMPDIR": self._directory, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
-        code = _runner_code()
         self.connection, theirs = socket.socketpair()
         runner = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _BOOT,
-                  RUNNER, str(len(code)), self._packages, str(int(isolate))]  # fmt: skip
+                  RUNNER, packages, str(int(isolate))]  # fmt: skip
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
             given: list[int] = []
@@ -111,7 +111,7 @@ class Jail:
                     stack.enter_context(_readable(content)).fileno()
                     for content in (ACCOUNTS.encode(), syscall_filter())
                 ]
-                runner = [*program_arguments(config.read_only_paths, max_disk_bytes, *given), "--", *runner]
+                runner = [*program_arguments(config.read_only_paths, max_disk_mib << 20, *given), "--", *runner]
             stack.enter_context(_ahead_of_programs())
             self._process = subprocess.Popen(
                 runner,
@@ -124,7 +124,7 @@ class Jail:
                 start_new_session=True,
             )
         with contextlib.suppress(BrokenPipeError):  # it has ended already; who waits for its first byte hears why
-            self.connection.sendall(code)
+            self.connection.sendall(_runner_code())
 
     def wait_until_ready(self) -> None:
         """Wait until it could run a program. Blocking; a start takes some tens of milliseconds.
@@ -146,20 +146,17 @@ class Jail:
         Raises:
             OSError, EOFError, TimeoutError, ValueError: If the jail fails.
         """
-        reader, writer = await asyncio.open_unix_connection(sock=self.connection)
+        reader, self._writer = await asyncio.open_unix_connection(sock=self.connection)
         results: list[SandboxResult] = []
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                if not await reader.read(1):
-                    raise OSError(self.why_it_ended())
-            for program in programs:
-                async with asyncio.timeout(limits.wall_s + _GRACE_S):
-                    writer.write(_to_frame(program, limits, is_isolated=self.is_isolated))
-                    results.append(await _read_result(reader, limits))
-                if results[-1].hit_a_limit:
-                    break
-        finally:
-            writer.close()
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            if not await reader.read(1):
+                raise OSError(self.why_it_ended())
+        for program in programs:
+            async with asyncio.timeout(limits.wall_s + _GRACE_S):
+                self._writer.write(_to_frame(program, limits, is_isolated=self.is_isolated))
+                results.append(await _read_result(reader, limits))
+            if results[-1].hit_a_limit:
+                break
         return results
 
     def why_it_ended(self) -> str:
@@ -170,22 +167,21 @@ class Jail:
         return next(reversed(said), f"it ended with exit code {self._process.wait()}, and said nothing")
 
     def end(self) -> None:
-        """Kill it with all that runs in it."""
-        self.connection.close()
+        """Kill it with all that runs in it; a call that waits for its result fails at once."""
+        if self._writer is None:
+            self.connection.close()
+        else:  # closing the socket itself would take it from the event loop, whose reader would hear of no end
+            self._writer.transport.abort()
         if self.is_isolated:
             self._process.kill()
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGSTOP)  # so that it starts no more
+            self._process.send_signal(signal.SIGSTOP)  # so that it starts no more
             process_tree.kill_descendants(self._process.pid)
             self._process.kill()
             shutil.rmtree(self._directory, ignore_errors=True)
+        self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-
-    def is_reaped(self, *, wait: bool = False) -> bool:
-        """Whether the dead has been waited for, after `end`."""
-        return (self._process.wait() if wait else self._process.poll()) is not None
 
 
 @contextlib.contextmanager
@@ -195,17 +191,14 @@ def _ahead_of_programs() -> Iterator[None]:
     The kernel counts no processes of root's, so a program that only forks ends when the runner has seen it: among
     thousands of processes it would wait for minutes for its turn. A program gives the priority up (runner.py).
     """
-    before = None
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
     if os.geteuid() == 0:
-        policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
         with contextlib.suppress(PermissionError):  # root of a container often may not: no limit but the watcher
             os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-            before = policy, parameters
     try:
         yield
     finally:
-        if before is not None:
-            os.sched_setscheduler(0, *before)
+        os.sched_setscheduler(0, *before)
 
 
 def _readable(content: bytes) -> BinaryIO:
@@ -230,18 +223,17 @@ def _to_frame(program: Program, limits: Limits, *, is_isolated: bool) -> bytes:
     if not is_isolated:  # in a jail bwrap has installed it
         with contextlib.suppress(OSError):
             bpf = syscall_filter()
-    body = marshal.dumps(
+    return marshal.dumps(
         {"code": program.code, "argv": list(program.argv), "stdin": program.stdin, "files": dict(program.files),
-         "limits": asdict(limits), "filter": bpf}
+         "limits": limits.model_dump(), "filter": bpf}
     )  # fmt: skip
-    return len(body).to_bytes(8, "big") + body
 
 
 async def _read_result(reader: asyncio.StreamReader, limits: Limits) -> SandboxResult:
     line = await reader.readuntil(b"\n")
     outcome, exit_code, wall_s, *lengths, detail = line.decode().rstrip("\n").split(" ", 5)
     num_out, num_error = map(int, lengths)
-    if outcome not in get_args(Outcome) or max(num_out, num_error) > limits.max_output_bytes:
+    if outcome not in get_args(Outcome) or max(num_out, num_error) > limits.max_output_kib << 10:
         raise ValueError(f"the runner said {line!r:.200}")
     texts = [(await reader.readexactly(length)).decode("utf-8", "replace") for length in (num_out, num_error)]
     exited = int(exit_code) if outcome == "exited" else None
@@ -251,7 +243,7 @@ async def _read_result(reader: asyncio.StreamReader, limits: Limits) -> SandboxR
 def try_isolation(config: SandboxConfig) -> Isolation:
     """Start a jail, to see what the host allows."""
     try:
-        jail = Jail(config, config.limits.limits().max_disk_bytes, isolate=True)
+        jail = Jail(config, config.limits.max_disk_mib, isolate=True)
     except OSError as error:
         return Isolation(is_isolated=False, problem=str(error))
     try:
@@ -260,19 +252,7 @@ def try_isolation(config: SandboxConfig) -> Isolation:
         return Isolation(is_isolated=False, problem=str(error))
     finally:
         jail.end()
-        jail.is_reaped(wait=True)
     return Isolation(is_isolated=True, problem="")
-
-
-def find_isolation(config: SandboxConfig) -> Isolation:
-    """Try what the host allows, and say it once if that is nothing.
-
-    Raises:
-        ConfigError: If the host allows no isolation and `allow_unisolated` is off.
-    """
-    isolation = try_isolation(config)
-    judge_isolation(isolation, config)
-    return isolation
 
 
 def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
@@ -310,12 +290,11 @@ class LocalSandbox:
 
     def __init__(self, config: SandboxConfig, *, isolate: bool = True) -> None:
         self._config = config
-        self._isolation = None if isolate else Isolation(is_isolated=False, problem="it was not asked for")
-        self._is_allowed = False
+        self._isolate = isolate
+        self._isolation: Isolation | None = None
         self._slots = asyncio.Semaphore(config.num_slots)
         self._spare: deque[Jail] = deque()
         self._busy: set[Jail] = set()
-        self._ended: list[Jail] = []
         self._most_busy = 1
         self._is_closed = False
 
@@ -329,10 +308,11 @@ class LocalSandbox:
         if self._is_closed:
             raise SandboxUnavailableError("sandbox: it has been closed")
         if self._isolation is None:
-            self._isolation = try_isolation(self._config)
-        if not self._is_allowed:
-            judge_isolation(self._isolation, self._config)
-            self._is_allowed = True
+            found = Isolation(is_isolated=False, problem="it was not asked for")
+            if self._isolate:
+                found = try_isolation(self._config)
+            judge_isolation(found, self._config)
+            self._isolation = found
         return self._isolation
 
     async def run(self, program: Program, limits: Limits) -> SandboxResult:
@@ -344,45 +324,33 @@ class LocalSandbox:
         problem = ""
         async with self._slots:
             for _ in range(_MAX_ATTEMPTS):
-                await self.start()
+                isolation = await self.start()
                 jail = None
                 try:
-                    jail = self._take(limits.max_disk_bytes)
+                    jail = self._take(limits.max_disk_mib, isolate=isolation.is_isolated)
                     return await jail.run(programs, limits)
                 except (OSError, EOFError, TimeoutError, ValueError) as error:
                     problem = f"{type(error).__name__}: {error}"
                 finally:
                     if jail is not None:
-                        self._end(jail)
+                        self._busy.discard(jail)
+                        jail.end()
         raise SandboxUnavailableError(f"sandbox: a jail failed, {_MAX_ATTEMPTS} times in a row: {problem}")
 
     async def close(self) -> None:
         """End every program that runs."""
         self._is_closed = True
         for jail in [*self._spare, *self._busy]:
-            self._end(jail)
+            jail.end()
         self._spare.clear()
-        for jail in self._ended:
-            jail.is_reaped(wait=True)
-        self._ended.clear()
 
-    def _take(self, max_disk_bytes: int) -> Jail:
+    def _take(self, max_disk_mib: int, *, isolate: bool) -> Jail:
         """A jail that has been started, most often some time ago; and start as many as may be needed next."""
-        self._ended = [jail for jail in self._ended if not jail.is_reaped()]
-        while self._spare and self._spare[0].max_disk_bytes != max_disk_bytes:
-            self._end(self._spare.popleft())
-        taken = self._spare.popleft() if self._spare else self._start_jail(max_disk_bytes)
+        while self._spare and self._spare[0].max_disk_mib != max_disk_mib:
+            self._spare.popleft().end()
+        taken = self._spare.popleft() if self._spare else Jail(self._config, max_disk_mib, isolate=isolate)
         self._busy.add(taken)
         self._most_busy = max(self._most_busy, len(self._busy))
         while len(self._spare) < self._most_busy:
-            self._spare.append(self._start_jail(max_disk_bytes))
+            self._spare.append(Jail(self._config, max_disk_mib, isolate=isolate))
         return taken
-
-    def _start_jail(self, max_disk_bytes: int) -> Jail:
-        assert self._isolation is not None
-        return Jail(self._config, max_disk_bytes, isolate=self._isolation.is_isolated)
-
-    def _end(self, jail: Jail) -> None:
-        self._busy.discard(jail)
-        jail.end()
-        self._ended.append(jail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Sandbox
-from penstock.envs.sandbox.local import LocalSandbox, find_isolation
+from penstock.envs.sandbox.local import LocalSandbox, judge_isolation, try_isolation
 from penstock.envs.sandbox.remote import RemoteSandbox
 
 
@@ -20,4 +20,4 @@ def check_sandbox(config: SandboxConfig) -> None:
         ConfigError: If the host allows no isolation and `allow_unisolated` is off.
     """
     if config.remote is None:
-        find_isolation(config)
+        judge_isolation(try_isolation(config), config)

@@ -11,7 +11,6 @@ from penstock.envs.sandbox.contract import (
     Program,
     SandboxResult,
     SandboxUnavailableError,
-    decode_result,
     encode_job,
 )
 
@@ -36,7 +35,7 @@ class RemoteSandbox:
             self._client = JsonClient(self._config, self._max_concurrency, self._headers())
         url, timeout_s = f"{self._config.url.rstrip('/')}/run", limits.wall_s + self._config.grace_s
         try:
-            return decode_result(await self._client.post(url, encode_job(program, limits), timeout_s))
+            return SandboxResult(**await self._client.post(url, encode_job(program, limits), timeout_s))
         except NoAnswerError as error:
             raise SandboxUnavailableError(
                 f"{where}: no result: {error}. Is the service up, and large enough for sandbox.max_concurrency?"

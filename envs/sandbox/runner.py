@@ -1,14 +1,14 @@
 """The first process of a jail: it runs the programs of one answer, one after the other, and ends with all they started.
 
-    python -I -S -B -c BOOT RUNNER NUM_BYTES FOLDERS MODE     its code comes over the socket (local.py)
+    python -I -S -B -c BOOT RUNNER FOLDERS MODE     its code comes over the socket (local.py)
 
 Consumes jobs from its socket, which is its standard input; waits for a program's end, its output, or a limit; is
 unblocked by the first of them, or by the socket being closed, upon which it ends. It never learns what a program ought
 to print: who judges is outside.
 
-The first byte that it writes says that it is ready. A job is eight bytes, its length, then a `marshal`ed dict. The
-answer is a line of text, `OUTCOME EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the
-streams. In a jail it is process 1: nobody in it can kill it, or, as it is not dumpable, look into it.
+The first byte that it writes says that it is ready. A job is a `marshal`ed dict. The answer is a line of text, `OUTCOME
+EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the streams. In a jail it is process 1:
+nobody in it can kill it, or, as it is not dumpable, look into it.
 
 Every check starts this module in a new interpreter, so what programs seldom need is imported where it is needed.
 """
@@ -27,7 +27,7 @@ from penstock.envs import process_tree
 
 TYPE_CHECKING = False  # that of `typing` takes as long to import as the interpreter takes to start
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any, BinaryIO, NoReturn
 
 SOURCE = "program.py"
 """What a program is called in its own traceback."""
@@ -39,13 +39,13 @@ _CHUNK = 65536
 _MAX_FILES = 4096
 _OWN_TASKS = 1
 _CANNOT_START = 127
-_PR_SET_DUMPABLE = 4
 
 
-def main(folders: str, mode: str) -> None:
+def main(connection: BinaryIO, folders: str, mode: str) -> None:
     """Serve jobs until the socket closes.
 
     Args:
+        connection: The socket, to read from.
         folders: Of installed packages, which programs may import; separated as in PATH.
         mode: `1` in a jail, `0` without isolation.
     """
@@ -55,16 +55,17 @@ def main(folders: str, mode: str) -> None:
     sys.path += folders.split(os.pathsep)
     _offer_exit()
     if is_isolated:
-        _set_dumpable(0)
+        process_tree.set_dumpable(0)
     else:
         process_tree.adopt_orphans()
     os.write(_CONNECTION, b".")
     folder = os.getcwd()
-    while (job := _receive()) is not None:
+    while (job := _receive(connection)) is not None:
         reply = _Run(job, folder, is_isolated=is_isolated).run()
         if reply is None:  # the client has left
             break
-        _send(reply)
+        with open(_CONNECTION, "wb", closefd=False) as writer:
+            writer.write(reply)
         _empty(folder)
     if not is_isolated:
         _empty(folder)
@@ -79,36 +80,12 @@ def _offer_exit() -> None:
     site.sethelper()
 
 
-def _set_dumpable(value: int) -> None:
-    """0: no process of the same user may look into this one; 1: it may, and owns its /proc entries again."""
-    import _ctypes  # `ctypes`, which is around it, takes a third of the time that the interpreter takes to start
-
-    program = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # what is loaded already
-    address = _ctypes.dlsym(program, "prctl")
-    if _ctypes.call_cdeclfunction(address, (_PR_SET_DUMPABLE, value, 0, 0, 0)) != 0:
-        raise OSError("PR_SET_DUMPABLE")
-
-
-def _receive() -> dict[str, Any] | None:
-    header = _read_exactly(8)
-    body = None if header is None else _read_exactly(int.from_bytes(header, "big"))
-    return None if body is None else marshal.loads(body)  # noqa: S302  from outside the jail, whom it can trust
-
-
-def _read_exactly(size: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < size:
-        chunk = os.read(_CONNECTION, min(size - len(found), 1 << 20))
-        if not chunk:
-            return None
-        found += chunk
-    return bytes(found)
-
-
-def _send(reply: bytes) -> None:
-    unsent = memoryview(reply)
-    while unsent:
-        unsent = unsent[os.write(_CONNECTION, unsent) :]
+def _receive(connection: BinaryIO) -> dict[str, Any] | None:
+    try:
+        job: dict[str, Any] = marshal.load(connection)  # noqa: S302  from outside the jail, whom it can trust
+    except EOFError:
+        return None
+    return job
 
 
 def _empty(folder: str) -> None:
@@ -128,9 +105,11 @@ class _Run:
     def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
+        self._max_output = self._limits["max_output_kib"] << 10
         self._folder = folder
         self._is_isolated = is_isolated
         self._output: dict[int, bytearray] = {}
+        self._open: set[int] = set()
         self._poll = select.poll()
         self._unsent = memoryview(job["stdin"])
 
@@ -142,27 +121,6 @@ class _Run:
             with open(path, "wb") as file:
                 file.write(content)
         started = time.monotonic()
-        pid, stdin, stdout, stderr = self._start()
-        ended: tuple[str, str] | None = None
-        try:
-            ended = self._watch(pid, stdin, started + self._limits["wall_s"])
-            wall_s = time.monotonic() - started
-        finally:
-            status = self._end(pid)
-        if ended is None:
-            return None
-        texts = [self._read_rest(fd) for fd in (stdout, stderr)]
-        outcome, detail = ended
-        exit_code = os.waitstatus_to_exitcode(status)
-        if outcome == "exited" and exit_code == -signal.SIGXCPU:
-            outcome, detail = "cpu_time", f"more than {_whole(self._limits['cpu_s'])} s of processor time"
-        elif outcome == "exited" and exit_code < 0:
-            outcome, detail = "killed", f"by {process_tree.signal_name(-exit_code)}"
-        line = f"{outcome} {exit_code} {wall_s:.6f} {len(texts[0])} {len(texts[1])} {detail}\n"
-        return line.encode() + b"".join(texts)
-
-    def _start(self) -> tuple[int, int, int, int]:
-        """Returns: Process id, our ends of stdin, stdout and stderr."""
         (stdin, our_stdin), (our_stdout, stdout), (our_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -172,28 +130,42 @@ class _Run:
         for fd in (our_stdin, our_stdout, our_stderr):
             os.set_blocking(fd, False)
         self._output = {our_stdout: bytearray(), our_stderr: bytearray()}
+        self._open = set(self._output)
         for fd in self._output:
             self._poll.register(fd, select.POLLIN)
         self._poll.register(_CONNECTION, select.POLLRDHUP)
-        if self._unsent:
-            self._poll.register(our_stdin, select.POLLOUT)
-        else:
-            os.close(our_stdin)
-        return pid, our_stdin, our_stdout, our_stderr
+        self._poll.register(our_stdin, select.POLLOUT)
+        try:
+            ended = self._watch(pid, our_stdin, started + self._limits["wall_s"])
+            wall_s = time.monotonic() - started
+        finally:
+            exit_code = self._end(pid)
+        if ended is None:
+            return None
+        for fd in self._output:  # what is in the pipes still, whose writers are dead
+            self._read(fd)
+            os.close(fd)
+        outcome, detail = ended
+        if outcome == "exited" and exit_code == -signal.SIGXCPU:
+            outcome, detail = "cpu_time", f"more than {_whole(self._limits['cpu_s'])} s of processor time"
+        elif outcome == "exited" and exit_code < 0:
+            outcome, detail = "killed", f"by {process_tree.signal_name(-exit_code)}"
+        texts = [bytes(found[: self._max_output]) for found in self._output.values()]
+        line = f"{outcome} {exit_code} {wall_s:.6f} {len(texts[0])} {len(texts[1])} {detail}\n"
+        return line.encode() + b"".join(texts)
 
     def _watch(self, pid: int, stdin: int, deadline: float) -> tuple[str, str] | None:
         """Wait for the end; None if the client left."""
         end = os.pidfd_open(pid)
         self._poll.register(end, select.POLLIN)
-        max_output = self._limits["max_output_bytes"]
         next_look = time.monotonic() + _LOOK_EVERY_S
         while True:
             events = dict(self._poll.poll(max(0.0, next_look - time.monotonic()) * 1000))
             now = time.monotonic()
-            for fd in [fd for fd in self._output if fd in events]:
+            for fd in self._open & events.keys():
                 self._read(fd)
-            if sum(map(len, self._output.values())) > max_output:
-                return "output", f"more than {max_output} bytes of output"
+            if sum(map(len, self._output.values())) > self._max_output:
+                return "output", f"more than {self._max_output} bytes of output"
             if end in events:
                 os.close(end)
                 return "exited", ""
@@ -215,10 +187,11 @@ class _Run:
         # First, since the proportional memory of the thousands that a fork bomb has soon takes too long to find.
         if num_tasks > limits["max_processes"]:
             return "processes", f"{num_tasks} processes and threads, more than {limits['max_processes']}"
-        if memory_bytes > limits["memory_bytes"]:  # perhaps only because shared pages count more than once
+        most = limits["memory_mib"] << 20
+        if memory_bytes > most:  # perhaps only because shared pages count more than once
             memory_bytes = process_tree.proportional_memory_bytes(members)
-            if memory_bytes > limits["memory_bytes"]:
-                return "memory", f"{memory_bytes >> 20} MiB, more than {limits['memory_bytes'] >> 20} MiB"
+            if memory_bytes > most:
+                return "memory", f"{memory_bytes >> 20} MiB, more than {limits['memory_mib']} MiB"
         if cpu_s > limits["cpu_s"]:
             return "cpu_time", f"more than {limits['cpu_s']:g} s of processor time"
         if self._is_isolated:  # each costs the kernel a KiB that neither processes nor the size of the folder show
@@ -228,24 +201,17 @@ class _Run:
         return None
 
     def _read(self, fd: int) -> None:
+        """Take what is in the pipe, until it is more than the limit allows."""
+        found = self._output[fd]
         try:
-            chunk = os.read(fd, _CHUNK)
+            while fd in self._open and len(found) <= self._max_output:
+                chunk = os.read(fd, _CHUNK)
+                found += chunk
+                if not chunk:
+                    self._open.remove(fd)
+                    self._poll.unregister(fd)
         except BlockingIOError:
             return
-        self._output[fd] += chunk
-        if not chunk:
-            self._poll.unregister(fd)
-
-    def _read_rest(self, fd: int) -> bytes:
-        """What is in the pipe, whose writers are dead, too; as much as the limit allows."""
-        found, most = self._output[fd], self._limits["max_output_bytes"]
-        try:
-            while len(found) <= most and (chunk := os.read(fd, _CHUNK)):
-                found += chunk
-        except BlockingIOError:
-            pass
-        os.close(fd)
-        return bytes(found[:most])
 
     def _feed(self, stdin: int) -> None:
         try:
@@ -259,7 +225,7 @@ class _Run:
             os.close(stdin)
 
     def _end(self, pid: int) -> int:
-        """Kill all that is left; the wait status of the program."""
+        """Kill all that is left; the exit code of the program."""
         if self._is_isolated:
             try:
                 os.kill(-1, signal.SIGKILL)  # everyone in this pid namespace but its first process
@@ -269,7 +235,7 @@ class _Run:
             process_tree.kill_descendants(os.getpid())
         _, status = os.waitpid(pid, 0)
         process_tree.reap_children()
-        return status
+        return os.waitstatus_to_exitcode(status)
 
     def _become_program(self, standard: tuple[int, int, int]) -> NoReturn:
         """In the forked process: take the standard streams and the limits of the program, and run it."""
@@ -283,16 +249,15 @@ class _Run:
             os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             _limit_resources(self._limits, is_isolated=self._is_isolated)
             if self._is_isolated:
-                _set_dumpable(1)
+                process_tree.set_dumpable(1)
             else:
                 _give_up_rights(self._job["filter"])
             if argv:
                 os.execvp(argv[0], argv)  # noqa: S606  no shell is what we want
-            _run_python(self._job["code"])
         except OSError as error:
             os.write(2, f"{argv[0] if argv else SOURCE}: {error}\n".encode())
-        finally:
             os._exit(_CANNOT_START)
+        _run_python(self._job["code"])
 
 
 def _whole(seconds: float) -> int:
@@ -304,11 +269,11 @@ def _limit_resources(limits: dict[str, Any], *, is_isolated: bool) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     cpu_s = _whole(limits["cpu_s"])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["max_file_bytes"],) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits["max_file_mib"] << 20,) * 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     with open("/proc/self/statm", "rb") as file:
         reserved = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"] + reserved,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, ((limits["memory_mib"] << 20) + reserved,) * 2)
     if (
         is_isolated
     ):  # counted per jail, and not at all where root started it; else it would count all that this user runs
@@ -332,40 +297,23 @@ def _give_up_rights(bpf: bytes | None) -> None:
 
 
 def _run_python(code: str) -> NoReturn:
-    """Run Python source as `__main__` and end with the exit code that `python program.py` would have."""
+    """Run Python source as `__main__`, and end as the interpreter does: through all callers, who must not catch it."""
     sys.argv = [SOURCE]
     sys.path.insert(0, "")
     main_module = type(sys)("__main__")
     main_module.__dict__["__loader__"] = _Source(code)
     sys.modules["__main__"] = main_module
-    exit_code = 0
     try:
         exec(compile(code, SOURCE, "exec"), main_module.__dict__)  # noqa: S102  what the sandbox is for
-        if "threading" in sys.modules:
-            threading = sys.modules["threading"]
-            for thread in threading.enumerate():
-                if thread is not threading.main_thread() and not thread.daemon:
-                    thread.join()
-    except SystemExit as leaving:
-        exit_code = _exit_code(leaving.code)
+    except SystemExit:
+        raise
     except BaseException as error:  # any program may raise anything
         import traceback
 
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace.tb_next if trace else None)
-        exit_code = 1
-    if "atexit" in sys.modules:
-        try:
-            sys.modules["atexit"]._run_exitfuncs()  # the only way to run them without tearing down the interpreter
-        except BaseException:
-            pass
-    _flush_standard_streams()
-    try:
-        _let_go_of(main_module.__dict__)
-    except BaseException:
-        pass
-    _flush_standard_streams()  # of what that has printed
-    os._exit(exit_code)
+        sys.exit(1)
+    sys.exit(0)
 
 
 class _Source:
@@ -376,31 +324,3 @@ class _Source:
 
     def get_source(self, _name: str) -> str:
         return self._code
-
-
-def _let_go_of(names: dict[str, object]) -> None:
-    """Forget a module's names as the interpreter does at its end, so that files that nobody closed are written."""
-    import gc
-
-    for name in [name for name in names if name != "__builtins__"]:
-        names[name] = None
-    gc.collect()
-
-
-def _flush_standard_streams() -> None:
-    """Those of now and those of the beginning: a program may have put others in their places."""
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        try:
-            if stream is not None:
-                stream.flush()
-        except BaseException:
-            pass
-
-
-def _exit_code(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
-    return 1

@@ -18,13 +18,7 @@ from dataclasses import asdict
 from aiohttp import hdrs, web
 
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.sandbox.contract import (
-    Limits,
-    Sandbox,
-    SandboxUnavailableError,
-    decode_job,
-    encode_result,
-)
+from penstock.envs.sandbox.contract import Limits, Sandbox, SandboxUnavailableError, decode_job
 from penstock.envs.sandbox.local import LocalSandbox
 
 _SHUTDOWN_S = 2.0
@@ -43,7 +37,7 @@ def serve(config: SandboxConfig, host: str, port: int, token: str | None) -> Non
     async def start(_: web.Application) -> None:
         await sandbox.start()
 
-    service = make_service(sandbox, config.limits.limits(), token=token)
+    service = make_service(sandbox, config.limits, token=token)
     service.on_startup.append(start)
     web.run_app(service, host=host, port=port, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, access_log=None)
 
@@ -64,14 +58,13 @@ def make_service(sandbox: Sandbox, most: Limits, *, token: str | None = None) ->
             return web.Response(status=401, text="the token is missing or wrong")
         try:
             program, limits = decode_job(await request.json())
-            limits = cut_limits(limits, most)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return web.Response(status=400, text=f"not a job: {type(error).__name__}: {error}")
         try:
-            result = await sandbox.run(program, limits)
+            result = await sandbox.run(program, cut_limits(limits, most))
         except SandboxUnavailableError as error:
             return web.Response(status=503, text=str(error))
-        return web.json_response(encode_result(result))
+        return web.json_response(asdict(result))
 
     async def health(_: web.Request) -> web.Response:
         return web.json_response({"ok": True})
@@ -86,14 +79,5 @@ def make_service(sandbox: Sandbox, most: Limits, *, token: str | None = None) ->
 
 
 def cut_limits(limits: Limits, most: Limits) -> Limits:
-    """The smaller of each.
-
-    Raises:
-        ValueError: If one is no positive number, or no integer where it counts something.
-    """
-    allowed, ordinary = asdict(most), asdict(Limits())
-    for name, value in asdict(limits).items():
-        kinds = (int, float) if isinstance(ordinary[name], float) else (int,)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:  # NaN is not
-            raise ValueError(f"limits.{name}={value!r} is no positive {kinds[-1].__name__}")
-    return Limits(**{name: min(value, allowed[name]) for name, value in asdict(limits).items()})
+    """The smaller of each."""
+    return Limits(**{name: min(value, getattr(most, name)) for name, value in limits})

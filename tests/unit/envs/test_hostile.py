@@ -24,13 +24,13 @@ from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
-from penstock.envs.sandbox.hostile import Trap, Verdict, lay_trap, survives, try_all
-from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES, HostileCase
+from penstock.envs.sandbox.hostile import HostileCase, Trap, Verdict, lay_trap, survives, try_all
 from penstock.envs.sandbox.local import Isolation, LocalSandbox
 from penstock.envs.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct, says
 from tests.hostile_play import EPISODES, REWARDS, STRICT, Played, no_process_left, play_steps_and_tools
+from tests.hostile_programs import PROGRAMS
 from tests.hostile_reaches import REACHES, lay_outside
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=2)
@@ -59,13 +59,13 @@ def outside() -> Iterator[dict[str, Any]]:
     params=["isolated", pytest.param("unisolated", marks=pytest.mark.full)], loop_scope="module", scope="module"
 )
 async def verdicts(request: pytest.FixtureRequest) -> tuple[Isolation, dict[HostileCase, Verdict]]:
-    isolation, found = await try_all(CONFIG, isolate=request.param == "isolated")
+    isolation, found = await try_all(CONFIG, PROGRAMS, isolate=request.param == "isolated")
     if request.param == "isolated" and not isolation.is_isolated:
         pytest.skip(f"this host allows no isolation: {isolation.problem}")
     return isolation, found
 
 
-@pytest.mark.parametrize("case", HOSTILE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.name)
 def test_a_hostile_program_is_contained(
     verdicts: tuple[Isolation, dict[HostileCase, Verdict]], case: HostileCase
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_hostile_program_is_contained_that_a_user_runs() -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["isolation"] == "namespaces"
     assert {name: found for name, (is_contained, found) in said["verdicts"].items() if not is_contained} == {}
-    assert len(said["verdicts"]) == len(HOSTILE_CASES)
+    assert len(said["verdicts"]) == len(PROGRAMS) == 28
 
 
 @pytest_asyncio.fixture(params=["isolated", pytest.param("unisolated", marks=pytest.mark.full)], loop_scope="module")
@@ -269,8 +269,9 @@ import asyncio, json
 from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.hostile import try_all
+from tests.hostile_programs import PROGRAMS
 
-isolation, verdicts = asyncio.run(try_all(SandboxConfig(), isolate=True))
+isolation, verdicts = asyncio.run(try_all(SandboxConfig(), PROGRAMS, isolate=True))
 found = {case.name: (verdict.is_contained, verdict.found) for case, verdict in verdicts.items()}
 print(json.dumps({"isolation": str(isolation), "verdicts": found}))
 """

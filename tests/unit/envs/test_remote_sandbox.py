@@ -105,7 +105,7 @@ async def test_the_service_refuses_nonsense_and_cuts_limits() -> None:
                 assert "not a job" in await response.text()
         job = encode_job(Program("print(1)"), Limits())
         for name, value in (("wall_s", math.nan), ("wall_s", 0), ("cpu_s", "1"), ("max_processes", -1),
-                            ("memory_bytes", 1.5), ("max_file_bytes", math.inf), ("max_processes", True)):  # fmt: skip
+                            ("memory_mib", 16.5), ("max_file_mib", math.inf), ("max_processes", True)):  # fmt: skip
             body = {**job, "limits": {**job["limits"], name: value}}
             async with session.post(server.make_url("/run"), json=body) as response:
                 assert response.status == 400, (name, value)

@@ -19,13 +19,13 @@ from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
 from penstock.envs.rewards import formats
 from penstock.envs.rewards.python_code import PythonCodeReward, last_code_block
-from penstock.envs.sandbox.config import LimitsConfig, SandboxConfig
+from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResult
 from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
 from tests.answers import answered
 
-SANDBOX = SandboxConfig(allow_unisolated=True, limits=LimitsConfig(wall_s=3.0))
+SANDBOX = SandboxConfig(allow_unisolated=True, limits=Limits(wall_s=3.0))
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(1, 1) == 3"]
 
@@ -115,7 +115,7 @@ for _ in range(8):
 time.sleep(0.6)
 ```"""
     fn = "penstock.envs.rewards.python_code:PythonCodeReward"
-    sandbox = SANDBOX.model_copy(update={"limits": LimitsConfig(wall_s=20.0)})
+    sandbox = SANDBOX.model_copy(update={"limits": Limits(wall_s=20.0)})
     config = RewardConfig(fn=fn, max_processes=6, max_memory_gib=0.25, timeout_s=60)
     runner = RewardRunner(config, sandbox)
     try:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 
@@ -25,7 +24,7 @@ from penstock.envs import process_tree
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.sandbox import runner
 from penstock.envs.sandbox.bubblewrap import find_bwrap
-from penstock.envs.sandbox.config import LimitsConfig, RemoteConfig, SandboxConfig
+from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import (
     Limits,
     Program,
@@ -41,7 +40,9 @@ from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.envs.sandbox.service import make_service
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=4)
-LIMITS = Limits(wall_s=10.0, memory_bytes=256 << 20)
+LIMITS = Limits(wall_s=10.0, memory_mib=256)
+SOON_S = 20.0
+"""Far below the time limit of a program that is ended by something else, and enough for a busy machine."""
 
 
 ISOLATION = try_isolation(SandboxConfig())
@@ -205,6 +206,27 @@ async def test_a_cancelled_run_ends_its_program_and_frees_its_place() -> None:
     await sandbox.close()
 
 
+@pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
+async def test_a_runner_that_root_started_is_scheduled_before_the_programs_that_it_watches(isolate: bool) -> None:
+    before = os.sched_getscheduler(0)
+    if os.geteuid() != 0:
+        pytest.skip("not root: the kernel itself counts a user's processes (RLIMIT_NPROC)")
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError as error:
+        pytest.skip(f"this root has no CAP_SYS_NICE: {error}")
+    os.sched_setscheduler(0, before, os.sched_param(0))
+    sandbox = LocalSandbox(CONFIG, isolate=isolate)
+    result = await run(sandbox, "import os; print(os.sched_getscheduler(0), os.sched_getparam(0).sched_priority)")
+    assert result.stdout == f"{os.SCHED_OTHER} 0\n"
+    spare = sandbox._spare[0]
+    await asyncio.to_thread(spare.wait_until_ready)
+    runners = [spare._process.pid, *process_tree.descendants(spare._process.pid)]
+    assert [os.sched_getscheduler(pid) for pid in runners] == [os.SCHED_RR] * len(runners)
+    assert os.sched_getscheduler(0) == before
+    await sandbox.close()
+
+
 async def test_closing_ends_what_runs(sandbox: Sandbox) -> None:
     if isinstance(sandbox, RemoteSandbox):
         pytest.skip("a client does not end the service's programs: the closed connection does, as in the test above")
@@ -214,7 +236,7 @@ async def test_closing_ends_what_runs(sandbox: Sandbox) -> None:
     await sandbox.close()
     await until(lambda: nap not in processes())
     with pytest.raises(SandboxUnavailableError):
-        await running
+        await asyncio.wait_for(running, SOON_S)
 
 
 @pytest.mark.parametrize("isolate", [pytest.param(True, marks=needs_isolation), False])
@@ -335,11 +357,22 @@ def test_a_program_is_source_or_a_command() -> None:
             Program(**wrong)
 
 
-def test_the_configuration_is_in_the_units_it_says_and_chooses_the_sandbox() -> None:
-    limits = LimitsConfig(memory_mib=20, max_file_mib=2, max_disk_mib=3, max_output_kib=4).limits()
-    assert (limits.memory_bytes, limits.max_file_bytes, limits.max_disk_bytes, limits.max_output_bytes) == (
-        20971520, 2097152, 3145728, 4096,
-    )  # fmt: skip
+async def test_limits_are_in_the_units_that_they_say(sandbox: Sandbox) -> None:
+    limits = Limits(memory_mib=20, max_file_mib=2, max_disk_mib=3, max_output_kib=4)
+    code = """
+    import os, resource
+    file_bytes, reserved_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
+    folder = os.statvfs(".")
+    print(file_bytes, 20 << 20 < reserved_bytes < 1 << 30, folder.f_blocks * folder.f_frsize)
+    """
+    said = (await sandbox.run(Program(dedent(code)), limits)).stdout.split()
+    assert said[:2] == ["2097152", "True"]
+    assert said[2] == "3145728" or not ISOLATION.is_isolated or getattr(sandbox, "_isolate", True) is False
+    result = await sandbox.run(Program("print('x' * 4097)"), limits)
+    assert (result.outcome, result.detail, len(result.stdout)) == ("output", "more than 4096 bytes of output", 4096)
+
+
+def test_the_configuration_chooses_the_sandbox() -> None:
     assert isinstance(open_sandbox(SandboxConfig()), LocalSandbox)
     assert isinstance(open_sandbox(SandboxConfig(remote=RemoteConfig(url="http://x"))), RemoteSandbox)
 
@@ -395,7 +428,7 @@ asyncio.run(main())
 
 def test_too_many_processes_are_found_before_their_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of the thousands which a fork bomb has soon takes longer than the bomb needs to fill the machine."""
-    limits = asdict(Limits())
+    limits = Limits().model_dump()
     job = {"limits": limits, "stdin": b""}
     monkeypatch.setattr(process_tree, "measure", lambda members: (1 + limits["max_processes"], 0.0, 1 << 60))
     monkeypatch.setattr(process_tree, "proportional_memory_bytes", lambda members: pytest.fail("it was measured"))

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program, SandboxUnavailableError
-from penstock.envs.sandbox.hostile_cases import HOSTILE_CASES
+from penstock.envs.sandbox.hostile import HOSTILE_CASES
 from penstock.envs.sandbox.local import Isolation, try_isolation
 from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.platform.cli_sandbox import run_sandbox_check
