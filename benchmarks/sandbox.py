@@ -3,8 +3,9 @@
     python benchmarks/sandbox.py [--rounds 7] [--checks 300] [--trajectories 2000]
 
 Checks per second: `--checks` programs `assert 1 + 1 == 2` through `LocalSandbox.run`, as many at a time as there are
-cores, in rounds, each in a jail of its own that was started ahead. Compared with a new `python -I` for each, without
-isolation and with the same concurrency: what one would do without a sandbox.
+cores, in rounds, each in a jail of its own that was started ahead; then programs that import json, math, random and re.
+Compared with a new `python -I` for each, without isolation and with the same concurrency: what one would do without a
+sandbox.
 
 Overhead per trajectory: a function that returns 1.0 and a trajectory of 512 tokens, one after the other (the latency of
 one call) and all at once (the cost of one among many). Through `RewardRunner` it is the worker's path: pickle, socket,
@@ -37,6 +38,7 @@ from penstock.envs.sandbox.local import LocalSandbox
 from penstock.envs.scoring import RewardRunner
 
 CHECK = "assert 1 + 1 == 2"
+IMPORTS = "import json, math, random, re"
 NUM_TOKENS = 512
 
 
@@ -66,12 +68,12 @@ async def checks_per_s(num_checks: int, run: Callable[[], Awaitable[None]]) -> f
     return num_checks / (time.perf_counter() - started)
 
 
-async def measure_checks(rounds: int, num_checks: int, *, isolate: bool) -> tuple[str, list[float]]:
+async def measure_checks(rounds: int, num_checks: int, code: str, *, isolate: bool) -> tuple[str, list[float]]:
     sandbox = LocalSandbox(SandboxConfig(allow_unisolated=True), isolate=isolate)
     found = await sandbox.start()
 
     async def run() -> None:
-        result = await sandbox.run(Program(CHECK), Limits())
+        result = await sandbox.run(Program(code), Limits())
         assert result.is_ok, result
 
     await checks_per_s(20, run)
@@ -124,9 +126,9 @@ def main() -> None:
     arguments = parser.parse_args()
     sys.path.append(str(Path(__file__).parent))  # for the processes that import `sandbox:one`
     print(*provenance(), f"load before: {os.getloadavg()[0]:.1f}", sep="\n")
-    for isolate in (True, False):
-        found, rates = asyncio.run(measure_checks(arguments.rounds, arguments.checks, isolate=isolate))
-        print(line(f"checks, isolation: {found}", rates, "1/s"))
+    for what, code, isolate in (("", CHECK, True), (" with imports", IMPORTS, True), ("", CHECK, False)):
+        found, rates = asyncio.run(measure_checks(arguments.rounds, arguments.checks, code, isolate=isolate))
+        print(line(f"checks{what}, isolation: {found}", rates, "1/s"))
     cold = asyncio.run(measure_cold(arguments.rounds, max(arguments.checks // 6, 1)))
     print(line("checks, a new python -I each, no isolation", cold, "1/s"))
     single, many = asyncio.run(measure_rewards(arguments.rounds, arguments.trajectories))
