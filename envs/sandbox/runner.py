@@ -16,6 +16,7 @@ Every check starts this module in a new interpreter, so what programs seldom nee
 from __future__ import annotations
 
 import _signal as signal  # see process_tree.py
+import gc
 import marshal
 import os
 import resource
@@ -58,6 +59,8 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
         process_tree.set_dumpable(0)
     else:
         process_tree.adopt_orphans()
+    # What is there before a program is not searched for garbage when it ends: that took 2 of 6 ms of a short one.
+    gc.freeze()
     os.write(_CONNECTION, b".")
     folder = os.getcwd()
     while (job := _receive(connection)) is not None:
