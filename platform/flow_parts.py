@@ -12,8 +12,7 @@ from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
-from penstock.platform.config.dataflow import FilterConfig
-from penstock.platform.config.schema import RunConfig
+from penstock.platform.config.schema import FilterConfig, RunConfig
 
 PAYLOAD_BYTES_PER_TOKEN = 16
 """Of a trajectory in the store: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from penstock.platform.config.field_errors import all_paths, locate
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.config.schema_tree import all_paths, locate
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("actors", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")

@@ -14,39 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.platform.config.checks_algorithm import (
-    check_algorithm,
-    check_algorithm_bias,
-    check_algorithm_flow,
-    check_algorithm_limits,
-    check_algorithm_parallel,
-    check_critic,
-    check_partner,
-    check_teacher,
-)
-from penstock.platform.config.checks_cluster import check_cluster, check_pools
-from penstock.platform.config.checks_flow import (
-    check_expiry,
-    check_gang,
-    check_hooks,
-    check_live_memory,
-    check_pass_rate,
-    check_streaming,
-    check_streams,
-    check_surplus,
-)
-from penstock.platform.config.checks_trainer import (
-    check_lora_reference,
+    ALGORITHM_CHECKS,
     check_no_lora,
     check_trainer,
     split_models,
     unequal_work,
 )
+from penstock.platform.config.checks_cluster import check_cluster, check_pools
+from penstock.platform.config.checks_flow import FLOW_CHECKS
 from penstock.platform.config.checks_without_effect import check_without_effect
-from penstock.platform.config.findings import Command, Finding, error, warning
+from penstock.platform.config.findings import Command, Finding, error
 from penstock.platform.config.schema import RunConfig
 
 Check = Callable[[RunConfig], Iterator[Finding]]
-_MAX_WAVES = 8
 
 
 def check_config(config: RunConfig, command: Command) -> list[Finding]:
@@ -115,17 +95,6 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
     yield from split_models(trainer, "pairs", "a pair is compared by one rank that sees all of it")
 
 
-def check_batch(config: RunConfig) -> Iterator[Finding]:
-    """Ranks get equal work; a group can lose members and still be trained."""
-    flow = config.dataflow
-    yield from unequal_work("dataflow.batch_groups", flow.batch_groups, config.trainer)
-    if flow.min_group_size > flow.group_size:
-        yield error(
-            f"dataflow.min_group_size={flow.min_group_size} is above group_size={flow.group_size}: no group could "
-            f"ever be trained and the run would wait for ever. Use 2..{flow.group_size}."
-        )
-
-
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
     """Room for an answer."""
     sampling, context = config.rollout.sampling, config.model.max_context_tokens
@@ -137,32 +106,10 @@ def check_sampling(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_flow(config: RunConfig) -> Iterator[Finding]:
-    """Settings that work but hurt."""
-    flow, rollout = config.dataflow, config.rollout
-    live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size
-    slots = rollout.num_engines * rollout.engine.max_num_seqs
-    if live > _MAX_WAVES * slots:
-        yield warning(
-            f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
-            f"the engines decode {slots} at once: most of their staleness is spent in a queue. Raise "
-            "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness."
-        )
-    if flow.batch_timeout_s <= rollout.request_timeout_s:
-        yield warning(
-            f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="
-            f"{rollout.request_timeout_s:g}: the run would stop before a lost engine is noticed and its work "
-            f"retried. Use more than {rollout.request_timeout_s:g}."
-        )
-
-
 _CHECKS: dict[Command, tuple[Check, ...]] = {
     "train": (
-        check_model, check_has_policy, check_batch, check_trainer, check_sampling, check_flow,
-        check_live_memory, check_surplus, check_gang, check_streaming, check_expiry, check_hooks, check_streams,
-        check_pass_rate,
-        check_algorithm, check_algorithm_flow, check_algorithm_parallel, check_algorithm_limits, check_critic,
-        check_teacher, check_algorithm_bias, check_without_effect, check_lora_reference, check_partner,
+        check_model, check_has_policy, check_sampling, check_trainer, *FLOW_CHECKS, *ALGORITHM_CHECKS,
+        check_without_effect,
     ),
     "sft": (check_model, check_sft_section, check_trainer),
     "rm": (check_model, check_has_policy, check_preference_section, check_trainer, check_no_lora),

@@ -1,4 +1,4 @@
-"""Cross-field checks of roles against pools: devices, slots and estimated memory."""
+"""Cross-field checks of roles against pools: devices, slots, estimated memory, and how weights travel between them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from math import ceil
 
-from penstock.platform.config.checks_weights import check_weights
-from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.platform.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement
+from penstock.platform.transports import GROUP_WAYS, way_of
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 
 _MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
@@ -182,6 +182,79 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
             f"rollout.engine.tensor_parallel_size={tp_size} does not divide {' and '.join(uneven)} of model.shape: "
             "vLLM cannot split the model so. Use a number of devices that divides them.",
             "rollout.engine",
+        )
+
+
+def check_weights(config: RunConfig) -> Iterator[Finding]:
+    """How versions travel, and how engines take them: few checks, since `weights.transport` decides most."""
+    weights, cluster, tp_size = config.weights, config.cluster, config.rollout.engine.tensor_parallel_size
+    way, mode = way_of(config), weights.update_mode
+    devices = {cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool)}
+    drains, streams = mode in ("drain", "multi_version"), weights.staging == "bucket"
+    if drains and cluster.colocated:
+        yield error(
+            f"weights.update_mode={mode} with cluster.colocated=true: the engines sleep while the trainer computes, so "
+            "at a publish no request runs that could be drained, and no engine may serve meanwhile. Use "
+            "weights.update_mode=keep_kv."
+        )
+    if mode == "multi_version" and config.rollout.num_engines < 2:
+        yield error(
+            f"weights.update_mode=multi_version with rollout.num_engines={config.rollout.num_engines}: while one "
+            "engine is updated the others serve, and there are none. Use 2 or more engines, or "
+            "weights.update_mode=drain."
+        )
+    if weights.overlap and drains:
+        yield error(
+            f"weights.overlap=true with weights.update_mode={mode}: requests that start wait for the first engine to "
+            "have the version, which would be until its requests have ended, and its slots would stand empty. Use "
+            "keep_kv or recompute_kv."
+        )
+    if weights.overlap and cluster.colocated:
+        yield error(
+            "weights.overlap=true with cluster.colocated=true: the engines sleep while the trainer computes. Use "
+            "weights.overlap=false."
+        )
+    if weights.overlap and streams:
+        yield error(
+            "weights.staging=bucket with weights.overlap=true: engines stand still while a version comes, and the "
+            "trainer would no longer have it. Use weights.staging=shard, or weights.overlap=false."
+        )
+    if weights.codec != "full" and streams:
+        yield error(
+            f"weights.staging=bucket with weights.codec={weights.codec}: a difference needs the version before, which "
+            "a broken stream has written over. Use weights.staging=shard, or weights.codec=full."
+        )
+    if mode == "multi_version" and way == "live_parameters":
+        yield error(
+            "weights.staging=bucket with weights.update_mode=multi_version: by a process group a version comes to all "
+            "engines at once, and none would serve meanwhile. Use weights.staging=shard, or another "
+            "weights.update_mode."
+        )
+    if weights.transport == "cuda_ipc" and streams:
+        yield error(
+            "weights.transport=cuda_ipc with weights.staging=bucket: its slots are second shards. Use "
+            "weights.staging=shard, or weights.transport=auto."
+        )
+    if weights.transport == "cuda_ipc" and len(devices) > 1:
+        yield error(
+            f"weights.transport=cuda_ipc with cluster.trainer_pool={cluster.trainer_pool}: trainer and engines are on "
+            "pools of different devices. Use weights.transport=auto.",
+            "cluster",
+        )
+    if weights.codec == "int8_delta" and tp_size > 1:
+        yield error(
+            f"weights.codec=int8_delta with rollout.engine.tensor_parallel_size={tp_size}: it rounds for each device "
+            "on its own, so parameters that all devices hold would differ between them. Use delta."
+        )
+    if weights.transport == "gather" and tp_size > 1:
+        yield error(
+            f"weights.transport=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be "
+            "compared with what each of the ranks holds of them. Use weights.transport=auto."
+        )
+    if weights.codec != "full" and way not in GROUP_WAYS:
+        yield warning(
+            f"weights.codec={weights.codec} has no effect with weights.transport={weights.transport} and "
+            f"cluster.address={cluster.address}: only a process group uses it, and versions go by {way}."
         )
 
 

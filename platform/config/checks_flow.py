@@ -11,6 +11,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import stream_violations
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
+from penstock.platform.config.checks_algorithm import cannot_divide, unequal_work
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.flow_parts import PAYLOAD_BYTES_PER_TOKEN, max_live_trajectories
@@ -19,64 +20,93 @@ from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
 """η -> trained ÷ population length and share of the longest percent kept under `drop` (docs/concepts/policies.md)."""
+_MAX_WAVES = 8
 
 
-def check_live_memory(config: RunConfig) -> Iterator[Finding]:
-    """A whole batch must fit in what is reserved for live groups."""
-    flow, room = config.dataflow, max_live_trajectories(config)
-    needed = flow.batch_groups * flow.group_size
+def check_dataflow(config: RunConfig) -> Iterator[Finding]:
+    """A batch can be complete, a group be kept; surplus and streaming go with the rest; a bias is named."""
+    flow, trainer, size = config.dataflow, config.trainer, config.dataflow.group_size
+    yield from unequal_work("dataflow.batch_groups", flow.batch_groups, trainer)
+    if flow.min_group_size > size:
+        yield error(
+            f"dataflow.min_group_size={flow.min_group_size} is above group_size={size}: no group could ever be trained "
+            f"and the run would wait for ever. Use 2..{size}."
+        )
+    room, needed = max_live_trajectories(config), flow.batch_groups * size
     if room is not None and room < needed:
         gib = 1.01 * needed * config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN / 2**30
         yield error(
             f"dataflow.max_live_gib={flow.max_live_gib:g} has room for {room} trajectories of "
-            f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}: it could never be "
-            f"complete and the run would wait for ever. Use at least {gib:.3g}.",
-            "dataflow.batch_groups",
-            "dataflow.group_size",
+            f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}, batch_groups="
+            f"{flow.batch_groups} x group_size={size}: it could never be complete and the run would wait for ever. Use "
+            f"at least {gib:.3g}."
         )
-
-
-def check_surplus(config: RunConfig) -> Iterator[Finding]:
-    """Redundant groups are given up one by one, and only while a batch waits for them."""
-    flow = config.dataflow
-    if not flow.surplus:
-        return
-    if flow.gang:
+    lowest, highest = flow.filters.pass_rate or (0.0, 1.0)
+    if not any(0 <= lowest <= num / size <= highest <= 1 for num in range(size + 1)):
+        yield error(
+            f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
+            "share of passing members, so every group would be filtered. Use a wider range within [0, 1]."
+        )
+    # Redundant groups are given up one by one, and only while a batch waits for them.
+    if flow.surplus and flow.gang:
         yield error(
             f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its "
             "slowest member ends, so redundant gangs take the slots that they should free. Use one of the two."
         )
-    if flow.on_expiry is not ExpiryPolicy.WAIT:
+    if flow.surplus and flow.on_expiry is not ExpiryPolicy.WAIT:
         yield error(
             f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are given up "
             "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0."
         )
-    yield warning(
-        f"dataflow.surplus={flow.surplus}: stragglers are given up, so answers that are trained are shorter than those "
-        "that are sampled. Watch length/trained_share; surplus=0 is unbiased."
-    )
-
-
-def check_streaming(config: RunConfig) -> Iterator[Finding]:
-    """A batch that is trained before it is complete: its groups are chosen for good, one by one."""
-    flow, trainer = config.dataflow, config.trainer
-    if not flow.stream_micro_batches:
-        return
     if flow.surplus:
+        yield warning(
+            f"dataflow.surplus={flow.surplus}: stragglers are given up, so answers that are trained are shorter than "
+            "those that are sampled. Watch length/trained_share; surplus=0 is unbiased."
+        )
+    if flow.on_expiry is ExpiryPolicy.DROP:
+        measured = max(eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1))
+        length, longest = DROP_BIAS[measured]
+        yield warning(
+            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes too long. "
+            f"Trained answers had {length:.2f} of the mean length of sampled ones, and {longest:.2f} of the longest "
+            f"percent, at max_staleness={measured} in simulation (docs/concepts/policies.md; metric "
+            "length/trained_share). on_expiry=wait is unbiased."
+        )
+    # The groups of a streamed batch are chosen for good, one by one.
+    if flow.stream_micro_batches and flow.surplus:
         yield error(
             f"dataflow.stream_micro_batches=true with dataflow.surplus={flow.surplus}: redundant groups are given up "
             "when a batch closes, and a streamed batch has trained most of its groups by then. Use one of the two."
         )
-    if config.cluster.colocated:
+    if flow.stream_micro_batches and config.cluster.colocated:
         yield error(
             "dataflow.stream_micro_batches=true with cluster.colocated=true: trainer and engines take turns on their "
             "devices, so nothing is generated while the trainer computes. Use one of the two."
         )
-    if trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32":
+    if flow.stream_micro_batches and cannot_divide(config):
         yield error(
             f"dataflow.stream_micro_batches=true with trainer.zero_stage={trainer.zero_stage} in "
             f"model.dtype={config.model.dtype}: the gradient is divided by the size of the batch at its end, and "
             "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
+        )
+
+
+def check_pace(config: RunConfig) -> Iterator[Finding]:
+    """Settings that work but hurt."""
+    flow, rollout = config.dataflow, config.rollout
+    live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size
+    slots = rollout.num_engines * rollout.engine.max_num_seqs
+    if live > _MAX_WAVES * slots:
+        yield warning(
+            f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
+            f"the engines decode {slots} at once: most of their staleness is spent in a queue. Raise "
+            "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness."
+        )
+    if flow.batch_timeout_s <= rollout.request_timeout_s:
+        yield warning(
+            f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="
+            f"{rollout.request_timeout_s:g}: the run would stop before a lost engine is noticed and its work "
+            f"retried. Use more than {rollout.request_timeout_s:g}."
         )
 
 
@@ -113,20 +143,6 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def check_expiry(config: RunConfig) -> Iterator[Finding]:
-    """`drop` is biased, and says so."""
-    flow = config.dataflow
-    if flow.on_expiry is ExpiryPolicy.DROP:
-        measured = max(eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1))
-        length, longest = DROP_BIAS[measured]
-        yield warning(
-            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes too long. "
-            f"Trained answers had {length:.2f} of the mean length of sampled ones, and {longest:.2f} of the longest "
-            f"percent, at max_staleness={measured} in simulation (docs/concepts/policies.md; metric "
-            "length/trained_share). on_expiry=wait is unbiased."
-        )
-
-
 def check_hooks(config: RunConfig) -> Iterator[Finding]:
     """What is named by import path resolves and has the method that is called."""
     flow, env = config.dataflow, config.env
@@ -149,19 +165,6 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
             yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.")
 
 
-def check_pass_rate(config: RunConfig) -> Iterator[Finding]:
-    """A range of shares that some group can lie in."""
-    wanted, size = config.dataflow.filters.pass_rate, config.dataflow.group_size
-    if wanted is None:
-        return
-    lowest, highest = wanted
-    if not any(0 <= lowest <= num / size <= highest <= 1 for num in range(size + 1)):
-        yield error(
-            f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
-            "share of passing members, so every group would be filtered. Use a wider range within [0, 1]."
-        )
-
-
 def check_streams(config: RunConfig) -> Iterator[Finding]:
     """Every stream loads, and their quotas can fill the window."""
     if not config.env.streams:
@@ -180,3 +183,6 @@ def check_streams(config: RunConfig) -> Iterator[Finding]:
             f"env.curriculum={config.env.curriculum} with gates in env.streams: both say which stream is admitted. "
             "Use one of the two."
         )
+
+
+FLOW_CHECKS = (check_dataflow, check_pace, check_gang, check_hooks, check_streams)

@@ -23,11 +23,10 @@ from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.checks import check_config
-from penstock.platform.config.field_errors import describe_errors, nearest_choice
+from penstock.platform.config.field_errors import describe_errors, locate, nearest_choice, nearest_key
 from penstock.platform.config.findings import Command, Finding
 from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups, shadowed_files, sort_overrides
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.config.schema_tree import locate, nearest_key
 
 Raw = dict[str, Any]
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)

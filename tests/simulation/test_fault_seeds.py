@@ -8,7 +8,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from penstock.platform.config.dataflow import DataflowConfig
+from penstock.platform.config.schema import DataflowConfig
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds

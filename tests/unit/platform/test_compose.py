@@ -9,11 +9,10 @@ import yaml
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.compose import compose_config, to_yaml
-from penstock.platform.config.field_errors import REMOVED
+from penstock.platform.config.field_errors import REMOVED, all_paths
 from penstock.platform.config.findings import Command
 from penstock.platform.config.overrides import CONF_DIR, find_groups, sort_overrides
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.config.schema_tree import all_paths
 from tests.composed_once import compose_choices_once, compose_every_time
 
 COMMANDS: dict[str, Command] = {"arithmetic_sft": "sft", "arithmetic_rlhf_sft": "sft", "text_sft": "sft"}

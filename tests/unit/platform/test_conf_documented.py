@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from penstock.envs.config import EpisodeConfig, RewardConfig
+from penstock.platform.config.field_errors import all_paths
 from penstock.platform.config.overrides import CONF_DIR
-from penstock.platform.config.schema_tree import all_paths
 
 FILES = sorted(CONF_DIR.rglob("*.yaml"))
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):(?P<rest>.*)$")

@@ -15,7 +15,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import LengthLimits, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform import flow as shipping
-from penstock.platform.config.dataflow import FilterConfig
+from penstock.platform.config.schema import FilterConfig
 from penstock.platform.flow import Flow
 from penstock.platform.flow_parts import make_filters
 from tests.fakes import FakeEngine, FakeRewards
