@@ -188,7 +188,7 @@ async def connected(
 def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
     """The figures that the run is judged by."""
     counts = run.counts()
-    first, last = first_and_last_mean([value for _, value in hub.series("reward/mean")])
+    first, last = first_and_last_mean(hub.rewards)
     evaluations = run.evaluations
     before = next((one for one in evaluations if one.step == 0), None)
     after = next((one for one in evaluations if one.step == run.version > 0 and status == "completed"), None)

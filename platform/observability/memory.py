@@ -37,7 +37,6 @@ class MemorySampler:
         self._read_total = read_total or self._sum_pss
         self._known: dict[_ProcessKey, psutil.Process] = {}
         self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._latest_bytes = 0
         self._peak_bytes = 0
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
@@ -45,14 +44,12 @@ class MemorySampler:
     @property
     def latest_gib(self) -> float:
         """The last sample, GiB (`memory/pss_gib`)."""
-        with self._lock:
-            return self._latest_bytes / _GIB
+        return self._latest_bytes / _GIB
 
     @property
     def peak_gib(self) -> float:
         """The largest sample so far, GiB."""
-        with self._lock:
-            return self._peak_bytes / _GIB
+        return self._peak_bytes / _GIB
 
     def start(self) -> None:
         """Start sampling."""
@@ -68,9 +65,8 @@ class MemorySampler:
     def sample(self) -> float:
         """Take one sample now and return it, GiB."""
         total = self._read_total()
-        with self._lock:
-            self._latest_bytes = total
-            self._peak_bytes = max(self._peak_bytes, total)
+        self._latest_bytes = total
+        self._peak_bytes = max(self._peak_bytes, total)
         return total / _GIB
 
     def _run(self) -> None:

@@ -89,8 +89,8 @@ def render(record: RunRecord) -> str:
         missing=record.missing,
         figures=_headline(record),
         facts=facts,
-        sections={title: _marked(charts) for title, charts in sections.items() if charts},
-        health=_marked(health_charts(record)),
+        sections={title: charts for title, charts in sections.items() if charts},
+        health=health_charts(record),
         waits=_wait_bars(record),
         ledger=_ledger(record),
         legend=[(f"{lag}" if lag < len(STALENESS_COLORS) - 1 else f"≥ {lag}", staleness_color(lag))
@@ -99,14 +99,6 @@ def render(record: RunRecord) -> str:
         trajectory_steps=sorted({row["step"] for row in record.trajectories}),
         config_text=record.config_text,
     )  # fmt: skip
-
-
-def _marked(charts: list[Any]) -> list[dict[str, Any]]:
-    """Charts for the template. Their HTML is Plotly's, made from numbers only, so it is not escaped."""
-    return [
-        {"title": chart.title, "caption": chart.caption, "html": Markup(chart.html)}  # noqa: S704
-        for chart in charts
-    ]
 
 
 def _headline(record: RunRecord) -> list[tuple[str, str, str]]:

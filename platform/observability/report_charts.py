@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import plotly.graph_objects as go
+from markupsafe import Markup
 
 from penstock.platform.observability.run_record import RunRecord, Series
 
@@ -24,7 +25,7 @@ class Chart:
 
     title: str
     caption: str
-    html: str
+    html: Markup
 
 
 def staleness_color(lag: int) -> str:
@@ -169,11 +170,7 @@ def _figure(x_title: str, height: int = 290) -> go.Figure:
     return figure
 
 
-def _html(figure: go.Figure) -> str:
-    html: str = figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        default_width="100%",
-        config={"displayModeBar": False, "responsive": True},
-    )
-    return html
+def _html(figure: go.Figure) -> Markup:
+    """Plotly's own HTML, made from numbers only, so the template does not escape it."""
+    config = {"displayModeBar": False, "responsive": True}
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%", config=config))  # noqa: S704

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from penstock.platform.observability.catalog import catalog, find_metric
+from penstock.platform.observability import hub
+from penstock.platform.observability.hub import catalog
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ("actors", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
-FAMILIES = {metric.family for metric in catalog().values()}
+FAMILIES = {name.partition("/")[0] for name in catalog()}
 NAME = re.compile(rf"({'|'.join(sorted(FAMILIES))})/[a-z0-9_/]+")
 
 
@@ -35,7 +36,7 @@ def is_metric_name(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 def is_declared(name: str) -> bool:
     if not name.endswith("*"):
-        return find_metric(name) is not None
+        return not hub.undeclared([name])
     prefix = name[:-1]
     return any(declared.startswith(prefix) or prefix.startswith(declared.rstrip("*")) for declared in catalog())
 
