@@ -34,10 +34,9 @@ from penstock.platform.lifecycle import collect_rarely
 from penstock.platform.observability.flow_stats import FlowStats
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
-from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore
+from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.sweep import rounded
-from penstock.platform.simulator.tasks import training_tasks
 from penstock.platform.simulator.world import LengthTable, World
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner

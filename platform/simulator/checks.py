@@ -28,11 +28,9 @@ from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reas
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.dataflow.versions import versions_per_token
-from penstock.platform.simulator.tasks import is_refused, number_of
 from penstock.platform.simulator.world import (
     POSITION_BITS,
     InvariantError,
-    Promises,
     World,
     member_of,
     task_of,
@@ -66,7 +64,7 @@ class LedgerModel:
         live_trajectories: Their sum.
     """
 
-    def __init__(self, limits: FlowLimits, promises: Promises) -> None:
+    def __init__(self, limits: FlowLimits) -> None:
         self.live: dict[int, str] = {}
         self.ended: Counter[str] = Counter()
         self.trained: set[int] = set()
@@ -74,10 +72,7 @@ class LedgerModel:
         self.num_admitted = 0
         self.sizes: dict[int, int] = {}
         self.live_trajectories = 0
-        self._streams: dict[int, str] = {}
-        self._live_of: Counter[str] = Counter()
         self._limits = limits
-        self._promises = promises
 
     def follow(self, event: LedgerEvent) -> None:
         """Check one event and take it over."""
@@ -88,7 +83,11 @@ class LedgerModel:
             self.num_admitted += 1
             self.live[group] = state
             self.rolled_back.discard(event.task_id)
-            self._admitted(group, event)
+            self.sizes[group] = event.group_size
+            self.live_trajectories += event.group_size
+            room = self._limits.max_live_trajectories
+            if room is not None and self.live_trajectories > room:
+                raise InvariantError("I6", f"{self.live_trajectories} trajectories live, at most {room} fit")
             return
         before = self.live.get(group)
         if before is None:
@@ -104,32 +103,13 @@ class LedgerModel:
             return
         del self.live[group]
         self.live_trajectories -= self.sizes.pop(group)
-        self._live_of[self._streams.pop(group)] -= 1
         self.ended[state] += 1
         if state == "trained":
             if group in self.trained:
                 raise InvariantError("I5", f"group {group} is trained a second time")
             self.trained.add(group)
 
-    def _admitted(self, group: int, event: LedgerEvent) -> None:
-        """Count its stream and its trajectories against what they may be."""
-        self.sizes[group], self._streams[group] = event.group_size, event.stream
-        self.live_trajectories += event.group_size
-        self._live_of[event.stream] += 1
-        live, most = self._live_of[event.stream], self._promises.quotas.get(event.stream)
-        if most is not None and live > most:
-            raise InvariantError("quota", f"{live} groups of {event.stream} live, its quota is {most}")
-        if (
-            self._limits.max_live_trajectories is not None
-            and self.live_trajectories > self._limits.max_live_trajectories
-        ):
-            raise InvariantError(
-                "I6", f"{self.live_trajectories} trajectories live, at most {self._limits.max_live_trajectories} fit"
-            )
-
     def _may_end(self, group: int, before: str, event: LedgerEvent) -> None:
-        if event.reason is Reason.USER and not is_refused(number_of(event.task_id), self._promises.filter_share):
-            raise InvariantError("filter", f"group {group} was filtered, and nobody refuses {event.task_id}")
         if event.reason is Reason.STALE and self._limits.on_expiry == "wait":
             raise InvariantError("I1", f"group {group} was dropped as stale under on_expiry=wait")
         if event.reason is Reason.REDUNDANT and self._limits.surplus == 0:
@@ -149,7 +129,7 @@ class CheckedDataflow(Dataflow):
         self, limits: FlowLimits, rules: GroupRules, world: World, every: int, disk: DurableState, restored: Restored
     ) -> None:
         super().__init__(limits, rules, restored.version, restored.resumed.ledger)
-        self.model = LedgerModel(limits, world.promises)
+        self.model = LedgerModel(limits)
         for event in restored.history:
             self.model.follow(event)
         self.ledger.sink = self._on_ledger
@@ -270,8 +250,6 @@ class CheckedDataflow(Dataflow):
                 raise InvariantError("I5", f"group {group.group_id} goes into a second batch")
             if self.model.live.get(int(group.group_id)) != "training":
                 raise InvariantError("I2", f"group {group.group_id} is in a batch and not in training")
-            if is_refused(number_of(group.task_id), self._world.promises.filter_share):
-                raise InvariantError("filter", f"group {group.group_id} of {group.task_id} trains, its task is refused")
 
 
 def check_trajectory(trajectory: Trajectory, world: World) -> None:

@@ -8,6 +8,7 @@ with overhead); a token prefills in 2 · 7e9 FLOP at 500 TFLOP/s = 28 µs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.simulator.world import LengthProfile, Shape
+from penstock.platform.simulator.world import LengthProfile
 from penstock.weights.config import UpdateMode
 
 
@@ -25,6 +26,95 @@ class FaultLevel(StrEnum):
     NONE = "none"
     LIGHT = "light"
     HEAVY = "heavy"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """How often what fails.
+
+    Attributes:
+        engine_steps: Mean time between two faults of one engine, in expected step times.
+        kinds: Relative frequency of crash, hang and slowness.
+        outage_steps: Mean time an engine stays so, in expected step times.
+        reward_raises: Probability per score.
+        reward_hangs: Probability per score.
+        scores_lost: Probability per score that it is computed and never arrives.
+        environment_raises: Probability per turn.
+        environment_hangs: Probability per turn.
+        bad_steps: Probability per step that its numbers are not finite.
+        trainer_crashes: Probability per step that a rank dies.
+        lost: Probability per delta that this and all later messages of its request are lost.
+        acks_lost: Probability per engine and version that its first acknowledgement is not heard.
+        delayed: Probability per completion that it arrives late.
+        duplicated: Probability per completion that it arrives a second time, later.
+        stray_steps: Mean time between two duplicated, late or senseless reports, in expected step times.
+        driver_steps: Mean time until the driver dies, in expected step times.
+        speed_spread: Largest relative difference of an engine's speed from what it should be.
+        skew: Largest relative error of the rate of an engine's clock.
+    """
+
+    engine_steps: float = 0.0
+    kinds: tuple[float, float, float] = (0, 0, 0)
+    outage_steps: float = 0.0
+    reward_raises: float = 0.0
+    reward_hangs: float = 0.0
+    scores_lost: float = 0.0
+    environment_raises: float = 0.0
+    environment_hangs: float = 0.0
+    bad_steps: float = 0.0
+    trainer_crashes: float = 0.0
+    lost: float = 0.0
+    acks_lost: float = 0.0
+    delayed: float = 0.0
+    duplicated: float = 0.0
+    stray_steps: float = 0.0
+    driver_steps: float = 0.0
+    speed_spread: float = 0.0
+    skew: float = 0.0
+
+
+RATES: dict[FaultLevel, FaultRates] = {
+    FaultLevel.LIGHT: FaultRates(
+        engine_steps=20.0,
+        kinds=(1, 1, 2),
+        outage_steps=1.0,
+        reward_raises=0.01,
+        reward_hangs=0.002,
+        scores_lost=0.001,
+        environment_raises=0.005,
+        environment_hangs=0.001,
+        bad_steps=0.02,
+        trainer_crashes=0.005,
+        lost=0.0005,
+        acks_lost=0.01,
+        delayed=0.01,
+        duplicated=0.01,
+        stray_steps=2.0,
+        driver_steps=100.0,
+        speed_spread=0.01,
+        skew=0.01,
+    ),
+    FaultLevel.HEAVY: FaultRates(
+        engine_steps=5.0,
+        kinds=(2, 2, 1),
+        outage_steps=1.5,
+        reward_raises=0.05,
+        reward_hangs=0.01,
+        scores_lost=0.005,
+        environment_raises=0.02,
+        environment_hangs=0.005,
+        bad_steps=0.1,
+        trainer_crashes=0.05,
+        lost=0.003,
+        acks_lost=0.03,
+        delayed=0.05,
+        duplicated=0.05,
+        stray_steps=0.3,
+        driver_steps=25.0,
+        speed_spread=0.05,
+        skew=0.05,
+    ),
+}
 
 
 PROFILES: dict[str, LengthProfile] = {
@@ -41,7 +131,6 @@ class SimulationConfig(BaseModel):
 
     Attributes:
         profile: Named length profile.
-        shape: Shape of the distribution, if not the profile's.
         sigma: σ of the lognormal, if not the profile's.
         mean_tokens: Mean response length in tokens, if not the profile's.
         cap_tokens: Longest response in tokens, if not the profile's.
@@ -80,11 +169,8 @@ class SimulationConfig(BaseModel):
         on_expiry: What happens to groups that would become too old.
         surplus: Redundant groups beyond the credits.
         min_group_size: A group whose failed members are gone still trains with this many.
-        sizing: Groups get 2 to `group_size` trajectories, by their task.
         gang: All members of a group start on one engine.
         max_live: Trajectories under way at once (what `dataflow.max_live_gib` comes to); none is no limit.
-        streams: Task streams, of weights 1, 2, …; several have quotas of 1.2 ÷ streams each.
-        filter_share: Share of tasks whose groups the user's filter refuses.
         stream: The trainer computes on the first groups of a batch while the rest is generated.
         max_retries: Retries of one trajectory.
         faults: How much goes wrong.
@@ -97,7 +183,6 @@ class SimulationConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     profile: Literal["constant", "short", "longtail", "exponential"] = "longtail"
-    shape: Shape | None = None
     sigma: float | None = Field(default=None, ge=0, le=3)
     mean_tokens: float | None = Field(default=None, gt=0)
     cap_tokens: int | None = Field(default=None, ge=1)
@@ -136,11 +221,8 @@ class SimulationConfig(BaseModel):
     on_expiry: Literal["wait", "trim", "drop"] = "wait"
     surplus: int = Field(default=0, ge=0)
     min_group_size: int = Field(default=2, ge=1)
-    sizing: bool = False
     gang: bool = False
     max_live: int | None = Field(default=None, ge=1)
-    streams: int = Field(default=1, ge=1)
-    filter_share: float = Field(default=0.0, ge=0, le=0.9)
     stream: bool = False
     max_retries: int = Field(default=4, ge=0)
     faults: FaultLevel = FaultLevel.NONE
@@ -154,7 +236,7 @@ class SimulationConfig(BaseModel):
         """The profile with what was overridden."""
         base = PROFILES[self.profile]
         return LengthProfile(
-            shape=self.shape or base.shape,
+            shape=base.shape,
             mean=base.mean if self.mean_tokens is None else self.mean_tokens,
             sigma=base.sigma if self.sigma is None else self.sigma,
             cap=base.cap if self.cap_tokens is None else self.cap_tokens,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ports import TokenDelta
-from penstock.platform.simulator.config import FaultLevel
+from penstock.platform.simulator.config import FaultRates
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.parts import SimulatedEnvironments, SimulatedRewards, SimulatedTrainer
 from penstock.platform.simulator.world import World
@@ -26,95 +26,6 @@ if TYPE_CHECKING:
 
 MAX_DEATHS = 2
 """Incarnations that end before their time; the next one lives."""
-
-
-@dataclass(frozen=True, slots=True)
-class FaultRates:
-    """How often what fails.
-
-    Attributes:
-        engine_steps: Mean time between two faults of one engine, in expected step times.
-        kinds: Relative frequency of crash, hang and slowness.
-        outage_steps: Mean time an engine stays so, in expected step times.
-        reward_raises: Probability per score.
-        reward_hangs: Probability per score.
-        scores_lost: Probability per score that it is computed and never arrives.
-        environment_raises: Probability per turn.
-        environment_hangs: Probability per turn.
-        bad_steps: Probability per step that its numbers are not finite.
-        trainer_crashes: Probability per step that a rank dies.
-        lost: Probability per delta that this and all later messages of its request are lost.
-        acks_lost: Probability per engine and version that its first acknowledgement is not heard.
-        delayed: Probability per completion that it arrives late.
-        duplicated: Probability per completion that it arrives a second time, later.
-        stray_steps: Mean time between two duplicated, late or senseless reports, in expected step times.
-        driver_steps: Mean time until the driver dies, in expected step times.
-        speed_spread: Largest relative difference of an engine's speed from what it should be.
-        skew: Largest relative error of the rate of an engine's clock.
-    """
-
-    engine_steps: float
-    kinds: tuple[float, float, float]
-    outage_steps: float
-    reward_raises: float
-    reward_hangs: float
-    scores_lost: float
-    environment_raises: float
-    environment_hangs: float
-    bad_steps: float
-    trainer_crashes: float
-    lost: float
-    acks_lost: float
-    delayed: float
-    duplicated: float
-    stray_steps: float
-    driver_steps: float
-    speed_spread: float
-    skew: float
-
-
-RATES: dict[FaultLevel, FaultRates] = {
-    FaultLevel.LIGHT: FaultRates(
-        engine_steps=20.0,
-        kinds=(1, 1, 2),
-        outage_steps=1.0,
-        reward_raises=0.01,
-        reward_hangs=0.002,
-        scores_lost=0.001,
-        environment_raises=0.005,
-        environment_hangs=0.001,
-        bad_steps=0.02,
-        trainer_crashes=0.005,
-        lost=0.0005,
-        acks_lost=0.01,
-        delayed=0.01,
-        duplicated=0.01,
-        stray_steps=2.0,
-        driver_steps=100.0,
-        speed_spread=0.01,
-        skew=0.01,
-    ),
-    FaultLevel.HEAVY: FaultRates(
-        engine_steps=5.0,
-        kinds=(2, 2, 1),
-        outage_steps=1.5,
-        reward_raises=0.05,
-        reward_hangs=0.01,
-        scores_lost=0.005,
-        environment_raises=0.02,
-        environment_hangs=0.005,
-        bad_steps=0.1,
-        trainer_crashes=0.05,
-        lost=0.003,
-        acks_lost=0.03,
-        delayed=0.05,
-        duplicated=0.05,
-        stray_steps=0.3,
-        driver_steps=25.0,
-        speed_spread=0.05,
-        skew=0.05,
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +54,7 @@ class FaultInjector:
     def arm(self) -> None:
         """Set the probabilities of the parts that fail on their own."""
         rates, targets = self._rates, self._targets
-        targets.rewards.faults.raises = rates.reward_raises
-        targets.rewards.faults.hangs = rates.reward_hangs
-        targets.rewards.faults.lost = rates.scores_lost
-        targets.environments.faults.raises = rates.environment_raises
-        targets.environments.faults.hangs = rates.environment_hangs
+        targets.rewards.faults = targets.environments.faults = rates
         targets.trainer.bad_step_rate = rates.bad_steps
         targets.trainer.death_rate = rates.trainer_crashes if self._may_die else 0.0
         for engine in targets.engines:

@@ -1,11 +1,11 @@
-"""The simulated parts beside the engines: tokenizer, payload store, rewards, environments, trainer."""
+"""The simulated parts beside the engines: tasks, tokenizer, payload store, rewards, environments, trainer."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -13,15 +13,33 @@ from typing import NoReturn
 import numpy as np
 
 from penstock.dataflow.errors import TrainingError, TrajectoryError
+from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
 from penstock.platform.simulator.checks import check_step
-from penstock.platform.simulator.tasks import EVALUATION_TASKS, number_of
+from penstock.platform.simulator.config import FaultRates, SimulationConfig
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
 from penstock.rollout.tokenizers import TokenCodec
+
+EVALUATION_TASKS = 1_000_000
+"""Evaluation tasks are numbered from here, away from those that train."""
+
+
+def make_task(number: int, environment: str | None = None) -> Task:
+    return Task(TaskId(f"simulated/{number}"), str(number), {}, environment)
+
+
+def number_of(task_id: TaskId) -> int:
+    """The number that a task was made from."""
+    return int(task_id.rpartition("/")[2])
+
+
+def training_tasks(environment: str | None = None) -> Iterator[Task]:
+    """All of them, endless."""
+    return (make_task(number, environment) for number in itertools.count())
 
 
 class SimulatedCodec(TokenCodec):
@@ -54,17 +72,9 @@ class SimulatedStore:
         return handle
 
 
-@dataclass(slots=True)
-class RewardFaults:
-    """Probability of each, per call; a hang costs `timeout_s`, as the killable worker process makes it."""
-
-    raises: float = 0.0
-    hangs: float = 0.0
-    lost: float = 0.0
-    timeout_s: float = 30.0
-
-
-NO_FAULTS = RewardFaults()
+NO_FAULTS = FaultRates()
+HANG_S = 30.0
+"""What a hang of a reward or an environment costs: then its process is given up."""
 SCORE_SILENCE_S = 80.0
 """After which a silent worker counts as lost, and its jobs are scored by another (actors/reward_client.py)."""
 
@@ -76,7 +86,7 @@ class SimulatedRewards:
     """
 
     def __init__(self, world: World, mean_s: float, workers: int) -> None:
-        self.faults = RewardFaults()
+        self.faults = NO_FAULTS
         self._world = world
         self._mean_s = mean_s
         self._free = asyncio.Semaphore(workers)
@@ -85,58 +95,35 @@ class SimulatedRewards:
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         task_number = task_of(int(trajectory.token_ids[0]))
         draw, faults = self._rng.random(), self.faults if task_number < EVALUATION_TASKS else NO_FAULTS
-        fails = faults.hangs + faults.raises
-        if self._mean_s == 0 and draw >= fails + faults.lost:
+        hangs, fails, lost = faults.reward_hangs, faults.reward_hangs + faults.reward_raises, faults.scores_lost
+        if self._mean_s == 0 and draw >= fails + lost:
             return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
         async with self._free:
-            if draw < faults.hangs:
+            if draw < hangs:
                 self._world.faults["reward hang"] += 1
-                await asyncio.sleep(faults.timeout_s)
-                raise TrajectoryError("reward", f"{task.task_id}: no score within {faults.timeout_s:.0f} s")
+                await asyncio.sleep(HANG_S)
+                raise TrajectoryError("reward", f"{task.task_id}: no score within {HANG_S:.0f} s")
             if self._mean_s:
                 await asyncio.sleep(self._rng.expovariate(1 / self._mean_s))
             if draw < fails:
                 self._world.faults["reward exception"] += 1
                 raise TrajectoryError("reward", f"{task.task_id}: ValueError: planted")
-        if draw < fails + faults.lost:
+        if draw < fails + lost:
             self._world.faults["score lost"] += 1
             await asyncio.sleep(SCORE_SILENCE_S)
-            if self._rng.random() < faults.lost:  # by the worker that scores it next, too
+            if self._rng.random() < lost:  # by the worker that scores it next, too
                 raise TrajectoryError("reward", f"{task.task_id}: two reward workers were lost while they scored it")
         return Score(true_reward(task_number, member_of(trajectory.trajectory_id)))
-
-
-@dataclass(frozen=True, slots=True)
-class ToolTimes:
-    """Seconds between two turns: lognormal around `mean_s`, at most `cap_s`."""
-
-    mean_s: float
-    sigma: float
-    cap_s: float
-
-    def draw(self, rng: random.Random) -> float:
-        if self.mean_s == 0:
-            return 0.0
-        return min(rng.lognormvariate(math.log(self.mean_s) - self.sigma**2 / 2, self.sigma), self.cap_s)
-
-
-@dataclass(slots=True)
-class EnvironmentFaults:
-    """Probability of each, per turn; a hang costs `timeout_s`, after which its process is given up."""
-
-    raises: float = 0.0
-    hangs: float = 0.0
-    timeout_s: float = 30.0
 
 
 class SimulatedEnvironments:
     """`EpisodeSource`. Waits for: one of `places` to be free. Unblocked by: the end of another episode."""
 
-    def __init__(self, world: World, times: ToolTimes, places: int) -> None:
-        self.faults = EnvironmentFaults()
+    def __init__(self, world: World, config: SimulationConfig) -> None:
+        self.faults = NO_FAULTS
         self._world = world
-        self._times = times
-        self._free = asyncio.Semaphore(places)
+        self._config = config
+        self._free = asyncio.Semaphore(config.environments)
         self._rng = world.rng("environments")
 
     @asynccontextmanager
@@ -146,23 +133,27 @@ class SimulatedEnvironments:
         async with self._free:
             opened_s = clock()
             try:
-                yield SimulatedEpisode(self, task, self.faults if is_training else EnvironmentFaults())
+                yield SimulatedEpisode(self, task, self.faults if is_training else NO_FAULTS)
             finally:
                 self._world.environment_s += (clock() - opened_s) * is_training
 
-    async def work(self, task: Task, faults: EnvironmentFaults) -> None:
+    async def work(self, task: Task, faults: FaultRates) -> None:
         """What the environment does about one turn.
 
         Raises:
             TrajectoryError: kind `env`, if it raises or hangs.
         """
-        draw = self._rng.random()
-        if draw < faults.hangs:
+        draw, config = self._rng.random(), self._config
+        if draw < faults.environment_hangs:
             self._world.faults["environment hang"] += 1
-            await asyncio.sleep(faults.timeout_s)
-            raise TrajectoryError("env", f"{task.task_id}: step took longer than {faults.timeout_s:.0f} s")
-        await asyncio.sleep(self._times.draw(self._rng))
-        if draw < faults.hangs + faults.raises:
+            await asyncio.sleep(HANG_S)
+            raise TrajectoryError("env", f"{task.task_id}: step took longer than {HANG_S:.0f} s")
+        tool_s = 0.0
+        if config.tool_mean_s:  # lognormal around it
+            mu = math.log(config.tool_mean_s) - config.tool_sigma**2 / 2
+            tool_s = min(self._rng.lognormvariate(mu, config.tool_sigma), config.tool_cap_s)
+        await asyncio.sleep(tool_s)
+        if draw < faults.environment_hangs + faults.environment_raises:
             self._world.faults["environment exception"] += 1
             raise TrajectoryError("env", f"{task.task_id}: step raised ValueError: planted")
 
@@ -174,7 +165,7 @@ class SimulatedEnvironments:
 class SimulatedEpisode:
     """`PlayedEpisode` of one thread."""
 
-    def __init__(self, source: SimulatedEnvironments, task: Task, faults: EnvironmentFaults) -> None:
+    def __init__(self, source: SimulatedEnvironments, task: Task, faults: FaultRates) -> None:
         self._source = source
         self._task = task
         self._faults = faults
@@ -211,19 +202,6 @@ class RankDiedError(TrainingError):
     """A planted death of one of the trainer's ranks. The run ends, and a new incarnation resumes."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerCost:
-    """Seconds of a step: `fixed_s + tokens · per_token_s ÷ devices`."""
-
-    fixed_s: float
-    per_token_s: float
-    devices: int
-    weight_bytes: int
-
-    def compute_s(self, num_tokens: int) -> float:
-        return num_tokens * self.per_token_s / self.devices
-
-
 @dataclass(slots=True)
 class Trained:
     """What was trained, for the comparisons.
@@ -252,7 +230,7 @@ class SimulatedTrainer:
     """
 
     def __init__(
-        self, world: World, cost: TrainerCost, max_staleness: int, *, is_checked: bool, version: int, trained: Trained
+        self, world: World, config: SimulationConfig, *, is_checked: bool, version: int, trained: Trained
     ) -> None:
         self.node_id = "simulated"
         self.bad_step_rate = 0.0
@@ -260,8 +238,7 @@ class SimulatedTrainer:
         self.trained = trained
         self.checkpoint: Callable[[int, Trained], None] = lambda _version, _trained: None
         self._world = world
-        self._cost = cost
-        self._max_staleness = max_staleness
+        self._config = config
         self._is_checked = is_checked
         self._version = version
         self._rng = world.rng("trainer")
@@ -271,11 +248,14 @@ class SimulatedTrainer:
         groups = []
         async for group in batch:  # of a whole batch all at one time, of a streamed one as they become ready
             groups.append(group)
-            done_at = max(done_at, clock()) + self._cost.compute_s(group.num_tokens)
+            done_at = max(done_at, clock()) + self._compute_s(group.num_tokens)
         num_tokens = sum(group.num_tokens for group in groups)
-        busy_s, left_s = self._cost.fixed_s + self._cost.compute_s(num_tokens), done_at - clock() + self._cost.fixed_s
+        busy_s, left_s = (
+            self._config.train_fixed_s + self._compute_s(num_tokens),
+            done_at - clock() + self._config.train_fixed_s,
+        )
         if self._is_checked:
-            check_step(groups, self.loss_weights(groups), self._version, self._max_staleness)
+            check_step(groups, self.loss_weights(groups), self._version, self._config.eta)
         draw = self._rng.random()
         if draw < self.death_rate:
             self._world.faults["trainer crash"] += 1
@@ -292,12 +272,15 @@ class SimulatedTrainer:
         self._version += 1
         return StepReport(self._version, skipped=False, metrics={}, busy_s=busy_s)
 
+    def _compute_s(self, num_tokens: int) -> float:
+        return num_tokens * (self._config.train_s_per_token * self._config.grain) / self._config.trainer_devices
+
     async def save(self, _path: str) -> None:
         self.checkpoint(self._version, self.trained)
 
     async def export(self, version: int) -> WeightManifest:
         await asyncio.sleep(0)
-        return WeightManifest(version, "simulated", (), self._cost.weight_bytes, checksum=version * 31 + 7)
+        return WeightManifest(version, "simulated", (), self._config.weight_bytes, checksum=version * 31 + 7)
 
     def read_back(self, _manifest: WeightManifest) -> None:
         return None

@@ -10,6 +10,7 @@ import contextlib
 import math
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,12 +20,13 @@ from penstock.actors.exports import GatherExport
 from penstock.actors.publisher import ActorWeightPublisher, attempt
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import Ledger, LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import TaskLine
+from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.platform import controller
 from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
@@ -37,22 +39,22 @@ from penstock.platform.observability.memory import MemorySampler
 from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import Instruments, Run, Side
 from penstock.platform.simulator.checks import CheckedDataflow
-from penstock.platform.simulator.config import FaultLevel, SimulationConfig
+from penstock.platform.simulator.config import RATES, FaultLevel, SimulationConfig
 from penstock.platform.simulator.durable import DurableState, Restored
 from penstock.platform.simulator.engine import Counters, EngineCost, SimulatedEngine
-from penstock.platform.simulator.faults import RATES, FaultInjector, Targets
+from penstock.platform.simulator.faults import FaultInjector, Targets
 from penstock.platform.simulator.parts import (
+    EVALUATION_TASKS,
     RankDiedError,
     SimulatedCodec,
     SimulatedEnvironments,
     SimulatedRewards,
     SimulatedStore,
     SimulatedTrainer,
-    ToolTimes,
     Trained,
-    TrainerCost,
+    make_task,
+    training_tasks,
 )
-from penstock.platform.simulator.tasks import environment_of, held_out_tasks, make_filters, make_task_line, promises
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
 from penstock.rollout.dialogue import EpisodeBudget
@@ -68,9 +70,24 @@ PUBLISH_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 36_000.0
 MAX_REQUEUES = 3
 HELD_OUT_TASKS = 2
+MAX_REFILLS = 1_000_000
 PUBLISH_ATTEMPTS = 2
 EVALUATION_RESUMES = 1000
 """A run whose held-out tasks cannot be answered is supposed to stop, which is no finding here."""
+
+
+def environment_of(config: SimulationConfig) -> str | None:
+    """What answers the policy between turns; tasks of one turn have none."""
+    return "simulated" if config.turns > 1 else None
+
+
+def task_line(config: SimulationConfig, limits: FlowLimits) -> TaskLine:
+    """One stream of tasks before the admission gate."""
+    return TaskLine([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
+
+
+def no_filters() -> FilterChain:
+    return FilterChain([], MAX_REFILLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +100,8 @@ class Seams:
     trainer: type[SimulatedTrainer] = SimulatedTrainer
     pool: type[EnginePool] = EnginePool
     disk: type[DurableState] = DurableState
-    line: type[TaskLine] = TaskLine
+    line: Callable[[SimulationConfig, FlowLimits], TaskLine] = task_line
+    filters: Callable[[], FilterChain] = no_filters
     player: type[EpisodePlayer] = EpisodePlayer
     rewards: type[SimulatedRewards] = SimulatedRewards
 
@@ -136,8 +154,7 @@ class Simulation:
         trace = Trace() if self.is_checked else None
         self.disk = self.seams.disk(MAX_REQUEUES)
         prompt_tokens = math.ceil(config.prompt_tokens / config.grain)
-        told = promises(config, flow_limits(config))
-        self.world = World(lengths, prompt_tokens, self.seed, trace, promises=told)
+        self.world = World(lengths, prompt_tokens, self.seed, trace, has_gangs=config.gang)
 
     async def main(self) -> None:
         """Train to the end; a driver that dies is followed by one that resumes from what is on disk."""
@@ -167,8 +184,7 @@ class Simulation:
         pool = self.seams.pool(engines, config.slots, self.seed, policy=make_policy(config.routing, self.seed))
         world.is_fenced = lambda engine_id: engine_id in pool.fenced
         codec = SimulatedCodec(world.prompt_tokens, math.ceil(config.observation_tokens / grain))
-        tool_times = ToolTimes(config.tool_mean_s, config.tool_sigma, config.tool_cap_s)
-        environments = SimulatedEnvironments(world, tool_times, config.environments)
+        environments = SimulatedEnvironments(world, config)
         turns = 2 * config.turns  # the most that an episode has: none is to be cut off
         told = config.prompt_tokens + turns * config.observation_tokens
         budget = EpisodeBudget(max_turns=turns, max_tokens=told + config.lengths.cap + turns + 1)
@@ -176,19 +192,8 @@ class Simulation:
         runner = TrajectoryRunner(pool, codec, SILENCE_S, episodes=player)
         examined = TrajectoryRunner(pool, codec, SILENCE_S, EVALUATION_RESUMES, episodes=player)
         rewards = self.seams.rewards(world, config.reward_mean_s, config.reward_workers)
-        trainer_cost = TrainerCost(
-            fixed_s=config.train_fixed_s,
-            per_token_s=config.train_s_per_token * grain,
-            devices=config.trainer_devices,
-            weight_bytes=config.weight_bytes,
-        )
         trainer = self.trainer = self.seams.trainer(
-            world,
-            trainer_cost,
-            config.eta,
-            is_checked=self.is_checked,
-            version=restored.version,
-            trained=restored.trained,
+            world, config, is_checked=self.is_checked, version=restored.version, trained=restored.trained
         )
         if config.faults is not FaultLevel.NONE:
             trainer.checkpoint = self.disk.checkpoint
@@ -201,10 +206,10 @@ class Simulation:
         )
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
 
-        line = make_task_line(config, core.limits, self.seams.line)
+        line = self.seams.line(config, core.limits)
         line.resume(core.ledger, restored.resumed.restarts)
         options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)
-        flow = self.seams.flow(core, line, make_filters(config), ports, FlowStats(), options)
+        flow = self.seams.flow(core, line, self.seams.filters(), ports, FlowStats(), options)
         weights = WeightsConfig(
             update_mode=config.update_mode,
             overlap=config.overlap,
@@ -221,7 +226,7 @@ class Simulation:
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,
         )
-        held_out = held_out_tasks(HELD_OUT_TASKS, environment_of(config))
+        held_out = [make_task(EVALUATION_TASKS + number, environment_of(config)) for number in range(HELD_OUT_TASKS)]
         self.run = Run(run_config(config), side, held_out, flow, instruments())
         self.run.version = restored.version
         return Targets(engines, pool, rewards, environments, trainer, publisher.catch_up)

@@ -13,7 +13,6 @@ import numpy as np
 from penstock.dataflow.errors import PenstockError
 from penstock.platform.simulator.config import FaultLevel, SimulationConfig
 from penstock.platform.simulator.simulation import Outcome, simulate
-from penstock.platform.simulator.tasks import size_of
 from penstock.platform.simulator.world import LengthTable
 
 STEADY_STEPS = 12
@@ -38,8 +37,7 @@ class Bias:
         table = LengthTable(config.lengths, config.group_size, outcome.seed, config.grain, config.turns)
         self.trained += outcome.trained.lengths
         for task in range(max(outcome.trained.tasks) + 1):
-            size = size_of(task, config.group_size) if config.sizing else config.group_size
-            self.population += table.group(task)[:size]
+            self.population += table.group(task)
 
     @property
     def length_bias(self) -> float | None:

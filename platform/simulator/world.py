@@ -14,7 +14,7 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -139,21 +139,6 @@ class LengthTable:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Promises:
-    """What a run is told to keep, beside I1 to I9.
-
-    Attributes:
-        quotas: Stream -> most groups of it that may live; empty if there is one stream.
-        filter_share: Share of tasks that must not train.
-        has_gangs: The members of a group start on one engine.
-    """
-
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    filter_share: float = 0.0
-    has_gangs: bool = False
-
-
 @dataclass(slots=True)
 class World:
     """One simulated run.
@@ -165,7 +150,7 @@ class World:
         published: Version whose publish finished last; -1 before the first.
         incarnation: Drivers that died before this one.
         faults: What was planted so far, by name.
-        promises: What it was told to keep.
+        has_gangs: The members of a group start on one engine.
         is_fenced: Whether an engine is out of service.
         newest_group: The one that was admitted last.
         environment_s: Seconds that environments were open for training, summed.
@@ -178,7 +163,7 @@ class World:
     published: int = -1
     incarnation: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    promises: Promises = field(default_factory=Promises)
+    has_gangs: bool = False
     is_fenced: Callable[[EngineId], bool] = lambda _engine_id: False
     environment_s: float = 0.0
     newest_group: int = -1
@@ -214,7 +199,7 @@ class World:
             raise InvariantError(
                 "I8", f"{engine_id} serves v{version} and gets new work; v{self.published} is published"
             )
-        if self.promises.has_gangs:
+        if self.has_gangs:
             self._check_gang(engine_id, request_id)
 
     def _check_gang(self, engine_id: EngineId, request_id: RequestId) -> None:

@@ -36,6 +36,7 @@ from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.pool import EnginePool, Lease
 from penstock.rollout.routing import EngineView
+from tests.simulation.wirings import parse_wired, wired
 
 SEEDS = 12
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6", "check_every=4"]
@@ -262,6 +263,7 @@ class Case:
     seams: Seams
     found_as: str
     overrides: tuple[str, ...] = ("faults=heavy",)
+    line: type[TaskLine] = TaskLine
 
 
 CASES = {
@@ -285,7 +287,7 @@ CASES = {
     "requests start below a version that is on its way": Case(
         Seams(pool=OldVersionsStart), "I8", ("overlap=true", "publish_bytes_per_s=1e9")
     ),
-    "a stream exceeds its quota": Case(Seams(line=QuotasForgotten), "quota", ("streams=3",)),
+    "a stream exceeds its quota": Case(Seams(), "quota", ("streams=3",), QuotasForgotten),
     "more trajectories live than fit": Case(checked(BytesForgotten), "I6", ("max_live=13", "eta=3")),
     "a filtered group trains": Case(Seams(flow=FilterForgotten), "filter", ("filter_share=0.3",)),
     "a gang starts on several engines": Case(Seams(pool=GangScattered), "gang", ("gang=true",)),
@@ -298,10 +300,11 @@ CASES = {
 @pytest.mark.parametrize("bug", CASES)
 def test_some_seed_finds_that(bug: str) -> None:
     case = CASES[bug]
-    config = parse_simulation([*SMALL, *case.overrides])
+    config, wiring = parse_wired([*SMALL, *case.overrides])
+    seams = wired(wiring, case.seams, case.line)
     found: list[str] = []
     for seed in range(SEEDS):
-        violation = simulate(config, seed, case.seams).violation
+        violation = simulate(config, seed, seams).violation
         if violation and any(mark in violation for mark in case.found_as.split("|")):
             return
         found += [violation] if violation else []

@@ -1,0 +1,140 @@
+"""Ways to form groups that only tests put into a simulated run: streams with quotas, a user's filter, several sizes.
+
+A task is a number, which decides stream, filter and size. What the run promises of them is checked beside I1 to I9.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.dataflow.filters import FilterChain, user
+from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason
+from penstock.dataflow.staleness import FlowLimits
+from penstock.dataflow.streams import MIN_GROUP_SIZE, TaskLine, TaskStream
+from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
+from penstock.platform.simulator.checks import CheckedDataflow
+from penstock.platform.simulator.config import SimulationConfig, parse_simulation
+from penstock.platform.simulator.durable import Restored
+from penstock.platform.simulator.parts import number_of, training_tasks
+from penstock.platform.simulator.simulation import MAX_REFILLS, Outcome, Seams, environment_of, simulate
+from penstock.platform.simulator.world import HASH, InvariantError, task_of
+
+_ENDED = frozenset({"trained", "dropped", "filtered", "failed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How groups are formed.
+
+    Attributes:
+        streams: Task streams, of weights 1, 2, …; several have quotas of 1.2 ÷ streams each.
+        filter_share: Share of tasks whose groups the user's filter refuses.
+        sizing: Groups get 2 to `group_size` trajectories, by their task.
+    """
+
+    streams: int = 1
+    filter_share: float = 0.0
+    sizing: bool = False
+
+    @property
+    def quota(self) -> float:
+        return min(1.0, 1.2 / self.streams)
+
+    def refuses(self, number: int) -> bool:
+        return number * HASH % 2**32 < self.filter_share * 2**32
+
+    def filters(self) -> FilterChain:
+        def keep(members: Sequence[Trajectory]) -> bool:
+            return not self.refuses(task_of(int(members[0].token_ids[0])))
+
+        return FilterChain([user(keep)] if self.filter_share else [], MAX_REFILLS)
+
+    def line(self, config: SimulationConfig, limits: FlowLimits, line: type[TaskLine] = TaskLine) -> TaskLine:
+        """Of n endless streams, the one numbered i has every n-th task from i on."""
+        n = self.streams
+        tasks = [itertools.islice(training_tasks(environment_of(config)), i, None, n) for i in range(n)]
+        streams = [TaskStream(f"stream-{i}", tasks[i], weight=1.0 + i, quota=self.quota) for i in range(n)]
+        sizing = VariedSizes(config.group_size) if self.sizing else None
+        return line(streams if n > 1 else [TaskStream("", tasks[0])], limits.window, config.group_size, sizing)
+
+
+class VariedSizes:
+    """`GroupSizing`: 2 to `largest` trajectories, by the task."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+
+    def group_size(self, task: Task, _stream: str) -> int:
+        return self._largest - number_of(task.task_id) % (self._largest - MIN_GROUP_SIZE + 1)
+
+
+class WiredDataflow(CheckedDataflow):
+    """Also holds the run to its quotas and its filter."""
+
+    wiring: Wiring
+
+    def __init__(self, limits: FlowLimits, *arguments, **named) -> None:
+        self._streams: dict[int, str] = {}
+        self._live_of: Counter[str] = Counter()
+        super().__init__(limits, *arguments, **named)
+        self._most = math.ceil(self.wiring.quota * limits.window)
+        restored = arguments[-1]
+        assert isinstance(restored, Restored)
+        for event in restored.history:
+            self._follow(event)
+
+    def _on_ledger(self, event: JournalEntry) -> None:
+        super()._on_ledger(event)
+        if isinstance(event, LedgerEvent):
+            self._follow(event)
+
+    def _follow(self, event: LedgerEvent) -> None:
+        group, stream = int(event.group_id), event.stream
+        if event.state == "generating":
+            self._streams[group] = stream
+            self._live_of[stream] += 1
+            if self.wiring.streams > 1 and self._live_of[stream] > self._most:
+                raise InvariantError("quota", f"{self._live_of[stream]} groups of {stream} live, at most {self._most}")
+        if event.state in _ENDED:
+            self._live_of[self._streams.pop(group)] -= 1
+        if event.reason is Reason.USER and not self.wiring.refuses(number_of(event.task_id)):
+            raise InvariantError("filter", f"group {group} was filtered, and nobody refuses {event.task_id}")
+
+    def close_batch(self) -> tuple[GroupRef, ...] | None:
+        batch = super().close_batch()
+        for group in batch or ():
+            if self.wiring.refuses(number_of(group.task_id)):
+                raise InvariantError("filter", f"group {group.group_id} of {group.task_id} trains, its task is refused")
+        return batch
+
+
+def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
+    """`KEY=VALUE` words of `penstock simulate`, and those of a `Wiring`."""
+    words = dict(override.split("=") for override in overrides)
+    wiring = Wiring(
+        streams=int(words.pop("streams", "1")),
+        filter_share=float(words.pop("filter_share", "0")),
+        sizing=words.pop("sizing", "false") == "true",
+    )
+    return parse_simulation([f"{key}={value}" for key, value in words.items()]), wiring
+
+
+def wired(wiring: Wiring, seams: Seams | None = None, line: type[TaskLine] = TaskLine) -> Seams:
+    """`seams` with what `wiring` asks for."""
+    seams = seams or Seams()
+    core = type("Wired", (WiredDataflow, *([] if seams.core is CheckedDataflow else [seams.core])), {"wiring": wiring})
+
+    def make_line(config: SimulationConfig, limits: FlowLimits) -> TaskLine:
+        return wiring.line(config, limits, line)
+
+    return replace(seams, core=core, line=make_line, filters=wiring.filters)
+
+
+def simulate_wired(overrides: Sequence[str], seed: int) -> Outcome:
+    """One seed of a run that is wired so."""
+    config, wiring = parse_wired(overrides)
+    return simulate(config, seed, wired(wiring))
