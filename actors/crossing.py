@@ -16,13 +16,13 @@ import shutil
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.engine_client import Locations, RemoteEngine, Streaming
-from penstock.actors.exports import Departure, Parcel, departed
+from penstock.actors.engine_client import Locations, RemoteEngine, Streaming, in_service
+from penstock.actors.exports import Departure, Export, Parcel, arrived
 from penstock.actors.ray_errors import ray_boundary, together
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
@@ -105,7 +105,7 @@ class Landings:
         self._pids: dict[str, int] = {}
 
     def present(self) -> tuple[End, ...]:
-        nodes = {engine.node_id for engine in cast("list[RemoteEngine]", self._pool.engines())}
+        nodes = {engine.node_id for engine in in_service(self._pool)}
         return tuple(
             End(f"landing on node {node[:8]}", node)
             for node in sorted(nodes, key=lambda node: (node != self._first_node, node))
@@ -140,7 +140,7 @@ class Landings:
                     await asyncio.wait_for(landing.pid.remote(), PING_S)
             except (WeightSyncError, TimeoutError):
                 await self._end(node)
-                for engine in cast("list[RemoteEngine]", self._pool.engines()):
+                for engine in in_service(self._pool):
                     if engine.node_id == node:
                         await self._pool.fence(engine.engine_id, f"the landing on its node is lost. {why}")
 
@@ -203,7 +203,7 @@ class EngineSlots:
         """They are not ended here."""
 
     def _engines(self) -> dict[str, RemoteEngine]:
-        return {engine.engine_id: engine for engine in cast("list[RemoteEngine]", self._pool.engines())}
+        return {engine.engine_id: engine for engine in in_service(self._pool)}
 
 
 class LandingActor(Landing):
@@ -224,7 +224,7 @@ class LandingActor(Landing):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class GroupExport:
+class GroupExport(Export):
     """Training ranks send each version to the ends, in a group of their own."""
 
     def __init__(
@@ -357,7 +357,7 @@ class StreamExport(GroupExport):
         announced = await self._trainer.ask("announce_weights", timeout_s=self._config.timeout_s)
         self._streaming = self._stream(version, crossing)
         sent_bytes = sum(one.num_bytes for one in announced)
-        return departed(Parcel(_manifest(version, crossing, announced), self._streaming, sent_bytes))
+        return arrived(_manifest(version, crossing, announced), self._streaming, sent_bytes)
 
     def _stream(self, version: int, crossing: Crossing) -> Streaming:
         num_before, self._num_sent = self._num_sent, self._num_sent + 1

@@ -10,46 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import ray
 
 from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import RequestId
-from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.dataflow.ports import GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
-from penstock.weights.layout.algebra import Layout, TensorSpec
-from penstock.weights.model_config import DType
-from penstock.weights.transport.crossing import Crossing
-from penstock.weights.transport.device_memory import SlotHandle
 from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
 Parcel = tuple[RequestId, Answer]
-
-
-class Outbox:
-    """Answers in order. Bounded by what the client has asked for and not yet collected."""
-
-    def __init__(self) -> None:
-        self._parcels: list[Parcel] = []
-        self._has_parcels = asyncio.Event()
-
-    def send(self, parcel: Parcel) -> None:
-        self._parcels.append(parcel)
-        self._has_parcels.set()
-
-    async def collect(self, wait_s: float) -> list[Parcel]:
-        """Everything sent since the last call; waits at most `wait_s` seconds for the first of it."""
-        try:
-            await asyncio.wait_for(self._has_parcels.wait(), wait_s)
-        except TimeoutError:
-            return []
-        self._has_parcels.clear()
-        parcels, self._parcels = self._parcels, []
-        return parcels
 
 
 def create_engine(spec: EngineSpec) -> LocalEngine:
@@ -64,14 +39,18 @@ def create_engine(spec: EngineSpec) -> LocalEngine:
 
 
 class EngineActor:
-    """One engine in its own process."""
+    """One engine in its own process.
+
+    Its outbox holds answers in order, bounded by what the client has asked for and not yet collected.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._engine: LocalEngine | None = None
         self._requests: dict[RequestId, asyncio.Task[None]] = {}
         self._aborted: set[RequestId] = set()
-        self._outbox = Outbox()
+        self._outbox: list[Parcel] = []
+        self._has_answers = asyncio.Event()
         self._inbound = private_directory(spec.publish_in)
 
     async def start(self) -> str:
@@ -86,7 +65,11 @@ class EngineActor:
 
     async def collect(self, wait_s: float) -> list[Parcel]:
         """Everything sampled since the last call; waits at most `wait_s` seconds for the first of it."""
-        return await self._outbox.collect(wait_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_answers.wait(), wait_s)
+        self._has_answers.clear()
+        answers, self._outbox = self._outbox, []
+        return answers
 
     async def abort(self, request_ids: list[RequestId]) -> None:
         """Stop requests. One that the engine does not know yet is stopped as soon as it does."""
@@ -94,9 +77,6 @@ class EngineActor:
             if request_id in self._requests:
                 self._aborted.add(request_id)
             await self._running().abort(request_id)
-
-    async def load(self) -> EngineLoad:
-        return await self._running().load()
 
     async def update_weights(self, manifest: WeightManifest, payload: np.ndarray | None = None) -> WeightAck:
         """Swap weights in flight. `payload` carries the version's file for engines on other nodes."""
@@ -109,25 +89,9 @@ class EngineActor:
         finally:
             path.unlink(missing_ok=True)
 
-    async def layout(self, tensors: Sequence[TensorSpec]) -> Layout:
-        return await self._running().layout(tensors)
-
-    async def make_slots(
-        self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
-    ) -> list[list[SlotHandle]]:
-        return await self._running().make_slots(buffers, dtype, num_writers)
-
-    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
-        await self._running().join_crossing(crossing, replica)
-
-    async def receive(self, version: int) -> None:
-        await self._running().receive(version)
-
-    async def sleep(self) -> None:
-        await self._running().sleep()
-
-    async def wake(self) -> None:
-        await self._running().wake()
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """What `LocalEngine` has beside requests and updates: its load, its layout, slots, crossings, sleep."""
+        return await getattr(self._running(), method)(*arguments)
 
     async def shutdown(self) -> None:
         shutil.rmtree(self._inbound, ignore_errors=True)
@@ -144,21 +108,26 @@ class EngineActor:
     async def _pump(self, request: GenerateRequest) -> None:
         """Answer one request. Engines say by `EngineLostError` what concerns all; anything else is its own failure."""
         request_id = request.request_id
+
+        def send(answer: Answer) -> None:
+            self._outbox.append((request_id, answer))
+            self._has_answers.set()
+
         try:
             if request_id in self._aborted:  # in the same tick as it was submitted
-                self._outbox.send((request_id, TokenDelta((), (), (), "abort")))
+                send(TokenDelta((), (), (), "abort"))
                 return
             async for delta in self._running().generate(request):
-                self._outbox.send((request_id, delta))
+                send(delta)
                 if request_id in self._aborted and delta.finish_reason is None:
                     await self._running().abort(request_id)  # again: the first may have come before the engine had it
         except (EngineLostError, TrajectoryError) as error:
-            self._outbox.send((request_id, error))
+            send(error)
         except PenstockError as error:  # the engine is in no state to answer anyone
-            self._outbox.send((request_id, EngineLostError(f"{self._spec.engine_id}: {error}")))
+            send(EngineLostError(f"{self._spec.engine_id}: {error}"))
         except Exception as error:  # noqa: BLE001 - whatever an engine raises is this request's failure, reported as such
             cause = f"{self._spec.engine_id}: {request_id} failed with {type(error).__name__}: {error}"
-            self._outbox.send((request_id, TrajectoryError("engine", cause)))
+            send(TrajectoryError("engine", cause))
         finally:
             self._requests.pop(request_id, None)
             self._aborted.discard(request_id)

@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.engine import Answer
-from penstock.actors.ray_errors import answer_of, first_line
-from penstock.actors.silence import silence_limit
+from penstock.actors.ray_errors import answer_of, first_line, silence_limit
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
+from penstock.rollout.pool import EnginePool
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import SlotHandle
@@ -164,9 +164,8 @@ class RemoteEngine:
         self._spawn(self._call("abort", [request_id]))
 
     async def load(self) -> EngineLoad:
-        load: EngineLoad = await answer_of(
-            self._actor.load.remote(), SILENCE_S, EngineLostError, f"{self.engine_id}: load"
-        )
+        what = f"{self.engine_id}: load"
+        load: EngineLoad = await answer_of(self._actor.ask.remote("load"), SILENCE_S, EngineLostError, what)
         return load
 
     async def update_weights(self, manifest: WeightManifest, payload: Any = None) -> WeightAck:
@@ -181,12 +180,8 @@ class RemoteEngine:
         return await self._update_weights(manifest, payload)
 
     async def _update_weights(self, manifest: WeightManifest, payload: Any) -> WeightAck:
-        try:
-            ack: WeightAck = await self._actor.update_weights.remote(*at_node(manifest, payload, self.node_id))
-        except ray.exceptions.RayTaskError as error:
-            raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {error.cause}") from error
-        except ray.exceptions.RayError as error:  # killed for memory, it is no RayActorError
-            raise self._lose(f"died during publish v{manifest.version}: {first_line(error)}") from error
+        call = self._actor.update_weights.remote(*at_node(manifest, payload, self.node_id))
+        ack: WeightAck = await self._answered(f"publish v{manifest.version}", call)
         if ack.checksum != manifest.checksum or ack.version != manifest.version:
             raise WeightSyncError(
                 f"publish v{manifest.version}: {self.engine_id} acknowledged v{ack.version} with checksum "
@@ -202,12 +197,7 @@ class RemoteEngine:
             WeightSyncError: If the engine cannot tell.
             EngineLostError: The engine died.
         """
-        try:
-            layout: Layout = await self._actor.layout.remote(tensors)
-        except ray.exceptions.RayTaskError as error:
-            raise WeightSyncError(str(error.cause)) from error
-        except ray.exceptions.RayError as error:
-            raise self._lose(f"died when it was asked for its layout: {first_line(error)}") from error
+        layout: Layout = await self._answered("weights: layout", self._actor.ask.remote("layout", tensors))
         return layout
 
     async def make_slots(
@@ -219,22 +209,26 @@ class RemoteEngine:
             WeightSyncError: The engine refused.
             EngineLostError: The engine died.
         """
-        try:
-            handles: list[list[SlotHandle]] = await self._actor.make_slots.remote(buffers, dtype, num_writers)
-        except ray.exceptions.RayTaskError as error:
-            raise WeightSyncError(f"publish: {self.engine_id}: {error.cause}") from error
-        except ray.exceptions.RayError as error:
-            raise self._lose(f"died when it was asked for device memory: {first_line(error)}") from error
+        call = self._actor.ask.remote("make_slots", buffers, dtype, num_writers)
+        handles: list[list[SlotHandle]] = await self._answered("publish: slots", call)
         return handles
+
+    async def _answered(self, what: str, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except ray.exceptions.RayTaskError as error:
+            raise WeightSyncError(f"{what}: {self.engine_id}: {error.cause}") from error
+        except ray.exceptions.RayError as error:  # killed for memory, it is no RayActorError
+            raise self._lose(f"died during {what}: {first_line(error)}") from error
 
     def join_crossing(self, crossing: Any, replica: int) -> Awaitable[None]:
         """Be an end of a crossing (a handle of one) from device to device; Ray's errors are the caller's."""
-        call: Awaitable[None] = self._actor.join_crossing.remote(crossing, replica)
+        call: Awaitable[None] = self._actor.ask.remote("join_crossing", crossing, replica)
         return call
 
     def receive(self, version: int) -> Awaitable[None]:
         """Receive a version of it; Ray's errors are the caller's."""
-        call: Awaitable[None] = self._actor.receive.remote(version)
+        call: Awaitable[None] = self._actor.ask.remote("receive", version)
         return call
 
     async def sleep(self) -> None:
@@ -243,7 +237,7 @@ class RemoteEngine:
         Raises:
             EngineLostError: If it did not. Its process is ended then, so that the memory is free all the same.
         """
-        await self._switch(self._actor.sleep.remote(), "sleep")
+        await self._switch("sleep")
 
     async def wake(self) -> None:
         """Take its device memory back.
@@ -251,11 +245,11 @@ class RemoteEngine:
         Raises:
             EngineLostError: If it did not; its process is ended then.
         """
-        await self._switch(self._actor.wake.remote(), "wake up")
+        await self._switch("wake")
 
-    async def _switch(self, call: Awaitable[None], what: str) -> None:
+    async def _switch(self, method: str) -> None:
         try:
-            await answer_of(call, SWITCH_S, EngineLostError, f"{self.engine_id}: {what}")
+            await answer_of(self._actor.ask.remote(method), SWITCH_S, EngineLostError, f"{self.engine_id}: {method}")
         except EngineLostError as error:
             self.kill()
             raise EngineLostError.final(str(error)) from error
@@ -311,3 +305,8 @@ class RemoteEngine:
         for inbox in self._inboxes.values():
             inbox.put_nowait(self._lost)
         return self._lost
+
+
+def in_service(pool: EnginePool) -> list[RemoteEngine]:
+    """Engines of a pool of actors that are not fenced off."""
+    return cast("list[RemoteEngine]", pool.engines())

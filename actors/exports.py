@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import ray
 
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine_client import RemoteEngine, in_service
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool import EnginePool
 from penstock.weights.adapters import adapter_manifest
 from penstock.weights.config import NUM_SLOTS, WeightsConfig
-from penstock.weights.layout.algebra import Layout
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.shards import ShardTransfer
@@ -45,31 +44,25 @@ class Parcel(NamedTuple):
 Departure = Awaitable[Parcel]
 
 
-class Export(Protocol):
+class Export:
     """Puts versions where engines find them."""
 
     async def begin(self, version: int) -> Departure:
         """Returns once the trainer may go on; what it returns, once engines can fetch the version."""
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
-        """Free what it holds."""
-        ...
+        """Free what it holds, if that does not end with the processes anyway."""
 
 
-def arrived(manifest: WeightManifest, payload: Any = None) -> Departure:
+def arrived(manifest: WeightManifest, payload: Any = None, sent_bytes: int = 0) -> Departure:
     """A departure that is over."""
-    return departed(Parcel(manifest, payload))
-
-
-def departed(parcel: Parcel) -> Departure:
-    """Likewise, of a parcel."""
     future: asyncio.Future[Parcel] = asyncio.get_running_loop().create_future()
-    future.set_result(parcel)
+    future.set_result(Parcel(manifest, payload, sent_bytes))
     return future
 
 
-class GatherExport:
+class GatherExport(Export):
     """Rank 0 gathers whole tensors into a file in shared memory; engines elsewhere get its bytes."""
 
     def __init__(self, trainer: TrainerClient, pool: EnginePool) -> None:
@@ -78,15 +71,10 @@ class GatherExport:
 
     async def begin(self, version: int) -> Departure:
         manifest = await self._trainer.export(version)
-        if _is_elsewhere(self._trainer, self._pool):
-            return arrived(manifest, self._trainer.read_back(manifest))
-        return arrived(manifest)
-
-    async def close(self) -> None:
-        pass
+        return arrived(manifest, _bytes_for_other_nodes(self._trainer, self._pool, manifest))
 
 
-class AdapterExport:
+class AdapterExport(Export):
     """Rank 0 gathers the adapters into a file in shared memory; engines elsewhere get its bytes. They have the rest."""
 
     def __init__(self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType) -> None:
@@ -94,37 +82,26 @@ class AdapterExport:
         self._pool = pool
         self._layout = layout
         self._dtype: DType = dtype
-        self._base: tuple[TensorEntry, ...] = ()
-        self._held: Layout | None = None
+        self._base: tuple[TensorEntry, ...] | None = None
 
     async def begin(self, version: int) -> Departure:
-        held = self._held or await self._plan()
+        if self._base is None:  # find out what the engines must have been loaded with
+            training, folder = await self._trainer.training_side()
+            transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
+            parts = await self._trainer.ask("base_sums", ray.put(transfer))
+            self._base = transfer.manifest(0, [part for some in parts for part in some]).entries
         sent = await self._trainer.export_adapters(version)
-        manifest = adapter_manifest(sent, self._base, held, self._layout.tp_size)
-        if _is_elsewhere(self._trainer, self._pool):
-            return arrived(manifest, self._trainer.read_back(sent))
-        return arrived(manifest)
-
-    async def _plan(self) -> Layout:
-        """Find out what the engines must have been loaded with."""
-        training, folder = await self._trainer.training_side()
-        transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
-        parts = await self._trainer.ask("base_sums", ray.put(transfer))
-        self._base = transfer.manifest(0, [part for some in parts for part in some]).entries
-        self._held = self._layout.layout
-        return self._held
-
-    async def close(self) -> None:
-        pass
+        manifest = adapter_manifest(sent, self._base, self._layout.layout, self._layout.tp_size)
+        return arrived(manifest, _bytes_for_other_nodes(self._trainer, self._pool, sent))
 
 
-def _is_elsewhere(trainer: TrainerClient, pool: EnginePool) -> bool:
-    """Whether a file of rank 0 has to go through the object store."""
-    engines = cast("list[RemoteEngine]", pool.engines())
-    return any(engine.node_id != trainer.node_id for engine in engines)
+def _bytes_for_other_nodes(trainer: TrainerClient, pool: EnginePool, file: WeightManifest) -> ray.ObjectRef | None:
+    """The bytes of a file of rank 0 in the object store, if an engine is on another node; else None."""
+    is_elsewhere = any(engine.node_id != trainer.node_id for engine in in_service(pool))
+    return trainer.read_back(file) if is_elsewhere else None
 
 
-class SharedMemoryExport:
+class SharedMemoryExport(Export):
     """Training ranks write each version into shared memory in the engines' own layout, by a plan made at the first."""
 
     def __init__(
@@ -141,11 +118,7 @@ class SharedMemoryExport:
         Raises:
             PlacementError: If they are not on one node.
         """
-        if not is_one_node(trainer, engines):
-            raise PlacementError(
-                "weights: weights.transport=shared_memory goes through the shared memory of one node, but the trainer "
-                "and the engines are on several. Set weights.transport=auto."
-            )
+        _check_one_node("shared_memory", trainer, engines)
         self._trainer = trainer
         self._layout = layout
         self._dtype: DType = dtype
@@ -163,16 +136,21 @@ class SharedMemoryExport:
         parts = await self._trainer.leg(what, self._timeout_s, "write_shards", version)
         return arrived(self._transfer.manifest(version, [part for some in parts for part in some]))
 
-    async def close(self) -> None:
-        pass
-
 
 def is_one_node(trainer: TrainerClient, engines: Sequence[RemoteEngine]) -> bool:
     """Whether shared memory reaches from every training rank to every engine."""
     return len({*trainer.nodes, *(engine.node_id for engine in engines)}) == 1
 
 
-class DeviceExport:
+def _check_one_node(transport: str, trainer: TrainerClient, engines: Sequence[RemoteEngine]) -> None:
+    if not is_one_node(trainer, engines):
+        raise PlacementError(
+            f"weights: weights.transport={transport} goes through memory of one node, but the trainer and the engines "
+            "are on several. Set weights.transport=auto."
+        )
+
+
+class DeviceExport(Export):
     """Training ranks write each version into slots in the memory of the engines' devices, by CUDA IPC.
 
     Waits for: engines that are new to make their slots, training ranks to open them and to write. Unblocked by: their
@@ -189,11 +167,7 @@ class DeviceExport:
         Raises:
             PlacementError: If they are not on one node.
         """
-        if not is_one_node(trainer, cast("list[RemoteEngine]", pool.engines())):
-            raise PlacementError(
-                "weights: weights.transport=cuda_ipc goes from device to device within one node, but the trainer and "
-                "the engines are on several. Set weights.transport=auto."
-            )
+        _check_one_node("cuda_ipc", trainer, in_service(pool))
         self._trainer = trainer
         self._pool = pool
         self._layout = layout
@@ -206,21 +180,16 @@ class DeviceExport:
         if self._training is None:
             training, _ = await self._trainer.training_side()
             self._training = training, await self._trainer.ask("device")
-        new = [engine for engine in self._engines() if engine not in self._transfers]
+        new = [engine for engine in in_service(self._pool) if engine not in self._transfers]
         await asyncio.gather(*(self._connect(engine, *self._training) for engine in new))
-        self._transfers = {engine: self._transfers[engine] for engine in self._engines() if engine in self._transfers}
+        left = [engine for engine in in_service(self._pool) if engine in self._transfers]
+        self._transfers = {engine: self._transfers[engine] for engine in left}
         if not self._transfers:
             raise WeightSyncError(f"publish v{version}: no engine is left to write it to: {self._pool.fenced}")
         names = [engine.engine_id for engine in self._transfers]
         parts = await self._trainer.leg(f"publish v{version}", self._timeout_s, "write_slots", version, names)
         first = next(iter(self._transfers.values()))  # the sums of all are the same: only who sends what differs
         return arrived(first.manifest(version, [part for some in parts for part in some]))
-
-    async def close(self) -> None:
-        """What the slots take is freed when the processes end."""
-
-    def _engines(self) -> list[RemoteEngine]:
-        return cast("list[RemoteEngine]", self._pool.engines())
 
     async def _connect(self, engine: RemoteEngine, training: TrainingSide, devices: list[str]) -> None:
         """Let an engine make its slots, and every training rank open them."""

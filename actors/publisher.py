@@ -37,7 +37,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine_client import RemoteEngine, in_service
 from penstock.actors.exports import Departure, Export, Parcel
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
@@ -398,11 +398,6 @@ def make_updater(pool: EnginePool, config: WeightsConfig) -> InFlight | Rolling:
     if config.update_mode == "multi_version":
         return Rolling(pool, config)
     return Drain(pool, config) if config.update_mode == "drain" else InFlight(pool, config)
-
-
-def in_service(pool: EnginePool) -> list[RemoteEngine]:
-    """Engines that are not fenced off."""
-    return cast("list[RemoteEngine]", pool.engines())
 
 
 async def attempt(

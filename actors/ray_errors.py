@@ -1,18 +1,25 @@
-"""Calls of other processes: each has a time limit, and Ray's exceptions become ours, with the cause in the sentence."""
+"""Calls of other processes: each has a time limit, and Ray's exceptions become ours, with the cause in the sentence.
+
+The driver's loop may stand still for minutes: a stopped process, a frozen container, a hook that blocks. What its peers
+sent meanwhile lies unread, so a plain time limit would find all of them silent at once: our own standstill uses up none
+of these limits.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import ray
 
-from penstock.actors.silence import silence_limit
 from penstock.dataflow.errors import PenstockError, WeightSyncError
 
 _Answer = TypeVar("_Answer")
+_LOOKS = 8
+_LATE_S = 1.0
+"""By at least how much a timer is late in a loop that stood still, seconds; less is ordinary load."""
 
 
 @contextmanager
@@ -32,6 +39,38 @@ def ray_boundary(error: type[PenstockError], what: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Of its message; its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@asynccontextmanager
+async def silence_limit(limit_s: float) -> AsyncIterator[None]:
+    """As `asyncio.timeout`, but if this loop stood still the peer gets a fresh period.
+
+    The loop looks at the clock `_LOOKS` times per period, and stood still if a look was late by more than the time
+    between two.
+
+    Args:
+        limit_s: Longest wait, seconds of a loop that runs.
+
+    Raises:
+        TimeoutError: When it is over.
+    """
+    loop, between_s, left = asyncio.get_running_loop(), limit_s / _LOOKS, _LOOKS
+    timer: asyncio.TimerHandle
+    async with asyncio.timeout(None) as limit:
+
+        def look(due: float) -> None:
+            nonlocal left, timer
+            left = _LOOKS if loop.time() - due > max(between_s, _LATE_S) else left - 1
+            if left:
+                timer = loop.call_later(between_s, look, loop.time() + between_s)
+            else:
+                limit.reschedule(loop.time())
+
+        timer = loop.call_later(between_s, look, loop.time() + between_s)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def answer_of(

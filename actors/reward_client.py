@@ -20,9 +20,8 @@ from contextlib import suppress
 import ray
 from ray.actor import ActorHandle
 
-from penstock.actors.ray_errors import first_line, ray_boundary
+from penstock.actors.ray_errors import first_line, ray_boundary, silence_limit
 from penstock.actors.reward import Result
-from penstock.actors.silence import silence_limit
 from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory

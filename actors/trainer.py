@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest
+from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec, free_port
@@ -55,31 +56,22 @@ class TrainerRank:
             self._outbound = private_directory(self._spec.publish_in)
         return ray.get_runtime_context().get_node_id()
 
-    def step(
-        self,
-        payloads: list[ray.ObjectRef],
-        version: int,
-        min_versions: list[int],
-        references: list[ray.ObjectRef],
-        teachers: list[ray.ObjectRef],
-    ) -> StepReport:
+    def step(self, groups: list[GroupRef], version: int) -> StepReport:
         """Train a batch, or the last part of one that was streamed."""
-        return self._running().step(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
+        payloads, references, teachers = _fetched(groups)
+        min_versions = [group.min_version for group in groups]
+        return self._running().step(payloads, version, min_versions, references, teachers)
 
-    def accumulate(
-        self,
-        payloads: list[ray.ObjectRef],
-        version: int,
-        min_versions: list[int],
-        references: list[ray.ObjectRef],
-        teachers: list[ray.ObjectRef],
-    ) -> None:
+    def accumulate(self, groups: list[GroupRef], version: int) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        self._running().accumulate(ray.get(payloads), version, min_versions, ray.get(references), ray.get(teachers))
+        payloads, references, teachers = _fetched(groups)
+        min_versions = [group.min_version for group in groups]
+        self._running().accumulate(payloads, version, min_versions, references, teachers)
 
-    def prefetch(self, payloads: list[ray.ObjectRef], version: int, references: list[ray.ObjectRef]) -> None:
+    def prefetch(self, groups: list[GroupRef], version: int) -> None:
         """Forward groups of a batch that is awaited. Collective."""
-        self._running().prefetch(ray.get(payloads), version, ray.get(references))
+        payloads, references, _ = _fetched(groups)
+        self._running().prefetch(payloads, version, references)
 
     def learn(self, method: str, *arguments: Any) -> Any:
         """What `PolicyTrainer` has for given answers: supervised steps, preferences, measurements."""
@@ -190,3 +182,11 @@ class TrainerRank:
         if self._trainer is None:
             raise TrainingError(f"trainer rank {self._rank}: not started")
         return self._trainer
+
+
+def _fetched(groups: list[GroupRef]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Payloads, logprobs of the reference and of the teacher: all groups have the same of them."""
+    payloads = ray.get([group.handle for group in groups])
+    references = ray.get([group.reference for group in groups if group.reference is not None])
+    teachers = ray.get([group.teacher for group in groups if group.teacher is not None])
+    return payloads, references, teachers

@@ -69,12 +69,12 @@ class TrainerClient:
             async with asyncio.TaskGroup() as sent:  # a rank that fails is noticed while groups are waited for
                 async for group in batch:
                     if part and sum(one.num_tokens for one in part) + group.num_tokens > self._tokens_per_part:
-                        calls = self._call("accumulate", *self._arguments(part))  # now: ranks keep the order of calls
+                        calls = self._call("accumulate", part, self.version)  # now: ranks keep the order of calls
                         sent.create_task(self._answers("accumulate", calls))
                         part = []
                     part.append(group)
                 async with self.step_lock:
-                    reports = await self._all("step", *self._arguments(part))
+                    reports = await self._all("step", part, self.version)
                     self.version = reports[0].version
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -87,8 +87,7 @@ class TrainerClient:
 
     async def prefetch(self, group: GroupRef) -> None:
         """Let the ranks forward a group of the batch that is awaited; ranks keep the order of calls."""
-        references = [] if group.reference is None else [group.reference]
-        await self._all("prefetch", [group.handle], self.version, references)
+        await self._all("prefetch", [group], self.version)
 
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         return await self._learn("supervised_step", examples)
@@ -217,13 +216,3 @@ class TrainerClient:
         hint = " or the step is too large; raise trainer.step_timeout_s if it only is slow" if not timeout_s else ""
         hangs = f"One of {len(calls)} ranks hangs{hint}."
         return list(await answer_of(asyncio.gather(*calls), limit_s, TrainingError, f"trainer: {method}", hangs))
-
-    def _arguments(self, groups: Sequence[GroupRef]) -> tuple[list[Any], int, list[int], list[Any], list[Any]]:
-        """Of `step` and `accumulate`."""
-        return (
-            [group.handle for group in groups],
-            self.version,
-            [group.min_version for group in groups],
-            [group.reference for group in groups if group.reference is not None],
-            [group.teacher for group in groups if group.teacher is not None],
-        )

@@ -34,7 +34,12 @@ async def refuses(*_: object) -> None:
 
 def engine_with(**methods: Any) -> RemoteEngine:
     """An engine whose process answers so; polls wait for ever."""
-    handles = {name: SimpleNamespace(remote=method) for name, method in {"collect": never, **methods}.items()}
+
+    async def ask(method: str, *arguments: Any) -> Any:
+        return await methods[method](*arguments)
+
+    answers = {"collect": never, "ask": ask, **methods}
+    handles = {name: SimpleNamespace(remote=method) for name, method in answers.items()}
     return RemoteEngine(EngineId("e"), SimpleNamespace(**handles), "node-a")  # type: ignore[arg-type]
 
 
@@ -61,13 +66,13 @@ async def test_an_engine_that_refuses_a_version_is_not_lost() -> None:
     assert engine._lost is None
 
 
-@pytest.mark.parametrize(("method", "purpose"), [("sleep", "sleep"), ("wake", "wake up")])
+@pytest.mark.parametrize("method", ["sleep", "wake"])
 async def test_an_engine_that_does_not_give_its_memory_back_in_time_is_named_and_ended(
-    method: str, purpose: str, monkeypatch: pytest.MonkeyPatch, killed: list[Any]
+    method: str, monkeypatch: pytest.MonkeyPatch, killed: list[Any]
 ) -> None:
     monkeypatch.setattr(engine_client, "SWITCH_S", 0.05)
     engine = engine_with(**{method: never})
-    with pytest.raises(EngineLostError, match=rf"e: {purpose}: no answer within 0\.05 s") as lost:
+    with pytest.raises(EngineLostError, match=rf"e: {method}: no answer within 0\.05 s") as lost:
         await asyncio.wait_for(getattr(engine, method)(), 5.0)
     assert lost.value.is_final
     assert killed == [engine._actor], "its device memory is free for the trainer"

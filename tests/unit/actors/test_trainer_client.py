@@ -29,8 +29,8 @@ class FakeRank:
     def __getattr__(self, method: str) -> Any:
         return type("Method", (), {"remote": staticmethod(lambda *arguments: self._call(method, *arguments))})
 
-    def _call(self, method: str, handles: list[str], version: int, *_: Any) -> asyncio.Future[StepReport | None]:
-        self.calls.append((method, handles))
+    def _call(self, method: str, groups: list[GroupRef], version: int) -> asyncio.Future[StepReport | None]:
+        self.calls.append((method, [group.handle for group in groups]))
         self.versions.append(version)
         answer: asyncio.Future[StepReport | None] = asyncio.get_running_loop().create_future()
         if self.fails:
