@@ -42,9 +42,8 @@ from penstock.envs.environment import Action, Environment, Observation
 from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.platform.observability.memory import pss_bytes
-from penstock.rollout.dialogue import EpisodeBudget
+from penstock.rollout.dialogue import EpisodeBudget, PartialTurn
 from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.partial import PartialTurn
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
 
 SIGMA, MOST_MEANS = 1.25, 30.0

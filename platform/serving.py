@@ -31,7 +31,7 @@ from penstock.platform.roles import model_path, reward_workers, rewards_are_load
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.pool import make_pool
-from penstock.rollout.questions import PolicyAnswers
+from penstock.rollout.recording import PolicyAnswers
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, load_codec
 from penstock.weights.checkpoint import checkpoint_tensors

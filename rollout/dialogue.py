@@ -5,21 +5,115 @@ once. The request of turn k + 1 is exactly p, y_1, o_1 … y_k, o_k, so what the
 loss mask is 1 on y_k and 0 elsewhere, behavior logprobs are 0 elsewhere, spans cover the y_k only (I4, I7). An
 observation after which nothing is sampled is left out. A fork has all of it so far as its p: mask 0, for these tokens
 carry their loss where they were sampled (docs/concepts/threads.md).
+
+A turn may be interrupted. Of one that has m = `max_new_tokens` and n tokens so far, the request for the rest is all
+tokens up to the n-th, with m − n new ones. A causal model draws the next from the same distribution whether it sampled
+those before itself or was given them, so nothing but time is lost (docs/concepts/partial-rollouts.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
-from penstock.dataflow.ids import TrajectoryId
-from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.trajectory import MAIN_THREAD, Episode, Task, Thread, Trajectory, Turn
-from penstock.dataflow.versions import Span, concatenate_spans, join_spans
+from penstock.dataflow.ids import RequestId, TrajectoryId
+from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
+from penstock.dataflow.trajectory import MAIN_THREAD, Episode, FinishReason, Task, Thread, Trajectory, Turn
+from penstock.dataflow.versions import Span, Spans, concatenate_spans, first_tokens, join_spans
 from penstock.envs.reasoning import Spoken
-from penstock.rollout.partial import PartialTurn
+
+
+@dataclass(slots=True)
+class PartialTurn:
+    """Tokens of a turn received so far, delta by delta. They are never sampled again.
+
+    Attributes:
+        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
+            the episode so far; -1 is any.
+        on_delta: Called with each delta when it is kept; may `cut`.
+        num_tokens: Sampled so far.
+        resumed_with: Tokens it had when it was last resumed; 0 if it never was.
+        num_interruptions: So far, those of earlier turns included.
+        is_cut: It was ended before its engine ended it.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    floor: int = -1
+    on_delta: Callable[[TokenDelta], None] | None = None
+    num_tokens: int = 0
+    resumed_with: int = 0
+    num_interruptions: int = 0
+    finish_reason: FinishReason | None = None
+    is_cut: bool = False
+    _deltas: list[TokenDelta] = field(default_factory=list)
+
+    def joined(self) -> TokenDelta:
+        """All that was sampled, as if it had come at once."""
+        deltas = self._deltas
+        return TokenDelta(
+            tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+            tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+            join_spans([span for delta in deltas for span in delta.spans]),
+            self.finish_reason,
+        )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All sampled ids, in order."""
+        return self.joined().token_ids
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Behavior logprob of each."""
+        return self.joined().logprobs
+
+    @property
+    def spans(self) -> Spans:
+        """Version spans of all of them."""
+        return self.joined().spans
+
+    def remaining(self) -> int:
+        """Tokens it may still sample."""
+        return self.sampling.max_new_tokens - self.num_tokens
+
+    def min_version(self) -> int:
+        """Oldest version that may go on with it (I4): that of its newest token, before the first its floor."""
+        return next((delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), self.floor)
+
+    def extend(self, delta: TokenDelta) -> None:
+        """Keep what an engine reported; `is_cut` says whether that is enough, and the engine is to stop."""
+        self._deltas.append(delta)
+        self.num_tokens += len(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+        if self.on_delta is not None:
+            self.on_delta(delta)
+
+    def request(self, request_id: RequestId) -> GenerateRequest:
+        """Ask for all of it, or for what is missing."""
+        if not self.num_tokens:
+            return GenerateRequest(request_id, self.prompt_ids, self.sampling)
+        prompt = (*self.prompt_ids, *self.token_ids)
+        return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()))
+
+    def settle(self) -> bool:
+        """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""
+        self.finish_reason = None
+        if self.num_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.remaining() <= 0:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def cut(self, num_tokens: int) -> None:
+        """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""
+        logprobs = self.logprobs[:num_tokens]
+        self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
+        self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True
+
 
 SampleTurn = Callable[[PartialTurn], Awaitable[None]]
 """Samples one turn to its end, whatever engines it takes."""
@@ -46,9 +140,10 @@ class Dialogue:
     Args:
         prompt_ids: What it begins with.
         opening: Text of that; of a fork, of what is new in it.
+        sampling: Of its turns.
         name: Of the thread.
-        fork_of: Whose tokens `prompt_ids` begins with.
-        floor: Oldest version that may begin its first turn; -1 is any.
+        is_chat: What it hears goes through the chat template, as its prompt did.
+        fork_of: The thread whose tokens `prompt_ids` begins with.
 
     Attributes:
         turns: Finished ones.
@@ -63,16 +158,20 @@ class Dialogue:
         self,
         prompt_ids: tuple[int, ...],
         opening: str,
+        sampling: SamplingParams,
         name: str = MAIN_THREAD,
-        fork_of: str | None = None,
-        floor: int = -1,
+        *,
+        is_chat: bool = False,
+        fork_of: Dialogue | None = None,
     ) -> None:
         self.turns: list[Turn] = []
         self.num_interruptions = 0
         self.name = name
         self.opening = opening
-        self._fork_of = fork_of
-        self._floor = floor
+        self.is_chat = is_chat
+        self.sampling = sampling
+        self._fork_of = None if fork_of is None else fork_of.name
+        self._floor = -1 if fork_of is None else fork_of.spans[-1].version
         self.token_ids: tuple[int, ...] = prompt_ids
         self.loss_mask = [False] * len(prompt_ids)
         self.logprobs = [0.0] * len(prompt_ids)
@@ -83,26 +182,18 @@ class Dialogue:
         return len(self.token_ids)
 
     @property
-    def last_token(self) -> int:
-        """Of the last turn, behind which an observation goes."""
-        return self.token_ids[-1]
-
-    @property
     def newest_text(self) -> str:
         """What was said last, which the next turn goes on from."""
         return self.turns[-1].observation if self.turns else self.opening
 
-    def fork(self, name: str, token_ids: tuple[int, ...], opening: str) -> Dialogue:
-        """A thread that begins with all of this one, then `token_ids`."""
-        return Dialogue((*self.token_ids, *token_ids), opening, name, self.name, self.spans[-1].version)
-
-    def next_turn(self, sampling: SamplingParams, max_tokens: int) -> PartialTurn:
-        """What is sampled next; `max_tokens` bounds the whole dialogue."""
+    def next_turn(self, max_tokens: int, max_new_tokens: int | None = None) -> PartialTurn:
+        """What is sampled next; `max_tokens` bounds the whole dialogue, `max_new_tokens` the turn."""
         room = max_tokens - self.num_tokens
         assert room > 0, "asked for with room for a token"
+        longest = min(self.sampling.max_new_tokens, max_new_tokens or self.sampling.max_new_tokens, room)
         return PartialTurn(
             self.token_ids,
-            replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            replace(self.sampling, max_new_tokens=longest),
             num_interruptions=self.num_interruptions,
             floor=self.spans[-1].version if self.spans else self._floor,
         )
@@ -111,10 +202,11 @@ class Dialogue:
         """Keep a finished turn, as it came."""
         assert partial.prompt_ids == self.token_ids, "a turn goes on from all tokens before it, unchanged"
         assert partial.finish_reason is not None, "it ended"
-        self.token_ids += partial.token_ids
+        answer = partial.joined()
+        self.token_ids += answer.token_ids
         self.loss_mask += [True] * partial.num_tokens
-        self.logprobs += partial.logprobs
-        self.spans += partial.spans
+        self.logprobs += answer.logprobs
+        self.spans += answer.spans
         interruptions = partial.num_interruptions - self.num_interruptions
         self.num_interruptions = partial.num_interruptions
         self.turns.append(
@@ -140,9 +232,13 @@ class Dialogue:
         return Thread(self.name, self.num_tokens, self.opening, self._fork_of)
 
 
-def joined(dialogues: Sequence[Dialogue], task: Task, trajectory_id: TrajectoryId, episode: Episode) -> Trajectory:
-    """All threads of an episode, one after another, as the trainer gets them."""
+def joined(
+    dialogues: Sequence[Dialogue], task: Task, trajectory_id: TrajectoryId, episode: Episode | None = None
+) -> Trajectory:
+    """The trajectory as the trainer gets it: all threads of an episode, one after another, or a single turn."""
     is_ordinary = [one.name for one in dialogues] == [MAIN_THREAD]
+    turns = dialogues[0].turns if episode is None else episode.turns
+    is_whole = turns[-1].finish_reason == "stop" if episode is None else episode.end == "done"
     return Trajectory(
         trajectory_id=trajectory_id,
         task_id=task.task_id,
@@ -151,9 +247,9 @@ def joined(dialogues: Sequence[Dialogue], task: Task, trajectory_id: TrajectoryI
         behavior_logprobs=np.concatenate([np.array(one.logprobs, np.float32) for one in dialogues]),
         spans=concatenate_spans([join_spans(one.spans) for one in dialogues]),
         prompt=dialogues[0].opening,
-        response="".join(turn.response for turn in episode.turns),
-        reasoning="".join(turn.reasoning for turn in episode.turns),
-        finish_reason="stop" if episode.end == "done" else "length",
+        response="".join(turn.response for turn in turns),
+        reasoning="".join(turn.reasoning for turn in turns),
+        finish_reason="stop" if is_whole else "length",
         episode=episode,
         threads=() if is_ordinary else tuple(one.thread() for one in dialogues),
     )

@@ -8,9 +8,10 @@ the environment thinks.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 from typing import Protocol
 
 from penstock.dataflow.errors import TrajectoryError
@@ -18,11 +19,9 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.server import Endpoint
-from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.episode_host import PlayedEpisode
 from penstock.envs.threads import take_turns
-from penstock.rollout.dialogue import EpisodeBudget, SampleTurn, joined
-from penstock.rollout.partial import PartialTurn
+from penstock.rollout.dialogue import EpisodeBudget, PartialTurn, SampleTurn, joined
 from penstock.rollout.recording import Recording
 from penstock.rollout.threads import Threads
 from penstock.rollout.tokenizers import TokenCodec
@@ -32,22 +31,6 @@ class EpisodeSource(Protocol):
     """Where episodes are played (envs/episode_host.py)."""
 
     def open(self, task: Task) -> AbstractAsyncContextManager[PlayedEpisode]: ...
-
-
-class _Takings:
-    """What the environment gave and counted over the turns."""
-
-    def __init__(self) -> None:
-        self.reward = 0.0
-        self.parts: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-
-    def add(self, reply: EpisodeReply) -> None:
-        self.reward += reply.get("reward", 0.0)
-        for name, value in reply.get("parts", {}).items():
-            self.parts[name] += value  # type: ignore[assignment]  # a Counter of floats
-        for name, value in reply.get("counts", {}).items():
-            self.counts[name] += value  # type: ignore[assignment]
 
 
 class EpisodePlayer:
@@ -82,15 +65,17 @@ class EpisodePlayer:
             if reply.get("runs_itself"):
                 recording = Recording(self._codec, self._budget, sampling, sample)
                 return await self._run(task, trajectory_id, played, recording)
-            threads, takings = Threads(task, self._codec, self._budget, sampling), _Takings()
+            threads, replies = Threads(task, self._codec, self._budget, sampling), []
             end: EpisodeEnd | None = threads.listen(reply)
             while end is None:
-                await _sample_all(threads.speaking, sample)
+                await _sample_all([turn for _, turn in threads.speaking], sample)
                 reply = await take_turns(played, reply, threads.spoken())
-                takings.add(reply)
+                replies.append(reply)
                 end = threads.listen(reply)
-        episode = Episode(threads.turns, end, takings.reward, dict(takings.parts), dict(takings.counts))
-        return joined(threads.dialogues, task, trajectory_id, episode)
+        reward = sum(reply.get("reward", 0.0) for reply in replies)
+        parts, counts = (_summed([reply.get(key, {}) for reply in replies]) for key in ("parts", "counts"))
+        episode = Episode(threads.turns, end, reward, parts, counts)
+        return joined([*threads.dialogues.values()], task, trajectory_id, episode)
 
     async def _run(
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
@@ -105,6 +90,14 @@ class EpisodePlayer:
                     raise
                 reply = {}
         return recording.trajectory(task, trajectory_id, reply, session.counts_as_floats())
+
+
+def _summed(over_turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What the environment gave, or counted, by name."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for name, value in chain.from_iterable(one.items() for one in over_turns):
+        sums[name] += value
+    return dict(sums)
 
 
 async def _sample_all(turns: Sequence[PartialTurn], sample: SampleTurn) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.dataflow.ids import GroupId, TrajectoryId
-from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.rollout.partial import PartialTurn
+from penstock.dataflow.trajectory import Task
 from penstock.rollout.routing import EngineView
 from penstock.rollout.tokenizers import TokenCodec
 
@@ -25,7 +21,7 @@ class GroupTask:
         group: Names the group.
         name: The same as text; its trajectories are `<name>/<member>`.
         slots: A gang to lease from while there is one; else the pool.
-        prompts: Its prompt, by the codec of the policy that answers.
+        prompts: Its prompt as token ids and as the policy reads it, by the codec of the policy that answers.
         lost_engines: Those that died or stood still over its prompt before any engine answered it.
         is_answered: Whether an engine has answered it with a token.
     """
@@ -35,7 +31,7 @@ class GroupTask:
         self.group = group
         self.name = str(group)
         self.slots = slots
-        self.prompts: dict[TokenCodec, Prompt] = {}
+        self.prompts: dict[TokenCodec, tuple[tuple[int, ...], str]] = {}
         self.lost_engines: list[EngineView] = []
         self.is_answered = False
 
@@ -52,46 +48,6 @@ class GroupTask:
 
         Here nobody wants to know.
         """
-
-
-class Prompt:
-    """A prompt, rendered once for all who answer it.
-
-    Attributes:
-        token_ids: It begins every request.
-    """
-
-    def __init__(self, codec: TokenCodec, token_ids: tuple[int, ...]) -> None:
-        self.token_ids = token_ids
-        self._codec = codec
-
-    @cached_property
-    def text(self) -> str:
-        """As the policy reads it."""
-        return self._codec.decode(self.token_ids)
-
-    def trajectory(self, asked: GroupTask, member: int, partial: PartialTurn) -> Trajectory:
-        """The trajectory that a complete answer makes."""
-        assert partial.finish_reason is not None, "it ended"
-        num_prompt, answer = len(self.token_ids), partial.joined()
-        num_tokens = num_prompt + len(answer.token_ids)
-        loss_mask = np.zeros(num_tokens, np.bool_)
-        loss_mask[num_prompt:] = True
-        behavior_logprobs = np.zeros(num_tokens, np.float32)
-        behavior_logprobs[num_prompt:] = answer.logprobs
-        spoken = self._codec.split(answer.token_ids, self.text)
-        return Trajectory(
-            trajectory_id=asked.trajectory_id(member),
-            task_id=asked.task.task_id,
-            token_ids=np.array((*self.token_ids, *answer.token_ids), np.int32),
-            loss_mask=loss_mask,
-            behavior_logprobs=behavior_logprobs,
-            spans=answer.spans,
-            prompt=self.text,
-            response=spoken.answer,
-            finish_reason=partial.finish_reason,
-            reasoning=spoken.reasoning,
-        )
 
 
 class OldestTurn:

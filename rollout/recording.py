@@ -9,8 +9,10 @@ Consumes: the parts of a conversation. Waits for: the turn that is sampled. Unbl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
 
@@ -23,9 +25,11 @@ from penstock.envs.endpoint.requests import Asked, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.reasoning import ReasoningReader, num_begun
-from penstock.rollout.dialogue import Dialogue, EpisodeBudget, SampleTurn, joined
-from penstock.rollout.partial import PartialTurn
+from penstock.rollout.dialogue import Dialogue, EpisodeBudget, PartialTurn, SampleTurn, joined
 from penstock.rollout.tokenizers import TokenCodec
+
+if TYPE_CHECKING:
+    from penstock.rollout.runner import TrajectoryRunner
 
 
 class Recording:
@@ -42,7 +46,6 @@ class Recording:
         self._sampling = sampling
         self._sample = sample
         self._dialogue: Dialogue | None = None
-        self._last_token = -1
 
     async def answer(self, part: Part, exchange: Exchange) -> Answer:
         """Sample the next turn.
@@ -66,19 +69,17 @@ class Recording:
                 "context_length_exceeded",
             )
         if before is None:
-            dialogue = self._dialogue = Dialogue(token_ids, self._codec.decode(token_ids))
+            dialogue = self._dialogue = Dialogue(token_ids, self._codec.decode(token_ids), self._sampling)
         else:
             dialogue = before
             dialogue.observed(token_ids, self._codec.decode(token_ids))
-        limit = min(self._sampling.max_new_tokens, asked.max_tokens or self._sampling.max_new_tokens)
-        partial = dialogue.next_turn(replace(self._sampling, max_new_tokens=limit), self._budget.max_tokens)
+        partial = dialogue.next_turn(self._budget.max_tokens, asked.max_tokens)
         heard, marks = dialogue.newest_text, self._codec.reasoning if asked.messages is not None else None
         thinking = None if marks is None else ReasoningReader(marks, heard)
         reader = TurnReader(self._codec, exchange, partial, thinking) if asked.is_stream or asked.stop else None
         await self._sample(partial)
         spoken = self._codec.split(partial.token_ids, heard)
         dialogue.sampled(partial, spoken)
-        self._last_token = partial.token_ids[-1]
         sampled = spoken.reasoning + spoken.answer
         text, thought = sampled if reader is None else reader.finish(sampled), None
         if marks is not None:
@@ -114,7 +115,7 @@ class Recording:
         try:
             if self._dialogue is None:
                 return self._codec.encode_prompt(part)
-            return self._codec.encode_observation(part, self._last_token)
+            return self._codec.encode_observation(part, self._dialogue.token_ids[-1])
         except TrajectoryError as error:
             raise bad_request(error.detail, param, "invalid_value") from error
         except ConfigError as error:
@@ -193,3 +194,33 @@ def _parted(reader: ReasoningReader, text: str) -> tuple[str, str]:
 def _with_text(codec: TokenCodec, token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[SampledToken, ...]:
     texts = [str(codec.tokenizer.decode([token_id])) for token_id in token_ids]
     return tuple(SampledToken(text, logprob) for text, logprob in zip(texts, logprobs, strict=True))
+
+
+class PolicyAnswers:
+    """The policy's answers to plain questions (envs/endpoint/session.py, `Questions`), beside its rollouts.
+
+    What is sampled is greedy and belongs to no group: it never enters the ledger.
+
+    Args:
+        runner: On whose engines.
+        max_tokens: Of question and answer together.
+        sampling: Of the run; only the length and the stop tokens count.
+    """
+
+    def __init__(self, runner: TrajectoryRunner, max_tokens: int, sampling: SamplingParams) -> None:
+        self._runner = runner
+        self._budget = EpisodeBudget(max_turns=1, max_tokens=max_tokens)
+        self._sampling = replace(sampling, temperature=0.0, seed=None)
+        self._numbers = itertools.count()
+
+    async def answer(self, part: Part, exchange: Exchange) -> Answer:
+        """Answer one.
+
+        Raises:
+            ApiError: If it leaves no room for an answer, or no token stands for its text.
+            TrajectoryError, PenstockError: From the engines.
+        """
+        name = f"question/{next(self._numbers)}"
+        runner = self._runner
+        recording = Recording(runner.codec, self._budget, self._sampling, lambda turn: runner.sample_turn(name, turn))
+        return await recording.answer(part, exchange)

@@ -11,21 +11,44 @@ silence watch, which looks at all running requests every eighth of its limit, so
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryError
 from penstock.dataflow.ids import PARTNER, RequestId, TaskId
 from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.rollout.dialogue import Dialogue, PartialTurn, joined
 from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask, OldestTurn, Prompt
-from penstock.rollout.partial import PartialTurn, ResumeStats
-from penstock.rollout.pool import EnginePool, Interruption, Lease
+from penstock.rollout.group_task import GroupTask, OldestTurn
+from penstock.rollout.pool import EnginePool, Interruption, InterruptionKind, Lease
 from penstock.rollout.tokenizers import TokenCodec
 
 LOOKS_PER_LIMIT = 8
+
+
+@dataclass(slots=True)
+class ResumeStats:
+    """Absolute counters since the run began.
+
+    Attributes:
+        trajectories: Trajectories that were resumed at least once with tokens kept.
+        tokens: Sampled tokens kept over resumes, that would have been sampled again.
+        interruptions: By kind; also those before the first token.
+    """
+
+    trajectories: int = 0
+    tokens: int = 0
+    interruptions: Counter[InterruptionKind] = field(default_factory=Counter)
+
+    def __add__(self, other: ResumeStats) -> ResumeStats:
+        return ResumeStats(
+            self.trajectories + other.trajectories,
+            self.tokens + other.tokens,
+            self.interruptions + other.interruptions,
+        )
 
 
 class Runs(Protocol):
@@ -92,16 +115,15 @@ class TrajectoryRunner:
         """
         if asked.task.environment is not None:
             return await self._play(asked, member, sampling)
-        prompt = asked.prompts.get(self.codec)
-        if prompt is None:
-            prompt = asked.prompts[self.codec] = Prompt(self.codec, self._prompt_ids(asked.task))
-        context = self._max_context_tokens
-        if context is not None and len(prompt.token_ids) + sampling.max_new_tokens > context:
-            # Engines end it there too. Known here, a full context is complete though its engine's last word was lost.
-            sampling = replace(sampling, max_new_tokens=context - len(prompt.token_ids))
-        partial = PartialTurn(prompt.token_ids, sampling)
-        await self._sample(asked, member, partial)
-        return prompt.trajectory(asked, member, partial)
+        if self.codec not in asked.prompts:
+            prompt_ids = self._prompt_ids(asked.task)
+            asked.prompts[self.codec] = prompt_ids, self.codec.decode(prompt_ids)
+        dialogue = Dialogue(*asked.prompts[self.codec], sampling)
+        # Engines end it at the context too. Known here, a full one is complete though its engine's last word was lost.
+        turn = dialogue.next_turn(self._max_context_tokens or dialogue.num_tokens + sampling.max_new_tokens)
+        await self._sample(asked, member, turn)
+        dialogue.sampled(turn, self.codec.split(turn.token_ids, dialogue.opening))
+        return joined([dialogue], asked.task, asked.trajectory_id(member))
 
     def _prompt_ids(self, task: Task) -> tuple[int, ...]:
         """The prompt of a task, if the policy can answer it: an engine would refuse it, or worse.

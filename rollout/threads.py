@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import NamedTuple
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import SamplingParams
@@ -19,41 +18,27 @@ from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Task, Turn
 from penstock.envs.environment import Action, Observation
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.threads import ThreadNames
-from penstock.rollout.dialogue import Dialogue, EpisodeBudget
-from penstock.rollout.partial import PartialTurn
+from penstock.rollout.dialogue import Dialogue, EpisodeBudget, PartialTurn
 from penstock.rollout.tokenizers import TokenCodec
-
-
-class _Thread(NamedTuple):
-    """One thread; with `is_chat`, what it hears goes through the chat template, as its prompt did."""
-
-    dialogue: Dialogue
-    sampling: SamplingParams
-    is_chat: bool
 
 
 class Threads:
     """Grows reply by reply.
 
     Attributes:
-        speaking: Turns to be sampled now, in the order of the observations that asked for them.
+        dialogues: By name, in the order in which they were opened.
+        speaking: Turns to be sampled now, each with its thread, in the order of the observations that asked for them.
     """
 
     def __init__(self, task: Task, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams) -> None:
-        self.speaking: list[PartialTurn] = []
+        self.dialogues: dict[str, Dialogue] = {}
+        self.speaking: list[tuple[Dialogue, PartialTurn]] = []
         self._task = task
         self._codec = codec
         self._budget = budget
         self._sampling = sampling
         self._names = ThreadNames(task.task_id, budget.max_threads)
-        self._threads: dict[str, _Thread] = {}
-        self._speakers: list[Dialogue] = []
         self._order: list[tuple[Dialogue, int]] = []
-
-    @property
-    def dialogues(self) -> list[Dialogue]:
-        """In the order in which they were opened."""
-        return [thread.dialogue for thread in self._threads.values()]
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -78,20 +63,19 @@ class Threads:
         if longest >= self._budget.max_tokens:
             limit = f"the budget of the episode is {self._budget.max_tokens} (env.episode.max_tokens)"
             return self._is_over("max_tokens", f"the prompt has {longest} tokens, {limit}")
-        opened = {one.thread: self._open(one, ids) for one, ids in heard if one.thread not in self._threads}
+        opened = {one.thread: self._open(one, ids) for one, ids in heard if one.thread not in self.dialogues}
         for one, token_ids in heard:
-            if one.thread in self._threads:
-                self._threads[one.thread].dialogue.observed(token_ids, self._codec.decode(token_ids))
-        self._threads |= opened
-        speakers = [self._threads[one.thread] for one in said]
-        self._speakers = [thread.dialogue for thread in speakers]
-        self.speaking = [thread.dialogue.next_turn(thread.sampling, self._budget.max_tokens) for thread in speakers]
+            if one.thread in self.dialogues:
+                self.dialogues[one.thread].observed(token_ids, self._codec.decode(token_ids))
+        self.dialogues |= opened
+        speakers = [self.dialogues[one.thread] for one in said]
+        self.speaking = [(dialogue, dialogue.next_turn(self._budget.max_tokens)) for dialogue in speakers]
         return None
 
     def spoken(self) -> list[Action]:
         """The turns that were sampled, as the environment gets them."""
         actions = []
-        for dialogue, partial in zip(self._speakers, self.speaking, strict=True):
+        for dialogue, partial in self.speaking:
             spoken = self._codec.split(partial.token_ids, dialogue.newest_text)
             dialogue.sampled(partial, spoken)
             is_truncated = partial.finish_reason != "stop"
@@ -106,23 +90,21 @@ class Threads:
             raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
         return end
 
-    def _before(self, said: Observation) -> _Thread | None:
+    def _before(self, said: Observation) -> Dialogue | None:
         """Whose tokens it goes behind."""
-        return self._threads.get(said.thread if said.fork_of is None else said.fork_of)
+        return self.dialogues.get(said.thread if said.fork_of is None else said.fork_of)
 
     def _num_tokens_before(self, said: Observation) -> int:
         before = self._before(said)
-        return 0 if before is None else before.dialogue.num_tokens
+        return 0 if before is None else before.num_tokens
 
     def _encoded(self, said: Observation) -> tuple[int, ...]:
         before = self._before(said)
         if before is None:
             return self._codec.encode_prompt(said.content)
-        return self._codec.encode_observation(
-            said.messages if before.is_chat else said.text, before.dialogue.last_token
-        )
+        return self._codec.encode_observation(said.messages if before.is_chat else said.text, before.token_ids[-1])
 
-    def _open(self, said: Observation, token_ids: tuple[int, ...]) -> _Thread:
+    def _open(self, said: Observation, token_ids: tuple[int, ...]) -> Dialogue:
         """A new thread, with a seed of its own: two with one prompt would else draw the same tokens."""
         before, name, opening = self._before(said), said.thread, self._codec.decode(token_ids)
         seed = self._sampling.seed
@@ -130,5 +112,6 @@ class Threads:
             seed = derive_seed(seed, zlib.crc32(name.encode()))
         sampling = replace(self._sampling, seed=seed)
         if before is None:
-            return _Thread(Dialogue(token_ids, opening, name), sampling, not isinstance(said.content, str))
-        return _Thread(before.dialogue.fork(name, token_ids, opening), sampling, before.is_chat)
+            return Dialogue(token_ids, opening, sampling, name, is_chat=not isinstance(said.content, str))
+        everything = (*before.token_ids, *token_ids)
+        return Dialogue(everything, opening, sampling, name, is_chat=before.is_chat, fork_of=before)

@@ -13,8 +13,8 @@ from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.rollout.dialogue import PartialTurn
 from penstock.rollout.group_task import GroupTask
-from penstock.rollout.partial import PartialTurn
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer

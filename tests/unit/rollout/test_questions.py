@@ -22,7 +22,7 @@ from penstock.platform.config.compose import compose_config
 from penstock.platform.serving import answer_questions, episode_player
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
-from penstock.rollout.questions import PolicyAnswers
+from penstock.rollout.recording import PolicyAnswers
 from penstock.rollout.runner import TrajectoryRunner
 from tests.agents import CODEC, SayingEngine, chat, client_of, user
 from tests.unit.envs.test_judge import answered, make
