@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,25 +24,29 @@ Result = TypeVar("Result")
 Action = Callable[[DecodeBatch], Any]
 
 
-class DecodeListener(Protocol):
-    """Who hears from the thread. Called in the thread itself: hand over and return at once."""
-
-    def on_deltas(self, deltas: Deltas) -> None:
-        """Deltas that became due in one decode step or by one abort; never empty."""
-        ...
-
-    def on_lost(self, reason: str) -> None:
-        """The thread has failed and serves nothing any more."""
-        ...
-
-
 class DecodeThread:
     """Steps a `DecodeBatch` while it has work, and runs actions between the steps."""
 
-    def __init__(self, batch: DecodeBatch, listener: DecodeListener, threads: int) -> None:
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        threads: int,
+        on_deltas: Callable[[Deltas], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Take the batch; `start` begins to serve.
+
+        Args:
+            batch: Touched by this thread alone.
+            threads: CPU threads of a forward pass.
+            on_deltas: Told what became due in one decode step or by one abort; never empty. Called in the thread
+                itself: it hands over and returns at once.
+            on_lost: Likewise, told why the thread has failed and serves nothing any more.
+        """
         self.batch = batch
-        self._listener = listener
         self._threads = threads
+        self._on_deltas = on_deltas
+        self._on_lost = on_lost
         self._inbox: queue.SimpleQueue[tuple[Action, Future[Any]]] = queue.SimpleQueue()
         self._gate = threading.Lock()  # between `call` and the end of the thread: no action is left without an answer
         self._is_open = True
@@ -86,20 +90,21 @@ class DecodeThread:
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP counts threads per calling thread
         try:
-            while self._act():
+            while not self._is_stopping.is_set():
                 self._report(self.batch.step())
+                if not self.batch.can_step:
+                    self._execute(*self._inbox.get())
+                while not self._inbox.empty():
+                    self._execute(*self._inbox.get())
         except Exception:  # noqa: BLE001 - the thread's supervisor: whatever it was, callers must hear of it
-            self._listener.on_lost(f"the decode thread failed:\n{traceback.format_exc()}")
+            self._on_lost(f"the decode thread failed:\n{traceback.format_exc()}")
         finally:
-            self._close()
-
-    def _act(self) -> bool:
-        """Run all waiting actions, blocking for one if there is nothing to decode; False when told to stop."""
-        if not self.batch.can_step:
-            self._execute(*self._inbox.get())
-        while not self._inbox.empty():
-            self._execute(*self._inbox.get())
-        return not self._is_stopping.is_set()
+            with self._gate:
+                self._is_open = False
+            while not self._inbox.empty():
+                _, future = self._inbox.get()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineLostError("the decode thread has ended"))
 
     def _execute(self, action: Action, future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -111,12 +116,4 @@ class DecodeThread:
 
     def _report(self, deltas: Deltas) -> None:
         if deltas:
-            self._listener.on_deltas(deltas)
-
-    def _close(self) -> None:
-        with self._gate:
-            self._is_open = False
-        while not self._inbox.empty():
-            _, future = self._inbox.get()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineLostError("the decode thread has ended"))
+            self._on_deltas(deltas)

@@ -73,7 +73,8 @@ class EpisodePlayer:
                 replies.append(reply)
                 end = threads.listen(reply)
         reward = sum(reply.get("reward", 0.0) for reply in replies)
-        parts, counts = (_summed([reply.get(key, {}) for reply in replies]) for key in ("parts", "counts"))
+        parts = _summed([reply.get("parts", {}) for reply in replies])
+        counts = _summed([reply.get("counts", {}) for reply in replies])
         episode = Episode(threads.turns, end, reward, parts, counts)
         return joined([*threads.dialogues.values()], task, trajectory_id, episode)
 

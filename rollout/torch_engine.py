@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -44,7 +45,7 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
-from penstock.weights.streaming import ON_THE_WAY, Incoming, Pieces
+from penstock.weights.streaming import ON_THE_WAY, Pieces
 from penstock.weights.transport.crossing import Arrival, Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
 from penstock.weights.transport.shards import read_shard
@@ -53,18 +54,25 @@ from penstock.weights.transport.shared_memory import read_version
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0
 Result = TypeVar("Result")
+Told = TypeVar("Told")
 StagedTensors = dict[str, torch.Tensor]
+Incoming = Callable[[Mapping[str, torch.Tensor]], None]
+"""Lets a version go into live parameters bucket by bucket: name -> flat tensor (weights/streaming.py)."""
 
 
 class TorchEngine:
-    """`LocalEngine` over a Hugging Face causal language model."""
+    """`LocalEngine` over a Hugging Face causal language model.
+
+    Attributes:
+        version: The policy version this engine has acknowledged; -1 before the first publish.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         assert isinstance(spec.engine, TorchEngineConfig)
         self.engine_id: EngineId = spec.engine_id
         self._spec = spec
         self._config = spec.engine
-        self._version = UNPUBLISHED
+        self.version = UNPUBLISHED
         self._base = BaseWeights(rank=0)
         self._slot: DeviceSlot | None = None
         self._arrival: Arrival | None = None
@@ -76,11 +84,6 @@ class TorchEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._decoder: DecodeThread | None = None
 
-    @property
-    def version(self) -> int:
-        """The policy version this engine has acknowledged; -1 before the first publish."""
-        return self._version
-
     async def start(self) -> None:
         """Load the model and start the decode thread.
 
@@ -89,7 +92,8 @@ class TorchEngine:
         """
         batch = await asyncio.to_thread(load_batch, self._spec, self._config)
         self._loop = asyncio.get_running_loop()
-        self._decoder = DecodeThread(batch, listener=self, threads=self._spec.threads)
+        deliver, lose = partial(self._tell, self._deliver), partial(self._tell, self._lose)
+        self._decoder = DecodeThread(batch, self._spec.threads, on_deltas=deliver, on_lost=lose)
         self._decoder.start()
         self._lost = None
 
@@ -134,7 +138,7 @@ class TorchEngine:
         batch = self._decoder.batch if self._decoder else None
         num_running = len(batch.running) if batch else 0
         return EngineLoad(
-            version=self._version,
+            version=self.version,
             num_running=num_running,
             num_waiting=max(len(self._streams) - num_running, 0),
             kv_cache_usage=batch.kv_cache_usage if batch else 0.0,
@@ -212,7 +216,7 @@ class TorchEngine:
         return await asyncio.wrap_future(self._open().call(action))
 
     def _check_request(self, request: GenerateRequest) -> None:
-        if self._version == UNPUBLISHED:
+        if self.version == UNPUBLISHED:
             raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
         if self._is_asleep:
             raise PlacementError(f"{self.engine_id}: asked to generate while asleep. Wake it first.")
@@ -265,11 +269,12 @@ class TorchEngine:
         if manifest.location == ON_THE_WAY:
             if self._arrival is None:
                 raise WeightSyncError(f"{where}: it is streamed, and this engine has joined no crossing.")
-            return OnTheWay(manifest, self._arrival), manifest
+            return partial(self._arrival.stream, manifest.version, manifest.bucket_sums), manifest
         staged = dict(read_shard(manifest, 0, self._slot) if manifest.num_shards else read_version(manifest))
         if self._spec.bucket_bytes is not None and manifest.num_shards:
             device = next(iter(live.values())).device
-            return Pieces(staged, manifest.entries, manifest.version, self._spec.bucket_bytes, device), manifest
+            pieces = Pieces(staged, manifest.entries, manifest.version, self._spec.bucket_bytes, device)
+            return pieces.apply, manifest
         for name, tensor in staged.items():
             staged[name] = tensor.view(live[name].shape)
         _compare(staged, manifest, f"{where}: what arrived of")
@@ -296,25 +301,17 @@ class TorchEngine:
             batch.is_frozen = False
         finally:
             # Told from here and not from update_weights, which may be cancelled meanwhile.
-            version = UNPUBLISHED if batch.is_frozen else batch.version
-            self._tell(lambda: self._serve(version))
+            self._tell(self._serve, UNPUBLISHED if batch.is_frozen else batch.version)
         return checksum, time.monotonic() - started
 
     def _serve(self, version: int) -> None:
-        self._version = version
+        self.version = version
 
-    def on_deltas(self, deltas: Deltas) -> None:
-        """From the decode thread: one wake-up of the event loop for all deltas of a step."""
-        self._tell(lambda: self._deliver(deltas))
-
-    def on_lost(self, reason: str) -> None:
-        """From the decode thread: it has failed."""
-        self._tell(lambda: self._lose(reason))
-
-    def _tell(self, callback: Callable[[], None]) -> None:
+    def _tell(self, callback: Callable[[Told], None], what: Told) -> None:
+        """From the decode thread to the event loop, which is woken up once for all deltas of a step."""
         assert self._loop is not None, "the decode thread starts after the loop is known"
         with suppress(RuntimeError):  # the loop was closed under us: nobody is left to hear it
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(callback, what)
 
     def _deliver(self, deltas: Deltas) -> None:
         for request_id, delta in deltas:
@@ -364,18 +361,6 @@ def _move(batch: DecodeBatch, device: str) -> None:
         torch.cuda.empty_cache()
 
 
-class OnTheWay:
-    """A version that is received under the freeze."""
-
-    def __init__(self, manifest: WeightManifest, arrival: Arrival) -> None:
-        self._manifest = manifest
-        self._arrival = arrival
-
-    def apply(self, live: Mapping[str, torch.Tensor]) -> None:
-        """See `Incoming`."""
-        self._arrival.stream(self._manifest.version, self._manifest.bucket_sums, live)
-
-
 def _check_entries(live: Mapping[str, nn.Parameter], manifest: WeightManifest, where: str) -> None:
     """Compare what is announced with what the model has, before a byte of it is read."""
     for entry in manifest.entries:
@@ -409,7 +394,7 @@ def swap(model: nn.Module, staged: StagedTensors | Incoming, manifest: WeightMan
         for name, tensor in staged.items():
             copy_values(live[name], tensor)
     else:
-        staged.apply({entry.name: live[entry.name].view(-1) for entry in manifest.entries})
+        staged({entry.name: live[entry.name].view(-1) for entry in manifest.entries})
     return _compare(live, manifest, f"publish v{manifest.version} on {engine_id}: live")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,9 +54,6 @@ from penstock.weights.transport.device_memory import SlotHandle
 UNPUBLISHED = -1
 POLL_S = 0.002
 
-Call = Callable[..., Awaitable[Sequence[Any]]]
-"""vLLM's `collective_rpc`: a method of all workers by its name, with `args`."""
-
 
 class CacheUsage(StatLoggerBase):
     """Keeps the newest scheduler figures instead of logging them."""
@@ -75,62 +72,6 @@ class CacheUsage(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         pass
-
-
-class Workers:
-    """All workers of one engine: what it asks of them for a version, and how it waits for what they do beside decoding.
-
-    Consumes: a version's manifest. Waits for: every worker, which is asked again and again, because a call into it
-    would hold up decoding. Unblocked by: their answers, the first that says what is wrong, or `stage_timeout_s`.
-    """
-
-    def __init__(self, call: Call, spec: EngineSpec) -> None:
-        self._call = call
-        self._spec = spec
-
-    async def stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
-        """Let them fetch and check their part while requests go on; returns what their parameters must be.
-
-        Raises:
-            WeightSyncError: If the engine cannot take it, or what arrived is not what was sent.
-        """
-        refusals = await self._call("penstock_stage", args=(update, self._spec.bucket_bytes))
-        if any(refusals):
-            why = next(filter(None, refusals))
-            raise WeightSyncError(f"publish v{manifest.version} on {self._spec.engine_id}: {why}")
-        if manifest.location == ON_THE_WAY:
-            return manifest.entries
-        answers = await self.until_done(f"publish v{manifest.version}: staging", "penstock_staged", manifest.version)
-        return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
-
-    async def stream(self, manifest: WeightManifest) -> None:
-        """Let them receive it into their live parameters; nothing may be decoded meanwhile.
-
-        Raises:
-            WeightSyncError: If a bucket is damaged, or does not come.
-        """
-        sums = [(bucket, rank, buffer, f"{checksum:x}") for bucket, rank, buffer, checksum in manifest.bucket_sums]
-        await self._call("penstock_stream", args=(manifest.version, sums))
-        await self.until_done(f"publish v{manifest.version}: streaming", "penstock_beside")
-
-    async def until_done(self, what: str, method: str, *arguments: Any) -> list[Any]:
-        """Answers of all workers, once each has ended what it does beside decoding.
-
-        Raises:
-            WeightSyncError: If it failed in one, or has not ended in time.
-        """
-        started = time.monotonic()
-        while True:
-            answers = await self._call(method, args=arguments)
-            if wrong := [error for _, error, *_ in answers if error]:
-                raise WeightSyncError(f"{self._spec.engine_id}: {wrong[0]}")
-            if all(is_done for is_done, *_ in answers):
-                return list(answers)
-            if time.monotonic() - started > self._spec.stage_timeout_s:
-                late = ", ".join(str(rank) for rank, (is_done, *_) in enumerate(answers) if not is_done)
-                limit = f"{self._spec.stage_timeout_s:g} s (weights.timeout_s)"
-                raise WeightSyncError(f"{what}: rank {late} of {self._spec.engine_id} has not ended it after {limit}.")
-            await asyncio.sleep(POLL_S)
 
 
 def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
@@ -164,25 +105,24 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
 
 
 class VllmEngine:
-    """`LocalEngine` over vLLM's AsyncLLM; the class of every request path and of every update."""
+    """`LocalEngine` over vLLM's AsyncLLM.
+
+    Attributes:
+        version: The policy version this engine has acknowledged; -1 before the first publish.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         assert isinstance(spec.engine, VllmEngineConfig)
         self.engine_id: EngineId = spec.engine_id
         self._spec = spec
         self._config = spec.engine
-        self._version = UNPUBLISHED
+        self.version = UNPUBLISHED
         self._ack: WeightAck | None = None
         self._tokens_generated = 0
         self._busy = BusyClock()
         self._updating = asyncio.Lock()
         self._usage: CacheUsage | None = None
         self._llm: AsyncLLM | None = None
-
-    @property
-    def version(self) -> int:
-        """The policy version this engine has acknowledged; -1 before the first publish."""
-        return self._version
 
     async def start(self) -> None:
         """Load the model. vLLM starts its output loop in the running event loop."""
@@ -204,9 +144,9 @@ class VllmEngine:
         if self._updating.locked():
             async with self._updating:  # a request that arrives during an update is one of the new version
                 pass
-        if self._version == UNPUBLISHED:
+        if self.version == UNPUBLISHED:
             raise EngineLostError(f"{self.engine_id}: asked to generate before any weights were published (I8)")
-        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": f"v{self._version}"}
+        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": f"v{self.version}"}
         progress = 0
         self._busy.enter()
         try:
@@ -242,7 +182,7 @@ class VllmEngine:
     async def load(self) -> EngineLoad:
         waiting = self._usage.num_waiting if self._usage else 0
         return EngineLoad(
-            version=self._version,
+            version=self.version,
             num_running=max(self._busy.active - waiting, 0),
             num_waiting=waiting,
             kv_cache_usage=self._usage.kv_cache_usage if self._usage else 0.0,
@@ -254,27 +194,62 @@ class VllmEngine:
     async def update_weights(self, manifest: WeightManifest) -> WeightAck:
         """Swap to `manifest` under pause, verify by reading back, resume. See `LocalEngine`."""
         async with self._updating:
-            return await self._update(manifest)
-
-    async def _update(self, manifest: WeightManifest) -> WeightAck:
-        if self._ack is not None and manifest.version == self._version:
+            if self._ack is not None and manifest.version == self.version:
+                return self._ack
+            update = encode(manifest)
+            started = time.monotonic()
+            entries = await self._stage(manifest, update)
+            staged = time.monotonic()
+            checksum = await self._swap(replace(manifest, entries=entries), update)
+            stall_s = time.monotonic() - staged
+            self._ack = WeightAck(self.engine_id, manifest.version, checksum, staged - started, stall_s)
             return self._ack
-        update = encode(manifest)
+
+    async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
+        """Let workers fetch and check their part while requests go on; returns what their parameters must be.
+
+        Raises:
+            WeightSyncError: If the engine cannot take it, or what arrived is not what was sent.
+        """
+        refusals = await self._open().collective_rpc("penstock_stage", args=(update, self._spec.bucket_bytes))
+        if any(refusals):
+            why = next(filter(None, refusals))
+            raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {why}")
+        if manifest.location == ON_THE_WAY:
+            return manifest.entries
+        answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged", manifest.version)
+        return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
+
+    async def _until_done(self, what: str, method: str, *arguments: Any) -> list[Any]:
+        """Answers of all workers, once each has ended what it does beside decoding.
+
+        They are asked again and again, because a call that waits in them would hold up decoding.
+
+        Raises:
+            WeightSyncError: If it failed in one, or has not ended within `stage_timeout_s`.
+        """
         started = time.monotonic()
-        entries = await self._workers.stage(manifest, update)
-        staged = time.monotonic()
-        checksum = await self._swap(replace(manifest, entries=entries), update)
-        stall_s = time.monotonic() - staged
-        self._ack = WeightAck(self.engine_id, manifest.version, checksum, staged - started, stall_s)
-        return self._ack
+        while True:
+            answers = await self._open().collective_rpc(method, args=arguments)
+            if wrong := [error for _, error, *_ in answers if error]:
+                raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
+            if all(is_done for is_done, *_ in answers):
+                return list(answers)
+            if time.monotonic() - started > self._spec.stage_timeout_s:
+                late = ", ".join(str(rank) for rank, (is_done, *_) in enumerate(answers) if not is_done)
+                limit = f"{self._spec.stage_timeout_s:g} s (weights.timeout_s)"
+                raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not ended it after {limit}.")
+            await asyncio.sleep(POLL_S)
 
     async def _swap(self, manifest: WeightManifest, update: dict[str, Any]) -> int:
         """Freeze, take the new weights, read them back, resume; returns their checksum."""
         llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
-        self._version, self._ack = UNPUBLISHED, None  # what fails from here on leaves it paused
+        self.version, self._ack = UNPUBLISHED, None  # what fails from here on leaves it paused
         if manifest.location == ON_THE_WAY:
-            await self._workers.stream(manifest)
+            sums = [(bucket, rank, buffer, f"{checksum:x}") for bucket, rank, buffer, checksum in manifest.bucket_sums]
+            await llm.collective_rpc("penstock_stream", args=(manifest.version, sums))
+            await self._until_done(f"publish v{manifest.version}: streaming", "penstock_beside")
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         answers = await llm.collective_rpc("penstock_live_checksums", args=(update,))
@@ -283,7 +258,7 @@ class VllmEngine:
         if wrong := [words for _, words in answers if words]:
             raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {wrong[0]}")
         checksum = self._verify(manifest, live)  # a mismatch leaves the engine paused: wrong weights serve nothing
-        self._version = manifest.version
+        self.version = manifest.version
         await llm.resume_generation()
         return checksum
 
@@ -307,12 +282,12 @@ class VllmEngine:
     async def join_crossing(self, crossing: Crossing, replica: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_join", args=(pickle.dumps(crossing), replica))
-        await self._workers.until_done("weights: meeting", "penstock_beside")
+        await self._until_done("weights: meeting", "penstock_beside")
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_receive", args=(version,))
-        await self._workers.until_done(f"publish v{version}: receiving", "penstock_beside")
+        await self._until_done(f"publish v{version}: receiving", "penstock_beside")
 
     async def sleep(self) -> None:
         """Level 1: weights move to host memory, the KV cache is given back. Level 2 would lose weights."""
@@ -325,10 +300,6 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=5.0)
             self._llm = None
-
-    @property
-    def _workers(self) -> Workers:
-        return Workers(self._open().collective_rpc, self._spec)
 
     def _open(self) -> AsyncLLM:
         if self._llm is None:
@@ -350,14 +321,11 @@ class VllmEngine:
 
     def _delta(self, request_id: RequestId, output: RequestOutput, progress: int) -> TokenDelta:
         completion = output.outputs[0]
-        ids = tuple(completion.token_ids)
+        ids, reason = tuple(completion.token_ids), completion.finish_reason
         logprobs = tuple(step[token].logprob for step, token in zip(completion.logprobs or (), ids, strict=True))
-        return TokenDelta(
-            token_ids=ids,
-            logprobs=logprobs,
-            spans=self._stamps(request_id, output, progress, progress + len(ids)),
-            finish_reason=_finish_reason(completion.finish_reason),
-        )
+        spans = self._stamps(request_id, output, progress, progress + len(ids))
+        known: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+        return TokenDelta(ids, logprobs, spans, None if reason is None else known.get(reason, "abort"))
 
     def _stamps(self, request_id: RequestId, output: RequestOutput, start: int, end: int) -> Spans:
         """Versions of output tokens start..end, from vLLM's own label of each engine step.
@@ -410,9 +378,3 @@ def split(delta: TokenDelta, most: int) -> list[TokenDelta]:
         )
         for start in starts
     ]
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    if reason is None:
-        return None
-    return {"stop": "stop", "length": "length"}.get(reason, "abort")  # type: ignore[return-value]

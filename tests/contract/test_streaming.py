@@ -135,16 +135,16 @@ def damage_behind_staging(harness: Harness, version: int, patch: pytest.MonkeyPa
 
         patch.setattr(TorchEngine, "_stage", staged)
         return
-    from penstock.rollout.vllm_engine import Workers
+    from penstock.rollout.vllm_engine import VllmEngine
 
-    stage_all = Workers.stage
+    stage_all = VllmEngine._stage
 
     async def all_staged(*arguments: Any) -> Any:
         answer = await stage_all(*arguments)
         harness.damage(version)
         return answer
 
-    patch.setattr(Workers, "stage", all_staged)
+    patch.setattr(VllmEngine, "_stage", all_staged)
 
 
 async def is_silent(harness: Harness, running: StreamingRequests) -> bool:

@@ -82,7 +82,7 @@ async def test_only_a_dead_core_is_the_loss_of_the_engine(tiny_model_config: Mod
 
     async def told(error: Exception, errored: bool = False) -> EngineLostError | TrajectoryError:
         engine = VllmEngine(make_spec(tiny_model_config, CONFIG, "keep_kv"))
-        engine._llm, engine._version = Llm(error, errored), 0  # type: ignore[assignment]
+        engine._llm, engine.version = Llm(error, errored), 0  # type: ignore[assignment]
         request = GenerateRequest(RequestId("r"), (2, 3), SamplingParams(4))
         with pytest.raises((EngineLostError, TrajectoryError)) as raised:
             async for _ in engine.generate(request):
