@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -31,18 +30,6 @@ from penstock.weights.copies import copy_values
 ON_THE_WAY = "on the way"
 """`WeightManifest.location` of a version that its senders still hold: engines receive it while they are frozen."""
 _WORDS = 2**64
-
-
-class Incoming(Protocol):
-    """A version that goes into live parameters bucket by bucket."""
-
-    def apply(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the parameters; name -> flat tensor.
-
-        Raises:
-            WeightSyncError: If a bucket is not what was sent, or does not come. They are of no version then.
-        """
-        ...
 
 
 class Pieces:
@@ -89,7 +76,11 @@ class Pieces:
 
     @torch.no_grad()
     def apply(self, live: Mapping[str, torch.Tensor]) -> None:
-        """See `Incoming`."""
+        """Overwrite the parameters; name -> flat tensor.
+
+        Raises:
+            WeightSyncError: If a piece is not what was compared before. They are of no version then.
+        """
         for (name, start, stop), checksum in self._sums.items():
             piece = self._bucket[: stop - start]
             copy_values(piece, self._arrived[name][start:stop])
