@@ -89,11 +89,11 @@ def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardC
     if isinstance(function, type) and isinstance(function, RewardFactory):
         try:
             return cast("RewardFunction", function.build(context, **args))
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {wrong}."]) from error
         except (TypeError, ValueError) as error:
-            raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {error}."]) from error
+            wrong = str(error)
+            if isinstance(error, ValidationError):
+                wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {wrong}."]) from error
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code: whatever it raises is said

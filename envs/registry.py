@@ -42,10 +42,10 @@ def known_factories() -> dict[str, str]:
     Raises:
         ConfigError: If two packages offer one name.
     """
-    offered = [(point.name, point.value) for point in entry_points(group=GROUP)]
-    twice = [name for name, count in Counter(name for name, _ in set(offered)).items() if count > 1]
+    offered = {(point.name, point.value) for point in entry_points(group=GROUP)}
+    twice = [name for name, count in Counter(name for name, _ in offered).items() if count > 1]
     if twice:
-        paths = [value for name, value in sorted(set(offered)) if name == twice[0]]
+        paths = [value for name, value in sorted(offered) if name == twice[0]]
         raise ConfigError(
             [
                 f"env.factory: {len(paths)} installed packages offer an environment {twice[0]!r} (entry points of "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import RewardResult
@@ -50,7 +50,7 @@ class ToolEnvironment(Environment):
         messages = [{"role": "tool", "content": result.text} for result in results]
         if left := len(calls) - len(results):
             messages.append({"role": "tool", "content": f"error: {left} more calls were ignored; {len(results)} fit"})
-        return Observation(messages, role="tool", counts=_floats(counts))
+        return Observation(messages, role="tool", counts={name: float(count) for name, count in counts.items()})
 
 
 def prompt_with_tools(task: Task, toolbox: Toolbox) -> Observation:
@@ -66,7 +66,3 @@ def with_tools(messages: Sequence[Message], description: str) -> list[Message]:
     if first["role"] == "system":
         return [{"role": "system", "content": f"{first['content']}\n\n{description}"}, *rest]
     return [{"role": "system", "content": description}, first, *rest]
-
-
-def _floats(counts: Mapping[str, int]) -> dict[str, float]:
-    return {name: float(value) for name, value in counts.items()}

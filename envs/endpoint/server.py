@@ -16,6 +16,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from aiohttp import hdrs, web
 
@@ -102,8 +103,8 @@ class Endpoint:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_in_api_form])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", partial(self._complete, parse=parse_chat)),
+                web.post("/v1/completions", partial(self._complete, parse=parse_completion)),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name}", self._model),
             ]
@@ -128,12 +129,6 @@ class Endpoint:
         if scheme.lower() != "bearer" or session is None or not session.has_secret(secret):
             raise ApiError(401, "Incorrect API key provided, or its session has ended.", code="invalid_api_key")
         return session
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, parse_chat)
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, parse_completion)
 
     async def _complete(self, request: web.Request, parse: Callable[[object], Asked]) -> web.StreamResponse:
         session = self._session(request)

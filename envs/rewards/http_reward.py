@@ -38,8 +38,8 @@ class RewardServiceError(Exception):
     """The service gave no reward, so there is none: not 0."""
 
 
-class RewardService:
-    """One address that rewards ask, within the limits of a call.
+class HttpReward:
+    """The reward that a service answers with: a number, or an object of numbers as a reward function's dict.
 
     Args:
         config: Where it is.
@@ -50,7 +50,6 @@ class RewardService:
     """
 
     def __init__(self, config: HttpConfig, context: RewardContext) -> None:
-        self._config = config
         self._patience_s = _PATIENCE * context.timeout_s
         if config.request_timeout_s > self._patience_s:
             raise ConfigError(
@@ -70,40 +69,18 @@ class RewardService:
                     "reward.max_concurrency, or raise reward.timeout_s."
                 ]
             )
-        self._client = JsonClient(config, context.max_concurrency, _headers(config.key_variable), interval_s)
-
-    async def ask(self, body: object, url: str | None = None) -> Any:
-        """Post a body; the decoded reply.
-
-        Args:
-            body: Plain data.
-            url: Another than that of the configuration.
-
-        Raises:
-            RewardServiceError: If there is no usable answer.
-        """
-        url = url or self._config.url
         try:
-            return await self._client.post(url, body, self._config.request_timeout_s, self._patience_s)
-        except (TypeError, ValueError) as error:
-            raise RewardServiceError(f"the task cannot be sent to {url} as JSON: {error}") from error
-        except ServiceError as error:
-            raise RewardServiceError(f"{url} gave no reward: {error}") from error
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
-
-
-class HttpReward:
-    """The reward that a service answers with: a number, or an object of numbers as a reward function's dict.
-
-    Args:
-        service: Whom to ask.
-    """
-
-    def __init__(self, service: RewardService) -> None:
-        self.service = service
+            headers = bearer(config.key_variable)
+        except LookupError as error:
+            raise ConfigError(
+                [
+                    f"reward key_variable={error.args[0]}. The service would refuse every request. Set it where the "
+                    "run is started and where the reward workers run."
+                ]
+            ) from None
+        self._url = config.url
+        self._request_timeout_s = config.request_timeout_s
+        self._client = JsonClient(config, context.max_concurrency, headers, interval_s)
 
     @classmethod
     def build(cls, context: RewardContext, **args: Any) -> Self:
@@ -113,7 +90,7 @@ class HttpReward:
             ConfigError: If the key is not set, or the time-outs do not fit.
             ValueError: If an argument is unknown or wrong.
         """
-        return cls(RewardService(HttpConfig.model_validate(args), context))
+        return cls(HttpConfig.model_validate(args), context)
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
         """Ask for the reward of one trajectory.
@@ -121,15 +98,32 @@ class HttpReward:
         Raises:
             RewardServiceError: If there is no usable answer.
         """
-        returned = await self.service.ask(encode_trajectory(trajectory, fields))
-        reply = to_reply(returned, "the service answered")
+        reply = to_reply(await self._ask(encode_trajectory(trajectory, fields)), "the service answered")
         if "error" in reply:
             raise RewardServiceError(reply["error"])
         return {**reply["parts"], "reward": reply["reward"]}
 
+    async def _ask(self, body: object) -> Any:
+        """Post a body; the decoded reply.
+
+        Raises:
+            RewardServiceError: If there is no usable answer.
+        """
+        try:
+            return await self._client.post(self._url, body, self._request_timeout_s, self._patience_s)
+        except (TypeError, ValueError) as error:
+            raise RewardServiceError(f"the task cannot be sent to {self._url} as JSON: {error}") from error
+        except ServiceError as error:
+            raise RewardServiceError(f"{self._url} gave no reward: {error}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
 
 def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[str, Any]:
     """What a service is sent: plain data, if the fields are."""
+    said = ("response", "reasoning", "observation", "finish_reason", "thread")
     turns = [] if trajectory.episode is None else trajectory.episode.turns
     return {
         "task_id": trajectory.task_id,
@@ -139,27 +133,6 @@ def encode_trajectory(trajectory: Trajectory, fields: dict[str, Any]) -> dict[st
         "reasoning": trajectory.reasoning,
         "finish_reason": trajectory.finish_reason,
         "num_tokens": trajectory.num_sampled_tokens,
-        "turns": [
-            {
-                "response": turn.response,
-                "reasoning": turn.reasoning,
-                "observation": turn.observation,
-                "finish_reason": turn.finish_reason,
-                "thread": turn.thread,
-            }
-            for turn in turns
-        ],
+        "turns": [{name: getattr(turn, name) for name in said} for turn in turns],
         "episode_reward": None if trajectory.episode is None else trajectory.episode.reward,
     }
-
-
-def _headers(key_variable: str | None) -> dict[str, str]:
-    try:
-        return bearer(key_variable)
-    except LookupError as error:
-        raise ConfigError(
-            [
-                f"reward key_variable={error.args[0]}. The service would refuse every request. Set it where the run is "
-                "started and where the reward workers run."
-            ]
-        ) from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import re
 from collections.abc import Mapping
+from inspect import Parameter, Signature
 from string import Formatter
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import RewardContext
 from penstock.envs.reward_cache import LastUsed
-from penstock.envs.rewards.http_reward import HttpConfig, RewardService, RewardServiceError
+from penstock.envs.rewards.http_reward import HttpConfig, HttpReward, RewardServiceError
 
 _MAX_SHOWN_CHARACTERS = 300
 
@@ -87,7 +87,7 @@ def names_in(template: str) -> list[str]:
     return plain
 
 
-class JudgeReward:
+class JudgeReward(HttpReward):
     """The judge's score between `lowest` and `highest`, as a reward between 0 and 1.
 
     An answer without a score in that range, or one that was cut off, is asked for again, with a word on what was wrong;
@@ -95,17 +95,20 @@ class JudgeReward:
 
     Args:
         config: Who judges, and how.
-        service: Whom to ask.
+        context: Limits of a call.
     """
 
-    def __init__(self, config: JudgeConfig, service: RewardService) -> None:
-        self.service = service
+    def __init__(self, config: JudgeConfig, context: RewardContext) -> None:
+        super().__init__(config, context)
         self._config = config
         self._url = f"{config.url.rstrip('/')}/chat/completions"
         self._known: LastUsed[dict[str, float]] = LastUsed(config.cache_entries)
         self._asking: dict[str, asyncio.Task[dict[str, float]]] = {}
         # What `penstock train` checks the fields of the tasks against, before anything starts.
-        self.__signature__ = _signature(set(names_in(config.template)) - {"prompt", "response"})
+        names = sorted(set(names_in(config.template)) - {"prompt", "response"})
+        fields = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        trajectory, others = Parameter("trajectory", Parameter.POSITIONAL_ONLY), Parameter("_", Parameter.VAR_KEYWORD)
+        self.__signature__ = Signature([trajectory, *fields, others])
 
     @classmethod
     def build(cls, context: RewardContext, **args: Any) -> Self:
@@ -115,8 +118,7 @@ class JudgeReward:
             ConfigError: If the key is not set, or the time-outs do not fit.
             ValueError: If an argument is unknown or wrong.
         """
-        config = JudgeConfig.model_validate(args)
-        return cls(config, RewardService(config, context))
+        return cls(JudgeConfig.model_validate(args), context)
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> dict[str, float]:
         """Judge a response: `reward`, the judge's `score`, and how many answers had none.
@@ -150,7 +152,7 @@ class JudgeReward:
         config, asked, answer, problem = self._config, question, "", ""
         for num_unscored in range(config.max_questions):
             messages = [{"role": "user", "content": asked}]
-            reply = await self.service.ask({**config.request, "model": config.model, "messages": messages}, self._url)
+            reply = await self._ask({**config.request, "model": config.model, "messages": messages})
             answer, problem = read_answer(reply)
             score, problem = (None, problem) if problem else find_score(answer, config)
             if score is not None:
@@ -202,12 +204,3 @@ def find_score(answer: str, config: JudgeConfig) -> tuple[float | None, str]:
     if not config.lowest <= score <= config.highest:
         return None, f"{score:g} is outside {config.lowest:g}..{config.highest:g}"
     return score, ""
-
-
-def _signature(fields: set[str]) -> inspect.Signature:
-    """`(trajectory, *, field, ..., **_)`."""
-    kinds = inspect.Parameter
-    named = [kinds(name, kinds.KEYWORD_ONLY) for name in sorted(fields)]
-    return inspect.Signature(
-        [kinds("trajectory", kinds.POSITIONAL_ONLY), *named, kinds("_", kinds.VAR_KEYWORD)],
-    )

@@ -49,7 +49,12 @@ class RewardModelReward:
                 ]
             )
         if context.is_serving:
-            reward._model = reward._load()
+            import torch
+            from transformers import AutoModelForSequenceClassification
+
+            torch.set_num_threads(reward._num_threads)
+            model = AutoModelForSequenceClassification.from_pretrained(reward._path, dtype=torch.float32)
+            reward._model = model.to(reward._device).eval()
         return reward
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> float:
@@ -98,11 +103,3 @@ class RewardModelReward:
             hidden = self._model.base_model(input_ids=padded, use_cache=False).last_hidden_state
             scores: list[float] = self._model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0].tolist()
         return scores
-
-    def _load(self) -> Any:
-        import torch
-        from transformers import AutoModelForSequenceClassification
-
-        torch.set_num_threads(self._num_threads)
-        model = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
-        return model.to(self._device).eval()

@@ -38,7 +38,7 @@ async def ask(service: Service, num_calls: int = 1, **args: object) -> list[obje
         return [(await asyncio.gather(reward(answered("2"), answer="2"), return_exceptions=True))[0]
                 for _ in range(num_calls)]  # fmt: skip
     finally:
-        await reward.service.close()
+        await reward.close()
 
 
 def make(service: Service, timeout_s: float = 20.0, max_concurrency: int = 4, **args: object) -> HttpReward:
@@ -55,7 +55,7 @@ async def test_the_whole_trajectory_is_sent_with_the_key(service: Service, monke
     turns = (Turn("a", "stop", 1, observation="go on"), Turn("b", "stop", 1))
     trajectory.episode = Episode(turns, "done", reward=0.5)
     assert await reward(trajectory, answer="2", options=["x"]) == {"right": 1, "short": 0.25, "reward": 1.25}
-    await reward.service.close()
+    await reward.close()
     assert service.keys == ["Bearer secret"]
     assert service.bodies == [
         {
@@ -133,7 +133,7 @@ async def test_no_more_requests_run_at_a_time_than_allowed(service: Service) -> 
     service.plan = [slow]
     reward = make(service, max_concurrency=3)
     await asyncio.gather(*(reward(answered("2")) for _ in range(20)))
-    await reward.service.close()
+    await reward.close()
     assert service.most == 3
 
 

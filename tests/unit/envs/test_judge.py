@@ -45,7 +45,7 @@ async def judged(service: Service, *responses: str, **args: object) -> list[obje
         calls = [reward(answered(response), answer="2") for response in responses or ["1"]]
         return list(await asyncio.gather(*calls, return_exceptions=True))
     finally:
-        await reward.service.close()
+        await reward.close()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ async def test_equal_questions_are_asked_once_and_failures_are_not_remembered(se
     assert [one["score"] for one in first] == [1] * 5
     scores = [(await reward(answered(text), answer="2"))["score"] for text in ("a", "b", "b", "a")]
     assert scores == [1, 2, 2, 3]
-    await reward.service.close()
+    await reward.close()
 
 
 async def test_requests_keep_to_the_rate(service: Service) -> None:
@@ -128,7 +128,7 @@ async def test_our_own_endpoint_can_be_the_judge(monkeypatch: pytest.MonkeyPatch
         url, model = opened.access.base_url, opened.access.model
         reward = make(url, model=model, key_variable="JUDGE_KEY", request=request)
         assert (await reward(answered("1"), answer="2"))["reward"] == 0.9
-        await reward.service.close()
+        await reward.close()
 
 
 async def test_a_field_that_a_task_lacks_is_said_before_the_start_and_at_the_call(service: Service) -> None:

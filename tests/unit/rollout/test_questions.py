@@ -63,7 +63,7 @@ async def test_a_judge_asks_the_policy_itself_for_scores(monkeypatch: pytest.Mon
         monkeypatch.setenv("JUDGE_KEY", KEY)
         reward = make(access.base_url, model=access.model, key_variable="JUDGE_KEY")
         assert (await reward(answered("1"), answer="2"))["reward"] == 0.9
-        await reward.service.close()
+        await reward.close()
 
 
 async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
