@@ -153,7 +153,30 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
     Raises:
         RuntimeError: If it cannot be started, or its exit code is not 0; with the end of what it said.
     """
-    process = _start(command, task, access)
+    no_proxy = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    near = ",".join(filter(None, [no_proxy, "127.0.0.1,localhost,::1"]))  # the endpoint is never asked through a proxy
+    variables = {
+        "NO_PROXY": near,
+        "no_proxy": near,
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "OPENAI_MODEL": access.model,
+    }
+    with tempfile.TemporaryFile() as given:
+        fields = {"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}
+        given.write(json.dumps(fields, default=str).encode() + b"\n")
+        given.seek(0)
+        try:
+            process = subprocess.Popen(  # noqa: ASYNC220  it only starts here, and hands out its pidfd
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RuntimeError(f"the agent {command[0]!r} cannot be started: {error.strerror}") from None
     assert process.stdout is not None
     assert process.stderr is not None
     out, err = bytearray(), bytearray()
@@ -191,39 +214,6 @@ def parse_reward(output: str) -> RewardResult | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _variables(access: EndpointAccess) -> dict[str, str]:
-    """That of the run, with the access; the endpoint is never asked through a proxy."""
-    without = [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1,localhost,::1"]
-    no_proxy = ",".join(hosts for hosts in without if hosts)
-    return {
-        **os.environ,
-        "NO_PROXY": no_proxy,
-        "no_proxy": no_proxy,
-        "OPENAI_BASE_URL": access.base_url,
-        "OPENAI_API_KEY": access.api_key,
-        "OPENAI_MODEL": access.model,
-    }
-
-
-def _start(command: Sequence[str], task: Task, access: EndpointAccess) -> subprocess.Popen[bytes]:
-    """Start it, with the task on its standard input."""
-    with tempfile.TemporaryFile() as given:
-        fields = {"task_id": task.task_id, "prompt": task.prompt, "fields": dict(task.fields)}
-        given.write(json.dumps(fields, default=str).encode() + b"\n")
-        given.seek(0)
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=_variables(access),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RuntimeError(f"the agent {command[0]!r} cannot be started: {error.strerror}") from None
 
 
 async def _ended(pid: int) -> None:

@@ -200,7 +200,15 @@ class ArithmeticTasks:
         rng = random.Random(_HELD_OUT_SEED)
         num_operands = sum(len(_operands(length)) for length in self._lengths)
         if num_operands**2 * len(self._operators) <= _MAX_ENUMERATED:
-            problems = [problem for problem in self._all_problems() if problem.is_held_out]
+            operands = [operand for length in self._lengths for operand in _operands(length)]
+            problems = [
+                Problem(left, operator, right)
+                for operator in self._operators
+                for left in operands
+                for right in operands
+                if operator == "+" or left >= right
+            ]
+            problems = [problem for problem in problems if problem.is_held_out]
             rng.shuffle(problems)
             yield from problems
             return
@@ -211,14 +219,6 @@ class ArithmeticTasks:
             if problem.is_held_out and problem not in seen:
                 seen.add(problem)
                 yield problem
-
-    def _all_problems(self) -> Iterator[Problem]:
-        operands = [operand for length in self._lengths for operand in _operands(length)]
-        for operator in self._operators:
-            for left in operands:
-                for right in operands:
-                    if operator == "+" or left >= right:
-                        yield Problem(left, operator, right)
 
 
 def _operands(length: int) -> range:

@@ -9,12 +9,10 @@ by the first training tasks of its seed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import islice
 from typing import TypedDict
 
-from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig
 from penstock.envs.loading import load_task_source
 from penstock.envs.streams import stream_factories
@@ -45,11 +43,15 @@ def fingerprints(config: EnvConfig, seed: int) -> dict[str, Fingerprint]:
     found: dict[str, Fingerprint] = {}
     for name, env in stream_factories(config).items():
         source = load_task_source(env, seed)
-        tasks = source.stored() if hasattr(source, "stored") else None
+        stored = source.stored() if hasattr(source, "stored") else None
+        digest = blake2b(digest_size=16)
+        for task in islice(source.train(), NUM_DRAWN_TASKS) if stored is None else stored:
+            row = [task.task_id, task.prompt, dict(task.fields)]
+            digest.update(json.dumps(row, sort_keys=True, default=_kind).encode() + b"\n")
         found[name] = {
             "source": json.dumps([env.factory, env.args], sort_keys=True, default=_kind),
-            "num_tasks": None if tasks is None else len(tasks),
-            "digest": _digest(islice(source.train(), NUM_DRAWN_TASKS) if tasks is None else tasks),
+            "num_tasks": None if stored is None else len(stored),
+            "digest": digest.hexdigest(),
         }
     return found
 
@@ -62,14 +64,6 @@ def changes(before: dict[str, Fingerprint], now: dict[str, Fingerprint]) -> list
         for one in {one["source"]: one for one in now.values()}.values()
         if one["source"] in known and one != known[one["source"]]
     ]
-
-
-def _digest(tasks: Iterable[Task]) -> str:
-    summed = blake2b(digest_size=16)
-    for task in tasks:
-        row = [task.task_id, task.prompt, dict(task.fields)]
-        summed.update(json.dumps(row, sort_keys=True, default=_kind).encode() + b"\n")
-    return summed.hexdigest()
 
 
 def _kind(value: object) -> str:

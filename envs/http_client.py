@@ -17,6 +17,7 @@ from penstock.envs.retrying import RetryConfig, parse_retry_after
 MAX_REPLY_BYTES = 16 << 20
 _MAX_ERROR_CHARACTERS = 300
 _CHUNK_BYTES = 1 << 16
+_MAY_PASS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class ServiceError(Exception):
@@ -98,7 +99,10 @@ class JsonClient:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + patience_s
         for attempt in range(1, self._retry.max_attempts + 1):
-            await self._wait_for_turn()
+            now = loop.time()
+            start = max(now, self._next_start)
+            self._next_start = start + self._interval_s
+            await asyncio.sleep(start - now)
             async with self._slots:
                 try:
                     return await self._post_once(url, data, min(timeout_s, give_up_at - loop.time()))
@@ -117,56 +121,29 @@ class JsonClient:
         if self._session is not None:
             await self._session.close()
 
-    async def _wait_for_turn(self) -> None:
-        now = asyncio.get_running_loop().time()
-        start = max(now, self._next_start)
-        self._next_start = start + self._interval_s
-        await asyncio.sleep(start - now)
-
     async def _post_once(self, url: str, data: bytes, timeout_s: float) -> Any:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._max_concurrency)
             headers = {"Content-Type": "application/json", **self._headers}
             self._session = aiohttp.ClientSession(connector=connector, headers=headers)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._retry.connect_timeout_s)
+        body = bytearray()
         try:
             # A redirected POST would arrive as a GET: it is refused below instead.
             async with self._session.post(url, data=data, timeout=timeout, allow_redirects=False) as response:
-                body = await _read(response)
-                _check_status(response.status, response.headers, body)
-                return _decode(body)
+                async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                    body += chunk
+                    if len(body) > MAX_REPLY_BYTES:
+                        raise RefusalError(f"the answer is longer than {MAX_REPLY_BYTES} bytes")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             said = str(error)[:_MAX_ERROR_CHARACTERS] or f"no answer within {timeout_s:.3g} s"
             raise _PassingError(f"{type(error).__name__}: {said}") from error
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body.
-
-    Raises:
-        RefusalError: If it is longer than `MAX_REPLY_BYTES`.
-    """
-    body = bytearray()
-    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-        body += chunk
-        if len(body) > MAX_REPLY_BYTES:
-            raise RefusalError(f"the answer is longer than {MAX_REPLY_BYTES} bytes")
-    return bytes(body)
-
-
-def _check_status(status: int, headers: Mapping[str, str], body: bytes) -> None:
-    if status == HTTPStatus.OK:
-        return
-    problem = f"HTTP {status}: {body[:_MAX_ERROR_CHARACTERS].decode(errors='replace')}"
-    may_pass = status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-    if may_pass or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise _PassingError(problem, parse_retry_after(headers.get("Retry-After")))
-    raise RefusalError(problem)
-
-
-def _decode(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        start = body[:_MAX_ERROR_CHARACTERS].decode(errors="replace")
-        raise RefusalError(f"the answer is not JSON ({error}): {start!r}") from error
+        status, start = response.status, body[:_MAX_ERROR_CHARACTERS].decode(errors="replace")
+        if status in _MAY_PASS or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise _PassingError(f"HTTP {status}: {start}", parse_retry_after(response.headers.get("Retry-After")))
+        if status != HTTPStatus.OK:
+            raise RefusalError(f"HTTP {status}: {start}")
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RefusalError(f"the answer is not JSON ({error}): {start!r}") from error

@@ -53,6 +53,20 @@ def load_object(path: str, key: str = "import path") -> Any:
     return target
 
 
+def import_extra(library: str) -> Any:
+    """A library that the extra `envs` brings.
+
+    Raises:
+        ConfigError: If it cannot be imported.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        name = library.replace("_", "-")
+        message = f"env: {name} cannot be imported ({error}). Install it: pip install 'penstock[envs]'."
+        raise ConfigError([message]) from error
+
+
 def _import_failed(where: str, name: str, error: Exception) -> str:
     return f"{where}: importing {name} raised {type(error).__name__}: {error}"
 

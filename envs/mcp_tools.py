@@ -107,9 +107,16 @@ class McpSession:
 
     async def _hold(self, connected: asyncio.Future[None]) -> None:
         from mcp import Client
+        from mcp.client.stdio import StdioServerParameters, stdio_client
 
+        target: Any = self._server.url
         try:
-            async with Client(self._target()) as self._client:
+            if target is None:
+                self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `close`
+                program, *arguments = self._server.command
+                parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._server.variables))
+                target = stdio_client(parameters, self._stderr)
+            async with Client(target) as self._client:
                 self._is_connected = True
                 if not connected.done():
                     connected.set_result(None)
@@ -117,16 +124,6 @@ class McpSession:
         except Exception as error:  # noqa: BLE001  the library's, of many kinds: `open` classifies it
             if not connected.done():
                 connected.set_exception(error)
-
-    def _target(self) -> Any:
-        if self._server.url is not None:
-            return self._server.url
-        from mcp.client.stdio import StdioServerParameters, stdio_client
-
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in `close`
-        program, *arguments = self._server.command
-        parameters = StdioServerParameters(command=program, args=arguments, env=dict(self._server.variables))
-        return stdio_client(parameters, self._stderr)
 
     async def _list_tools(self) -> list[DescribedTool]:
         tools: list[DescribedTool] = []

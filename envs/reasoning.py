@@ -50,24 +50,13 @@ class ReasoningReader:
     def read(self, text: str) -> Spoken:
         """What a piece lets be said: new thought, without marks, and new answer."""
         self._held += text
-        return self._keep(*self._next())
-
-    def finish(self) -> Spoken:
-        """The same at the end of the turn: what was held back is no mark."""
-        rest, self._held = self._held, ""
-        if self._state == "thinks" or (self._state == "begins" and self._is_open):
-            return self._keep(rest, "")
-        return self._keep("", "" if self._state == "closed" else rest)
-
-    def _keep(self, thought: str, answer: str) -> Spoken:
-        self.thought += thought
-        self.answer += answer
-        return Spoken(thought, answer)
-
-    def _next(self) -> tuple[str, str]:
         thought = answer = ""
-        if self._state == "begins":
-            self._begin()
+        if self._state == "begins":  # look whether it begins with the open mark, as soon as that can be told
+            opening, begun = self._marks.open or "", self._held.lstrip()
+            if begun.startswith(opening):
+                self._state, self._held = "thinks", begun.removeprefix(opening)
+            elif not opening.startswith(begun):
+                self._state = "thinks" if self._is_open else "answers"
         if self._state == "thinks":
             thought, mark, after = self._held.partition(self._marks.close)
             if mark:
@@ -80,15 +69,19 @@ class ReasoningReader:
             self._state = "answers" if self._held else "closed"
         if self._state == "answers":
             answer, self._held = self._held, ""
-        return thought, answer
+        return self._keep(thought, answer)
 
-    def _begin(self) -> None:
-        """Look whether it begins with the open mark, as soon as that can be told."""
-        opening, text = self._marks.open or "", self._held.lstrip()
-        if text.startswith(opening):
-            self._state, self._held = "thinks", text.removeprefix(opening)
-        elif not opening.startswith(text):
-            self._state = "thinks" if self._is_open else "answers"
+    def finish(self) -> Spoken:
+        """The same at the end of the turn: what was held back is no mark."""
+        rest, self._held = self._held, ""
+        if self._state == "thinks" or (self._state == "begins" and self._is_open):
+            return self._keep(rest, "")
+        return self._keep("", "" if self._state == "closed" else rest)
+
+    def _keep(self, thought: str, answer: str) -> Spoken:
+        self.thought += thought
+        self.answer += answer
+        return Spoken(thought, answer)
 
 
 def split_turn(marks: ReasoningConfig | None, text: str, before: str) -> Spoken:

@@ -204,19 +204,14 @@ def _described(tool: Callable[..., object], timeout_s: float) -> DescribedTool:
                     returned = await asyncio.to_thread(tool, **parameters)
             return returned if isinstance(returned, str) else json.dumps(returned, default=str)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
-                raise
+            episode = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and episode is not None and episode.cancelling():
+                raise  # not only something that the tool waits for
             if deadline.expired():
                 raise ToolError(f"{name} took longer than {timeout_s:g} s", "timeout") from error
             raise ToolError(_in_words(error)) from error
 
     return DescribedTool(name, inspect.getdoc(tool) or "", _plain_schema(model.model_json_schema()), call)
-
-
-def _is_being_cancelled() -> bool:
-    """Whether the episode is, not only something that a tool waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _in_words(error: BaseException) -> str:

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
 from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.import_path import import_extra
 
 _MAX_SEED = 2**31 - 1
 _WORD = re.compile(r"[\w-]+")
@@ -75,12 +75,7 @@ class GymnasiumTasks(GeneratedTasks):
         return GymnasiumEpisode(self._make(), self._names)
 
     def _make(self) -> Any:
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise ConfigError(
-                [f"env: gymnasium cannot be imported ({error}). Install it: pip install 'penstock[envs]'."]
-            ) from error
+        gymnasium = import_extra("gymnasium")
         try:
             return gymnasium.make(self._id, **self._kwargs)
         except (gymnasium.error.Error, ModuleNotFoundError) as error:

@@ -15,7 +15,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.import_path import nearest_hint
+from penstock.envs.import_path import import_extra, nearest_hint
 
 ROWS_PER_EPOCH = 4096
 MAX_HELD_OUT = 2048
@@ -41,7 +41,6 @@ class ReasoningGymTasks:
     """
 
     def __init__(self, seed: int, dataset: str = "chain_sum", config: Mapping[str, Any] | None = None) -> None:
-        _reasoning_gym()
         if dataset not in dataset_names():
             raise ValueError(
                 f"dataset={dataset!r} is none of the {len(dataset_names())} of reasoning-gym."
@@ -83,7 +82,7 @@ class ReasoningGymTasks:
 
     def _rows(self, seed: int, size: int) -> Any:
         try:
-            return _reasoning_gym().create_dataset(self._name, seed=seed, size=size, **self._config)
+            return import_extra("reasoning_gym").create_dataset(self._name, seed=seed, size=size, **self._config)
         except (AssertionError, TypeError) as error:
             raise ValueError(f"config={self._config} does not fit {self._name}: {error}") from error
 
@@ -126,26 +125,18 @@ def verified(
 
 def dataset_names() -> list[str]:
     """All datasets by name."""
-    return sorted(_reasoning_gym().factory.DATASETS)
+    return sorted(import_extra("reasoning_gym").factory.DATASETS)
 
 
 @cache
 def _held_out_rows(dataset: str, config: str) -> list[Any]:
     """Drawn once in a process, where several sources read them: a row of countdown takes 25 ms."""
-    rows = _reasoning_gym().create_dataset(dataset, seed=HELD_OUT_SEED, size=MAX_HELD_OUT, **json.loads(config))
+    rows = import_extra("reasoning_gym").create_dataset(
+        dataset, seed=HELD_OUT_SEED, size=MAX_HELD_OUT, **json.loads(config)
+    )
     return list({row["question"]: row for row in map(rows.__getitem__, range(MAX_HELD_OUT))}.values())
 
 
 @cache
 def _scorer(dataset: str) -> Any:
-    return _reasoning_gym().get_score_answer_fn(dataset).__self__
-
-
-def _reasoning_gym() -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ConfigError(
-            [f"env: reasoning-gym cannot be imported ({error}). Install it: pip install 'penstock[envs]'."]
-        ) from error
-    return reasoning_gym
+    return import_extra("reasoning_gym").get_score_answer_fn(dataset).__self__

@@ -21,8 +21,6 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.generated_tasks import endless, first, is_held_out, row_key
 from penstock.envs.import_path import load_object, nearest_hint
 
-_SUFFIXES = (".jsonl", ".parquet")
-
 
 class RowTasks:
     """Task source over rows. Rows are loaded when the first task is asked for.
@@ -142,46 +140,37 @@ class RowTasks:
             return list(function() if callable(function) else function)
         assert self._path is not None, "one of the two"
         path = Path(self._path).expanduser()
-        if path.suffix not in _SUFFIXES:
-            return self._load_dataset()
+        if path.suffix not in (".jsonl", ".parquet"):
+            import datasets
+
+            try:
+                return list(datasets.load_dataset(self._path, split=self._split))
+            except (OSError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    [
+                        f"env.args.path={self._path}: no .jsonl or .parquet file, and no dataset of that name with "
+                        f"split {self._split!r} within reach ({type(error).__name__}: {error})."
+                    ]
+                ) from error
         if not path.is_file():
             raise ConfigError([f"env.args.path={self._path}: no such file (looked in {Path.cwd()})."])
-        return _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+        if path.suffix == ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
 
-    def _load_dataset(self) -> list[dict[str, Any]]:
-        import datasets
-
-        try:
-            return list(datasets.load_dataset(self._path, split=self._split))
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                [
-                    f"env.args.path={self._path}: no {' or '.join(_SUFFIXES)} file, and no dataset of that name with "
-                    f"split {self._split!r} within reach ({type(error).__name__}: {error})."
-                ]
-            ) from error
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
             try:
-                if line.strip():
-                    rows.append(json.loads(line))
-            except ValueError as error:
-                raise ConfigError([f"env.args.path={path}, line {number} is not JSON: {error}"]) from error
-    return rows
-
-
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return list(pq.read_table(path).to_pylist())
-    except pa.ArrowInvalid as error:
-        raise ConfigError([f"env.args.path={path} is no Parquet file: {error}"]) from error
+                return list(pq.read_table(path).to_pylist())
+            except pa.ArrowInvalid as error:
+                raise ConfigError([f"env.args.path={path} is no Parquet file: {error}"]) from error
+        rows = []
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    if line.strip():
+                        rows.append(json.loads(line))
+                except ValueError as error:
+                    raise ConfigError([f"env.args.path={path}, line {number} is not JSON: {error}"]) from error
+        return rows
 
 
 def _is_held_out(task: Task) -> bool:

@@ -14,7 +14,6 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import cached_property
@@ -26,6 +25,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.agents import Program, open_client
 from penstock.envs.environment import Done, EndpointAccess
 from penstock.envs.generated_tasks import endless, first, is_held_out, row_key
+from penstock.envs.import_path import import_extra
 
 _BUDGET_CODES = ("max_turns", "context_length_exceeded")
 """Of the endpoint's refusals that are the policy's doing: the episode is cut off, and scored as far as it went."""
@@ -120,10 +120,15 @@ class VerifiersEpisode(Program):
         return await self._loop.run(self._rollout(access))
 
     async def _rollout(self, access: EndpointAccess) -> Done:
+        import verifiers
+
         row = {"prompt": self.task.prompt, **self.task.fields}
         async with open_client(access) as client:
             state = await self._played.rollout(row, client, access.model, deepcopy(self._played.sampling_args))
-        if not _is_the_policys(error := state["error"]):
+        error = state["error"]
+        # As it may: no error, an empty answer, a tool call that ends it, or a budget.
+        is_the_policys = error is None or isinstance(error, verifiers.ToolError | verifiers.EmptyModelResponseError)
+        if not is_the_policys and getattr(error.__cause__, "code", None) not in _BUDGET_CODES:
             raise RuntimeError(f"the rollout ended with {error!r}: {error.__cause__}") from error
         raised: list[str] = []
         _RAISED.set(raised)
@@ -143,7 +148,11 @@ class SharedLoop:
 
     async def run(self, coroutine: Coroutine[Any, Any, Done]) -> Done:
         """Run it there. If this is cancelled, it ends when the coroutine has ended, so a hang is seen."""
-        here, there = asyncio.get_running_loop(), self._started()
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+        here, there = asyncio.get_running_loop(), self._loop
         ended: asyncio.Future[asyncio.Task[Done]] = here.create_future()
         tasks: list[asyncio.Task[Done]] = []
 
@@ -159,22 +168,6 @@ class SharedLoop:
             await ended
             raise
         return ended.result().result()
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
-            return self._loop
-
-
-def _is_the_policys(error: BaseException | None) -> bool:
-    """Whether a rollout ended as it may: no error, an empty answer, a tool call that ends it, or a budget."""
-    import verifiers
-
-    if error is None or isinstance(error, verifiers.ToolError | verifiers.EmptyModelResponseError):
-        return True
-    return getattr(error.__cause__, "code", None) in _BUDGET_CODES
 
 
 def _rubrics(played: Any) -> Iterator[Any]:
@@ -206,12 +199,7 @@ def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
 def _load(name: str, kwargs: dict[str, Any]) -> Any:
     import datasets
 
-    try:
-        import verifiers
-    except ImportError as error:
-        raise ConfigError(
-            [f"env: verifiers cannot be imported ({error}). Install it: pip install 'penstock[envs]'."]
-        ) from error
+    verifiers = import_extra("verifiers")
     if not hasattr(verifiers, "load_environment") or hasattr(verifiers, "Client"):
         raise ConfigError(
             [
@@ -220,21 +208,14 @@ def _load(name: str, kwargs: dict[str, Any]) -> Any:
             ]
         )
     datasets.disable_progress_bars()
-    try:
-        with _signals_kept():
-            played = verifiers.load_environment(name, **kwargs)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-    played.set_interleaved_rollouts(False)  # a request of prime-rl's servers; the endpoint keeps the tokens anyway
-    return played
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Environments take over SIGINT and SIGTERM of the whole process; they are the run's."""
+    # Environments take over SIGINT and SIGTERM of the whole process; they are the run's.
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        played = verifiers.load_environment(name, **kwargs)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    played.set_interleaved_rollouts(False)  # a request of prime-rl's servers; the endpoint keeps the tokens anyway
+    return played

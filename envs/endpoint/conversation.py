@@ -33,7 +33,11 @@ class Conversation:
             ApiError: 400 `history_changed`.
         """
         if self._first is None:
-            return _opening(asked)
+            if asked.messages is None:
+                return asked.prompt
+            messages = [_rendered(message) for message in asked.messages]
+            tools = [json.loads(tool) for tool in asked.tools]
+            return with_tools(messages, describe_tools(tools)) if tools else messages
         if (asked.messages is None) != (self._first.messages is None):
             raise _history_changed(asked.param, "Chat and plain completions cannot be mixed.")
         if asked.tools != self._first.tools:
@@ -88,15 +92,6 @@ def split_answer(asked: Asked, text: str) -> tuple[str, list[Call]]:
         return text, []
     before = text.partition(CALL_OPENING)[0]
     return before.strip(), [Call(call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls]
-
-
-def _opening(asked: Asked) -> Part:
-    if asked.messages is None:
-        return asked.prompt
-    messages = [_rendered(message) for message in asked.messages]
-    if not asked.tools:
-        return messages
-    return with_tools(messages, describe_tools([json.loads(tool) for tool in asked.tools]))
 
 
 def _rendered(message: Said) -> Message:

@@ -134,10 +134,10 @@ class Endpoint:
         session = self._session(request)
         try:
             asked = parse(await _read_json(request))
+            exchange = session.ask(asked)
         except (ApiError, web.HTTPException):
             session.refused()
             raise
-        exchange = session.ask(asked)
         headers = {"x-penstock-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
         if asked.is_stream:
             return await _stream(request, exchange, headers)

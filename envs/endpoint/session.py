@@ -177,14 +177,12 @@ class Session:
         last = self._last
         if last is not None and not last.was_delivered and last.asked == asked:
             return last
-        self.counts["requests"] += 1
         if last is not None and not last.is_over:
-            raise self._counted(
-                bad_request(
-                    "Another request of this session is being answered. A session is one dialogue: wait for it.",
-                    code="concurrent_request",
-                )
+            raise bad_request(
+                "Another request of this session is being answered. A session is one dialogue: wait for it.",
+                code="concurrent_request",
             )
+        self.counts["requests"] += 1
         self.counts["ignored_parameters"] += bool(asked.ignored)
         exchange = self._last = Exchange(asked)
         if self._is_closed:
@@ -198,7 +196,7 @@ class Session:
         return {name: float(count) for name, count in self.counts.items()}
 
     def refused(self) -> None:
-        """Count a request that never got so far as to be handed in."""
+        """Count a request that was not handed in."""
         self.counts["requests"] += 1
         self.counts["refused"] += 1
 
@@ -243,14 +241,11 @@ class Session:
         try:
             answer = await policy.answer(self._conversation.next_part(asked), exchange)
         except ApiError as error:
-            exchange.refuse(self._counted(error))
+            self.counts["refused"] += 1
+            exchange.refuse(error)
             return
         self._conversation.answered(asked, answer.text, answer.sampled_text, answer.reasoning)
         exchange.finish(answer)
-
-    def _counted(self, error: ApiError) -> ApiError:
-        self.counts["refused"] += 1
-        return error
 
 
 class Questions:

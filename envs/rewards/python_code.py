@@ -124,12 +124,9 @@ class PythonCodeReward:
 
 def last_code_block(text: str) -> str | None:
     """The code of the last fenced block that is closed and is Python or of no named language."""
-    blocks = [match["code"] for match in FENCED_BLOCK.finditer(text) if _is_python(match["language"])]
+    is_python = ("", "python", "python3", "py")
+    blocks = [match["code"] for match in FENCED_BLOCK.finditer(text) if match["language"].strip().lower() in is_python]
     return blocks[-1] if blocks else None
-
-
-def _is_python(language: str) -> bool:
-    return language.strip().lower() in ("", "python", "python3", "py")
 
 
 def _lines(text: str) -> list[str]:
