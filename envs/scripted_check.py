@@ -51,9 +51,11 @@ class _Played:
     """One scripted episode."""
 
     replies: list[dict[str, Any]]
-    reward: float
-    is_done: bool
     step_s: list[float]
+
+    @property
+    def reward(self) -> float:
+        return float(sum(reply.get("reward", 0.0) for reply in self.replies))
 
 
 def _good(name: str, found: str) -> Finding:
@@ -98,25 +100,18 @@ def _check_tasks(config: EnvConfig, source: TaskSource) -> tuple[list[Finding], 
     if strange is not None or not tasks:
         return [_bad("train()", f"gave {strange!r:.80}; expected Task objects")], []
     ids = [task.task_id for task in tasks]
-    return [
+    findings = [
         _good("train()", f"{len(tasks)} tasks, the first is {ids[0]}"),
         Finding("same seed, same tasks", tasks == same, "equal" if tasks == same else "the second source differs"),
         Finding("ids are unique", len(set(ids)) == len(ids), f"{len(set(ids))} ids for {len(ids)} tasks"),
-        _check_held_out(source),
-    ], tasks
-
-
-def _check_held_out(source: TaskSource) -> Finding:
+    ]
     try:
         held_out = source.held_out(1)
     except Exception as error:  # noqa: BLE001  user code
-        return _bad("held_out(1)", f"raised {type(error).__name__}: {error}")
+        return [*findings, _bad("held_out(1)", f"raised {type(error).__name__}: {error}")], tasks
     is_good = isinstance(held_out, Sequence) and len(held_out) == 1 and isinstance(held_out[0], Task)
-    return Finding(
-        "held_out(1)",
-        is_good,
-        f"gave {len(held_out)} tasks" if is_good else f"gave {held_out!r:.80}; expected a list of a Task",
-    )
+    found = f"gave {len(held_out)} tasks" if is_good else f"gave {held_out!r:.80}; expected a list of a Task"
+    return [*findings, Finding("held_out(1)", is_good, found)], tasks
 
 
 async def _check_answers(reward: RewardConfig, source: TaskSource, tasks: Sequence[Task]) -> list[Finding]:
@@ -203,8 +198,9 @@ async def _check_gold(host: EpisodeHost, tasks: Sequence[Task], gold_actions: An
             return _bad(name, failure.detail.strip().splitlines()[-1])
         if "reward" not in played.replies[-1]:
             return Finding(name, None, "the program gives no reward: the reward function scores its trajectory")
-        if not played.is_done or played.reward < FULL_REWARD:
-            end = "ended" if played.is_done else "did not end"
+        is_done = bool(played.replies[-1].get("done"))
+        if not is_done or played.reward < FULL_REWARD:
+            end = "ended" if is_done else "did not end"
             return _bad(name, f"{task.task_id} {end} with reward {played.reward:g} for {actions!r:.80}")
     return _good(name, f"{len(tasks)} of {len(tasks)} tasks")
 
@@ -230,8 +226,7 @@ async def _play(host: EpisodeHost, task: Task, actions: Sequence[str], config: E
             step_s.append(time.perf_counter() - started)
             replies.append(dict(reply))
             said = names.listen(reply)
-    reward = sum(reply.get("reward", 0.0) for reply in replies)
-    return _Played(replies, reward, bool(replies[-1].get("done")), step_s)
+    return _Played(replies, step_s)
 
 
 async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config: EnvConfig) -> _Played:
@@ -249,4 +244,4 @@ async def _run(played: PlayedEpisode, task: Task, actions: Sequence[str], config
     reply = await play_program(config, played, task.task_id, say)
     if not replies:
         raise TrajectoryError("env", f"{task.task_id}: the program ended without a request")
-    return _Played([*replies, dict(reply)], reply.get("reward", 0.0), bool(reply.get("done")), step_s)
+    return _Played([*replies, dict(reply)], step_s)
