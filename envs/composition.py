@@ -53,14 +53,7 @@ class WeightedSum:
         self.parts = parts
         self.is_async = any(is_async_function(part.function) for part in parts.values())
         self.is_pure = all(is_pure_function(part.function) for part in parts.values())
-        self._known: dict[str, LastUsed[object]] = {
-            name: LastUsed(cache_entries)
-            for name, part in parts.items()
-            if cache_entries
-            and not self.is_pure
-            and is_pure_function(part.function)
-            and not is_async_function(part.function)
-        }
+        self._known: dict[str, LastUsed[object]] = {name: LastUsed(cache_entries) for name in parts}
 
     def __call__(
         self, trajectory: Trajectory, **fields: Any
@@ -87,13 +80,14 @@ class WeightedSum:
 
     def _returned(self, name: str, trajectory: Trajectory, fields: Mapping[str, Any]) -> object:
         """What a part returns, which may have to be awaited, or is remembered; what it raises is not remembered."""
-        function, known = self.parts[name].function, self._known.get(name)
-        key = None if known is None else seen_key(trajectory, fields)
-        if known is None or key is None:
-            return function(trajectory, **fields)
-        if (returned := known.get(key)) is None:
-            returned = function(trajectory, **fields)
-            known.put(key, returned)
+        function = self.parts[name].function
+        is_kept = not self.is_pure and is_pure_function(function) and not is_async_function(function)
+        key = seen_key(trajectory, fields) if is_kept else None
+        if key is not None and (known := self._known[name].get(key)) is not None:
+            return known
+        returned = function(trajectory, **fields)
+        if key is not None:
+            self._known[name].put(key, returned)
         return returned
 
     def _combine(self, returned: Mapping[str, object]) -> dict[str, float]:
