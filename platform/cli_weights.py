@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,13 +20,12 @@ from penstock.platform.roles import pool_device
 from penstock.platform.transports import way_of
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.tensor_parallel import expected_splits
-from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES
-from penstock.weights.planner.plan import Plan, lower_bound_bytes
-from penstock.weights.planner.relay import Hop, depth, relay_tree
+from penstock.weights.planner.plan import lower_bound_bytes
+from penstock.weights.planner.relay import depth, relay_tree
 from penstock.weights.transport.shards import ShardTransfer
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,14 @@ def plan_report(config: RunConfig) -> PlanReport:
     rollout, trainer, shape = config.rollout, config.trainer, config.model.shape
     hf_config = _transformers_config(config)
     tensors = tuple(module_tensors(hf_config))
-    engine = EngineSide(rollout.engine.type, _engine_layout(config, hf_config, tensors))
+    if rollout.engine.type == "torch":
+        layout = training_layout(tensors)
+    else:  # vLLM's own loader tells it, without a device or memory
+        os.environ.update(vllm_environment(pool_device(config, config.cluster.rollout_pool), threads=1))
+        from penstock.rollout.vllm_layout import plain_layout
+
+        layout = plain_layout(hf_config, tensors, config.model.dtype, rollout.engine.tensor_parallel_size)
+    engine = EngineSide(rollout.engine.type, layout)
     started = time.perf_counter()
     num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
     training = TrainingSide(
@@ -96,7 +101,7 @@ def plan_report(config: RunConfig) -> PlanReport:
     dtype, item_bytes = config.model.dtype, DTYPE_BYTES[config.model.dtype]
     training_at, engines_at = _devices(config)
     plans = [ShardTransfer.between(training, engine, dtype, None, training_at, at).plan for at in engines_at]
-    source, destination = training.layout(), engine.layout
+    source = training.layout()
     hops = relay_tree(["this node"] * (rollout.num_engines - len(plans) + 1))
     planning_s = time.perf_counter() - started
     egress = sum((Counter(plan.egress) for plan in plans), Counter[int]())
@@ -108,16 +113,16 @@ def plan_report(config: RunConfig) -> PlanReport:
         num_planned_engines=len(plans),
         wire_bytes=wire_bytes,
         local_bytes=needed_bytes - wire_bytes,
-        lower_bound_bytes=sum(lower_bound_bytes(source, destination, item_bytes, plan.resident) for plan in plans),
+        lower_bound_bytes=sum(lower_bound_bytes(source, engine.layout, item_bytes, plan.resident) for plan in plans),
         max_egress_bytes=max(egress.values(), default=0),
-        relayed_bytes=_relayed(destination, hops, item_bytes),
+        relayed_bytes=len(hops) * sum(sum(sizes.values()) for sizes in engine.layout.buffers) * item_bytes,
         gathered_bytes=model_bytes * engine.tp_size * rollout.num_engines,
         num_copies=sum(1 for plan in plans for _ in plan.copies),
         num_buckets=sum(len(plan.buckets) for plan in plans),
         bucket_bytes=plans[0].bucket_bytes,
         relay_depth=depth(hops),
         planning_s=planning_s,
-        links=_links(plans[0]),
+        links=sorted((src, dst, num_bytes) for (src, dst), num_bytes in plans[0].bytes_per_link.items()),
     )
 
 
@@ -135,17 +140,6 @@ def _transformers_config(config: RunConfig) -> Any:
     return config_of_shape(config.model.shape)
 
 
-def _engine_layout(config: RunConfig, hf_config: Any, tensors: Sequence[TensorSpec]) -> Layout:
-    """Where an engine would hold the policy; vLLM's own loader tells it, without a device or memory."""
-    engine = config.rollout.engine
-    if engine.type == "torch":
-        return training_layout(tensors)
-    os.environ.update(vllm_environment(pool_device(config, config.cluster.rollout_pool), threads=1))
-    from penstock.rollout.vllm_layout import plain_layout
-
-    return plain_layout(hf_config, tensors, config.model.dtype, engine.tensor_parallel_size)
-
-
 def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Devices of the training ranks, and of the ranks of each engine that the training side writes to by itself.
 
@@ -159,14 +153,6 @@ def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
         if one.role in at and one.policy_id == POLICY and one.device == "gpu":
             at[one.role].append(tuple(f"{one.pool}:{slot}" for slot in range(one.slot, one.slot + one.num_slots)))
     return tuple(at_one[0] for at_one in at["trainer"]), at["engine"] or [()] * config.rollout.num_engines
-
-
-def _links(plan: Plan) -> list[tuple[int, int, int]]:
-    return sorted((src, dst, num_bytes) for (src, dst), num_bytes in plan.bytes_per_link.items())
-
-
-def _relayed(destination: Layout, hops: tuple[Hop, ...], item_bytes: int) -> int:
-    return len(hops) * sum(sum(sizes.values()) for sizes in destination.buffers) * item_bytes
 
 
 def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
@@ -186,20 +172,18 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
         carried: dict[int, Any] = {dst: num_bytes for one, dst, num_bytes in report.links if one == src}
         table.add_row(str(src), *(f"{carried.get(dst, 0) / MIB:,.1f}" for dst in destinations))
     console.print(table)
-    for name, value in (
-        ("model", f"{report.model_bytes / MIB:,.1f} MiB"),
-        ("sent by the training side", f"{report.wire_bytes / MIB:,.1f} MiB"),
-        ("stays on its device", f"{report.local_bytes / MIB:,.1f} MiB"),
-        ("lower bound: what engine ranks lack", f"{report.lower_bound_bytes / MIB:,.1f} MiB"),
-        ("busiest training rank sends", f"{report.max_egress_bytes / MIB:,.1f} MiB"),
-        (
-            "passed on from engine to engine",
-            f"{report.relayed_bytes / MIB:,.1f} MiB, at most {report.relay_depth} hop(s) from the first",
-        ),
-        ("gather and broadcast would send", f"{report.gathered_bytes / MIB:,.1f} MiB"),
-        ("copies", f"{report.num_copies:,} in {report.num_buckets:,} buckets of {report.bucket_bytes // MIB} MiB"),
-        ("planned in", f"{report.planning_s:.2f} s"),
-    ):
+    passed_on = f"{report.relayed_bytes / MIB:,.1f} MiB, at most {report.relay_depth} hop(s) from the first"
+    for name, value in {
+        "model": f"{report.model_bytes / MIB:,.1f} MiB",
+        "sent by the training side": f"{report.wire_bytes / MIB:,.1f} MiB",
+        "stays on its device": f"{report.local_bytes / MIB:,.1f} MiB",
+        "lower bound: what engine ranks lack": f"{report.lower_bound_bytes / MIB:,.1f} MiB",
+        "busiest training rank sends": f"{report.max_egress_bytes / MIB:,.1f} MiB",
+        "passed on from engine to engine": passed_on,
+        "gather and broadcast would send": f"{report.gathered_bytes / MIB:,.1f} MiB",
+        "copies": f"{report.num_copies:,} in {report.num_buckets:,} buckets of {report.bucket_bytes // MIB} MiB",
+        "planned in": f"{report.planning_s:.2f} s",
+    }.items():
         console.print(f"  {name:<36}{value}")
     if way_of(config) == "gather":
         console.print("  weights.transport=gather: this plan is not used, whole tensors go through rank 0.")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from math import floor
 from typing import Literal
 
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
-from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, PoolConfig, RunConfig
+from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.platform.memory import (
     BASE_HOST_GIB,
     Memory,
@@ -37,7 +36,6 @@ class RolePlacement:
         num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
         num_gpus: GPUs Ray reserves for it; 0 when colocated, where they are reserved for all (`shared_bundles`).
         policy_id: Which policy of the run it serves.
-        num_cpus: CPUs Ray reserves for it. On a CPU pool all processes together reserve at most the pool.
     """
 
     role: Role
@@ -46,15 +44,9 @@ class RolePlacement:
     device: Literal["cpu", "gpu"]
     slot: int
     num_gpus: float
-    num_cpus: float
     memory: Memory
     num_slots: int = 1
     policy_id: PolicyId = POLICY
-
-    @property
-    def name(self) -> str:
-        prefix = "" if self.policy_id == POLICY else f"{self.policy_id}-"
-        return self.role if self.role == "driver" else f"{prefix}{self.role}-{self.index}"
 
 
 def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:
@@ -72,67 +64,47 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
         if placement.pool is not None:
             taken[placement.pool] += placement.num_slots
     partner = [
-        replace(placement, policy_id=PARTNER, slot=(placement.slot + taken[placement.pool]) % _slots(config, placement))
+        replace(placement, policy_id=PARTNER, slot=(placement.slot + taken[pool]) % config.cluster.pools[pool].count)
         for placement in _plan(config.partner_view, command)
-        if placement.role in ("trainer", "engine") and placement.pool is not None
+        if placement.role in ("trainer", "engine") and (pool := placement.pool) is not None
     ]
     return [*own, *partner]
 
 
-def _slots(config: RunConfig, placement: RolePlacement) -> int:
-    assert placement.pool is not None, "it has a device"
-    return config.cluster.pools[placement.pool].count
-
-
 def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
-    """Of one policy and what serves it."""
-    cluster = config.cluster
+    """Of one policy and what serves it; each role takes the slots after those of the roles before it."""
+    cluster, taken = config.cluster, Counter[str]()
+
+    def place(
+        role: Role, name: str, count: int, estimate: Callable[[RunConfig, PoolConfig], Memory], num_slots: int = 1
+    ) -> Iterator[RolePlacement]:
+        takes_turns = _takes_turns(config, role, command)
+        first = 0 if takes_turns else taken[name]
+        taken[name] += count * num_slots
+        for index in range(count):
+            pool = cluster.pools[name]
+            num_gpus = float(num_slots) if pool.device == "gpu" and not takes_turns else 0.0
+            slot = (first + index * num_slots) % pool.count
+            yield RolePlacement(role, index, name, pool.device, slot, num_gpus, estimate(config, pool), num_slots)
+
+    in_shared_memory: dict[Part, float] = {"published": shared_gib(config)} if command == "train" else {}
+    driver = Memory({}, {"base": BASE_HOST_GIB["driver"], **in_shared_memory})
+    placements = [RolePlacement("driver", 0, None, "cpu", 0, 0.0, driver)]
     num_ranks = 0 if command in ("eval", "sample") else config.trainer.num_ranks
+    placements += place("trainer", cluster.trainer_pool, num_ranks, trainer_memory)
     num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines
-    same_pool = cluster.trainer_pool == cluster.rollout_pool
-    first_engine_slot = num_ranks if same_pool and not _takes_turns(config, "engine", command) else 0
-    num_frozen = {role: config.num_frozen(role) if command == "train" else 0 for role in FROZEN_ROLES}
     width = config.rollout.engine.tensor_parallel_size
-    taken = Counter({cluster.trainer_pool: num_ranks}) + Counter({cluster.rollout_pool: num_engines * width})
-    first_slots: dict[FrozenRole, int] = {}
-    for frozen_role, count in num_frozen.items():
-        first_slots[frozen_role] = taken[config.frozen_pool(frozen_role)]
-        taken += Counter({config.frozen_pool(frozen_role): count})
-    num_rewards, reward_pool = config.reward.num_workers if num_engines else 0, config.reward.pool
-    first_reward_slot = 0 if reward_pool is None else taken[reward_pool]
-    if reward_pool is not None:
-        taken += Counter({reward_pool: num_rewards})
-
-    def place(role: Role, index: int, first_slot: int, num_slots: int = 1) -> RolePlacement:
-        roles: dict[Role, tuple[str, Callable[[RunConfig, PoolConfig], Memory]]] = {
-            "trainer": (cluster.trainer_pool, trainer_memory),
-            "engine": (cluster.rollout_pool, engine_memory),
-            "reference": (config.frozen_pool("reference"), frozen_memory),
-            "teacher": (config.frozen_pool("teacher"), partial(frozen_memory, weights=config.teacher.num_parameters)),
-        }
-        if reward_pool is not None:
-            roles["reward"] = (reward_pool, partial(frozen_memory, weights=config.reward.num_parameters))
-        name, estimate = roles[role]
-        pool = cluster.pools[name]
-        memory = estimate(config, pool)
-        num_gpus, num_cpus = _share(pool, taken[name], is_shared=_takes_turns(config, role, command))
-        slot = (first_slot + index * num_slots) % pool.count
-        return RolePlacement(
-            role, index, name, pool.device, slot, num_gpus * num_slots, num_cpus * num_slots, memory, num_slots
-        )
-
-    return [
-        _driver(config, command),
-        *(place("trainer", rank, 0) for rank in range(num_ranks)),
-        *(place("engine", index, first_engine_slot, width) for index in range(num_engines)),
-        *(place(role, index, first_slots[role]) for role, count in num_frozen.items() for index in range(count)),
-        *(
-            RolePlacement("reward", index, None, "cpu", 0, 0.0, 0.0, Memory({}, {"base": BASE_HOST_GIB["reward"]}))
-            if reward_pool is None
-            else place("reward", index, first_reward_slot)
-            for index in range(num_rewards)
-        ),
-    ]
+    placements += place("engine", cluster.rollout_pool, num_engines, engine_memory, width)
+    if command == "train":
+        of_teacher = partial(frozen_memory, weights=config.teacher.num_parameters)
+        placements += place("reference", config.frozen_pool("reference"), config.num_frozen("reference"), frozen_memory)
+        placements += place("teacher", config.frozen_pool("teacher"), config.num_frozen("teacher"), of_teacher)
+    num_rewards = config.reward.num_workers if num_engines else 0
+    if config.reward.pool is not None:
+        of_reward = partial(frozen_memory, weights=config.reward.num_parameters)
+        return [*placements, *place("reward", config.reward.pool, num_rewards, of_reward)]
+    small = Memory({}, {"base": BASE_HOST_GIB["reward"]})
+    return [*placements, *(RolePlacement("reward", index, None, "cpu", 0, 0.0, small) for index in range(num_rewards))]
 
 
 def shared_bundles(config: RunConfig, command: Command = "train") -> list[int]:
@@ -191,17 +163,3 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     slots = sum(memory.device.get("published", 0.0) for memory in engines) * (way_of(config) in SLOT_WAYS)
     turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
     return turns + others
-
-
-def _share(pool: PoolConfig, num_processes: int, *, is_shared: bool) -> tuple[float, float]:
-    """GPUs and CPUs that Ray reserves for one process of a pool."""
-    if pool.device == "gpu":
-        return (0.0 if is_shared else 1.0), 1.0
-    return 0.0, min(1.0, floor(1e4 * pool.count / max(num_processes, 1)) / 1e4)
-
-
-def _driver(config: RunConfig, command: Command) -> RolePlacement:
-    parts: dict[Part, float] = {"base": BASE_HOST_GIB["driver"]}
-    if command == "train":
-        parts["published"] = shared_gib(config)
-    return RolePlacement("driver", 0, None, "cpu", 0, 0.0, 0.0, Memory({}, parts))

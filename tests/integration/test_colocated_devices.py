@@ -80,8 +80,9 @@ async def test_ranks_and_engines_get_the_whole_devices_of_their_slots(
         ray.util.remove_placement_group(devices.group)
     by_slot: dict[int, set[str]] = {}
     for placement in plan_placement(config):
-        if placement.name in visible:
-            held = visible[placement.name]
+        name = f"{placement.role}-{placement.index}"
+        if name in visible:
+            held = visible[name]
             assert len(held) == len(set(held)) == placement.num_slots, "as many GPUs as it has slots"
             for slot, device in enumerate(held, start=placement.slot):
                 by_slot.setdefault(slot, set()).add(device)

@@ -14,7 +14,7 @@ from penstock.dataflow.trajectory import Task, stream_of
 from penstock.platform.config.compose import compose_config
 from penstock.platform.evaluation import Evaluation
 from penstock.platform.partners import EvaluateTogether, PublishTogether, TrainTogether
-from penstock.platform.placement import plan_placement
+from penstock.platform.placement import RolePlacement, plan_placement
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import SharedGroups, TrajectoryRunner
@@ -126,18 +126,23 @@ async def test_both_are_evaluated_on_the_same_tasks() -> None:
     assert "eval/partner_accuracy" not in found.partner.metrics()
 
 
+def name_of(placement: RolePlacement) -> str:
+    return f"{placement.policy_id}-{placement.role}-{placement.index}"
+
+
 def test_both_get_a_trainer_and_engines_and_share_the_rest() -> None:
     placements = plan_placement(compose_config([EXPERIMENT, "rollout.num_engines=2"]))
-    names = [placement.name for placement in placements if placement.role not in ("driver", "reward")]
-    assert names == ["trainer-0", "engine-0", "engine-1", "partner-trainer-0", "partner-engine-0", "partner-engine-1"]
+    names = [name_of(placement) for placement in placements if placement.role not in ("driver", "reward")]
+    of_one = ["trainer-0", "engine-0", "engine-1"]
+    assert names == [*(f"policy-{name}" for name in of_one), *(f"partner-{name}" for name in of_one)]
 
 
 def test_on_gpus_the_partner_takes_the_slots_after_the_policys() -> None:
     config = compose_config([EXPERIMENT, "cluster=eight_gpu", "trainer.num_ranks=2", "rollout.num_engines=2"])
-    slots = {one.name: one.slot for one in plan_placement(config) if one.device == "gpu"}
+    slots = {name_of(one): one.slot for one in plan_placement(config) if one.device == "gpu"}
     assert slots == {
-        "trainer-0": 0, "trainer-1": 1, "partner-trainer-0": 2, "partner-trainer-1": 3,
-        "engine-0": 0, "engine-1": 1, "partner-engine-0": 2, "partner-engine-1": 3,
+        "policy-trainer-0": 0, "policy-trainer-1": 1, "partner-trainer-0": 2, "partner-trainer-1": 3,
+        "policy-engine-0": 0, "policy-engine-1": 1, "partner-engine-0": 2, "partner-engine-1": 3,
     }, "engines have a pool of their own"  # fmt: skip
 
 
