@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
-from penstock.envs.environment import Action, EnvironmentSource, Observation
+from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_task_source
@@ -51,14 +51,10 @@ def _isolation(text: str | None) -> IsolationConfig | None:
     Raises:
         ConfigError: If it is neither a word for it nor a set of grants.
     """
-    from omegaconf import OmegaConf
-
     if text is None:
         return None
     try:
-        loaded = OmegaConf.to_container(OmegaConf.create(f"isolation: {text}"))
-        assert isinstance(loaded, dict)
-        return EpisodeConfig(isolation=loaded["isolation"]).isolation
+        return EpisodeConfig(isolation=safe_load(text)).isolation
     except (ValueError, YAMLError) as error:
         wanted = "process, strict, or what is granted, e.g. '{network: true, variables: [MY_KEY]}'"
         raise ConfigError([f"--isolation={text!r}: write {wanted}."]) from error
@@ -139,7 +135,11 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
                 if num_turns + len(said) > config.episode.max_turns:
                     console.print(f"env.episode.max_turns={config.episode.max_turns} turns are over")
                     return 0
-                actions = [await _answer(one, turn, ask, console) for turn, one in enumerate(said, num_turns)]
+                actions = []
+                for turn, one in enumerate(said, num_turns):
+                    name = "" if one.thread == MAIN_THREAD else f"{one.thread}: "
+                    console.print(f"{name}{one.content}", markup=False)
+                    actions.append(Action(await asyncio.to_thread(_line, ask), turn=turn, thread=one.thread))
                 if not all(action.text for action in actions):
                     return 0
                 num_turns += len(actions)
@@ -151,12 +151,6 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
         return 1
     finally:
         await host.close()
-
-
-async def _answer(said: Observation, turn: int, ask: Callable[[], str], console: Console) -> Action:
-    """One turn; that of a thread with a name of its own is asked for by that name."""
-    console.print(said.content if said.thread == MAIN_THREAD else f"{said.thread}: {said.content}", markup=False)
-    return Action(await asyncio.to_thread(_line, ask), turn=turn, thread=said.thread)
 
 
 async def _answer_program(

@@ -25,7 +25,6 @@ from penstock.platform.memory import GIB
 
 Status = Literal["ok", "warn", "bad"]
 IMPORT_TIMEOUT_S = 120
-MIN_PYTHON = (3, 11)
 MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
 """What the demo needs."""
 MIN_NVIDIA_DRIVER = "580.65.06"
@@ -59,31 +58,42 @@ def run_doctor(console: Console | None = None) -> int:
     for look in (*looks, look_at_jails):
         for diagnosis in look():
             is_broken |= diagnosis.status == "bad"
-            console.print(_line(diagnosis))
+            line = Text(f"{diagnosis.status:<5}", style=_STYLES[diagnosis.status])
+            line.append(f"{diagnosis.subject:<14}{diagnosis.found}", style="default")
+            if diagnosis.advice:
+                line.append(f". {diagnosis.advice}", style="default")
+            console.print(line)
     console.print("something is broken: see the lines marked bad" if is_broken else "ready")
     return int(is_broken)
 
 
 def look_at_python() -> Iterator[Diagnosis]:
     """The interpreter's version."""
-    found = f"{sys.version.split()[0]} ({sys.executable})"
-    if sys.version_info < MIN_PYTHON:
-        yield Diagnosis("python", "bad", found, "Penstock needs Python >= 3.11: `make setup PYTHON=python3.11`.")
-    else:
-        yield Diagnosis("python", "ok", found)
+    yield Diagnosis("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
 
 
 def look_at_packages() -> Iterator[Diagnosis]:
     """Every pinned requirement of penstock itself, and of its cpu or cuda extra: present and at its pin."""
-    wrong = [diagnosis for name, pin in _pins() if (diagnosis := _compare(name, pin))]
-    yield from wrong
-    if not wrong:
-        yield Diagnosis("packages", "ok", f"all {len(_pins())} pinned packages at their pins")
+    flavor = "cpu" if hardware.is_cpu_build() else "cuda"
+    pins = [match for text in metadata.requires("penstock") or [] if (match := _PIN.match(text))]
+    pins = [pin for pin in pins if pin["extra"] in (None, flavor)]
+    all_are_there = True
+    for pin in pins:
+        name, wanted, found = pin["name"], pin["version"], hardware.installed_version(pin["name"])
+        if found is not None and found.partition("+")[0] == wanted:
+            continue
+        all_are_there = False
+        if found is None:
+            yield Diagnosis(name, "bad", f"not installed, {wanted} is needed", "`make setup`")
+        else:
+            yield Diagnosis(name, "warn", f"{found}, tested with {wanted}", f"pip install {name}=={wanted}")
+    if all_are_there:
+        yield Diagnosis("packages", "ok", f"all {len(pins)} pinned packages at their pins")
 
 
 def look_at_torchvision() -> Iterator[Diagnosis]:
     """On CPU, torchvision and its siblings are CUDA builds that break `import transformers`."""
-    strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if _version(name)]
+    strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if hardware.installed_version(name)]
     if hardware.is_cpu_build() and strays:
         names = " ".join(strays)
         why = "CUDA builds beside the CPU build of torch: `import transformers` fails"
@@ -112,25 +122,21 @@ def look_at_devices() -> Iterator[Diagnosis]:
 def look_at_engines() -> Iterator[Diagnosis]:
     """Ray, DeepSpeed and vLLM can be imported, each in a process of its own."""
     reinstall = "`make setup`; if that does not help, remove .venv first."
-    yield _import_in_child("torch", "import torch; print(torch.__version__)", reinstall)
-    yield _import_in_child("transformers", "import transformers; print(transformers.__version__)", reinstall)
-    yield _import_in_child("ray", "import ray; print(ray.__version__)", reinstall)
-    yield _import_in_child("deepspeed", "import deepspeed; print(deepspeed.__version__)", reinstall)
+    for name in ("torch", "transformers", "ray", "deepspeed"):
+        yield _import_in_child(name, f"import {name}; print({name}.__version__)", reinstall)
     if find_spec("vllm") is None:
         yield Diagnosis("vllm", "warn", "not installed", "`make setup`, or use rollout/engine=torch without it.")
     else:
-        yield _import_in_child(
-            "vllm", "from vllm import AsyncLLMEngine; import vllm; print(vllm.__version__)", reinstall
-        )
+        program = "from vllm import AsyncLLMEngine; import vllm; print(vllm.__version__)"
+        yield _import_in_child("vllm", program, reinstall)
 
 
 def look_at_room() -> Iterator[Diagnosis]:
     """Free memory, disk and shared memory."""
     total = hardware.total_memory_bytes() / GIB
     free = hardware.available_memory_bytes() / GIB
-    yield _room(
-        "memory", free, f"of {total:.1f} GiB free", MIN_MEMORY_GIB, "Stop other programs, or use fewer engines."
-    )
+    advice = "Stop other programs, or use fewer engines."
+    yield _room("memory", free, f"of {total:.1f} GiB free", MIN_MEMORY_GIB, advice)
     disk = hardware.free_disk_bytes(Path.cwd()) / GIB
     yield _room("disk", disk, f"free at {Path.cwd()}", MIN_DISK_GIB, "Free some, or set run_dir to another disk.")
     if hardware.SHARED_MEMORY.is_dir():
@@ -174,29 +180,6 @@ def _room(subject: str, gib: float, words: str, least_gib: float, advice: str) -
     return Diagnosis(subject, "bad", f"{found}, the demo needs {least_gib:g}", advice)
 
 
-def _pins() -> list[tuple[str, str]]:
-    """Name and version of every exact requirement: the core's, and those of the extra that is installed."""
-    flavor = "cpu" if hardware.is_cpu_build() else "cuda"
-    matches = [match for text in metadata.requires("penstock") or [] if (match := _PIN.match(text))]
-    return [(match["name"], match["version"]) for match in matches if match["extra"] in (None, flavor)]
-
-
-def _compare(name: str, pin: str) -> Diagnosis | None:
-    found = _version(name)
-    if found is None:
-        return Diagnosis(name, "bad", f"not installed, {pin} is needed", "`make setup`")
-    if found.partition("+")[0] != pin:
-        return Diagnosis(name, "warn", f"{found}, tested with {pin}", f"pip install {name}=={pin}")
-    return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _import_in_child(subject: str, program: str, advice: str) -> Diagnosis:
     """Run a short program and report the last line it printed, or the last line of its traceback."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -210,11 +193,3 @@ def _import_in_child(subject: str, program: str, advice: str) -> Diagnosis:
     output = ended.stdout if ended.returncode == 0 else ended.stderr
     last = (output.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
     return Diagnosis(subject, "ok", last) if ended.returncode == 0 else Diagnosis(subject, "bad", last, advice)
-
-
-def _line(diagnosis: Diagnosis) -> Text:
-    text = Text(f"{diagnosis.status:<5}", style=_STYLES[diagnosis.status])
-    text.append(f"{diagnosis.subject:<14}{diagnosis.found}", style="default")
-    if diagnosis.advice:
-        text.append(f". {diagnosis.advice}", style="default")
-    return text

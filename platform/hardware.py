@@ -37,12 +37,17 @@ def num_nvidia_gpus() -> int | None:
     return None if listed is None else sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+def installed_version(package: str) -> str | None:
+    """Of a distribution; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def is_cpu_build() -> bool:
     """Whether the installed torch is the CPU build."""
-    try:
-        return metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        return False
+    return (installed_version("torch") or "").endswith("+cpu")
 
 
 def available_memory_bytes() -> int:
@@ -55,7 +60,12 @@ def available_memory_bytes() -> int:
     used = _read_cgroup("memory.current")
     if limit is None or used is None:
         return available
-    return min(available, max(limit - used + _inactive_file_bytes(), 0))
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        lines = []
+    inactive = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return min(available, max(limit - used + inactive, 0))
 
 
 def total_memory_bytes() -> int:
@@ -79,15 +89,6 @@ def _ask_nvidia_smi(*arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return None
-
-
-def _inactive_file_bytes() -> int:
-    """Page cache of the container that is not in use."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _read_cgroup(name: str) -> int | None:

@@ -7,8 +7,7 @@ import gc
 import os
 import signal
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +81,11 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
                 raise
 
         try:
-            with _single_error():
-                return runner.run(supervised())
+            return runner.run(supervised())
+        except BaseExceptionGroup as group:  # task groups wrap errors; a person wants the one that came first
+            raise first_error(group) from group
         finally:
             end_processes(descendants())  # nothing is left behind, whatever the parts did
-
-
-@contextmanager
-def _single_error() -> Iterator[None]:
-    """Task groups wrap errors; a person wants the one that came first."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -108,6 +99,8 @@ def first_error(error: BaseException) -> BaseException:
 def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> Path:
     """Keep the whole traceback in the run directory, and what happened before; the console shows one sentence."""
     path = run_dir / "error.txt"
-    told = ["\nThe newest events of the ledger, by time before the error:\n", *(f"{line}\n" for line in events)]
-    path.write_text("".join([*traceback.format_exception(error), *(told if events else ())]))
+    lines = traceback.format_exception(error)
+    if events:
+        lines += ["\nThe newest events of the ledger, by time before the error:\n", *(f"{line}\n" for line in events)]
+    path.write_text("".join(lines))
     return path

@@ -12,26 +12,23 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
+from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
-from penstock.dataflow.ports import GroupForward, PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher
 from penstock.dataflow.trajectory import GroupRef, Task, stream_of
 from penstock.platform.evaluation import Evaluates, Evaluation
 from penstock.platform.run import Side
 from penstock.rollout.runner import SharedGroups
 
 
-class Versioned(TrainerGroup, GroupForward, Protocol):
-    """A trainer that is told which version its next step starts from."""
-
-    version: int
-
-
 def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:
     """Both sides as one; what the monitor tells is of the policy's engines."""
-    trainer = TrainTogether(cast("Versioned", policy.trainer), cast("Versioned", partner.trainer), max_bad_steps)
+    trainer = TrainTogether(
+        cast("TrainerClient", policy.trainer), cast("TrainerClient", partner.trainer), max_bad_steps
+    )
     return Side(
         SharedGroups(policy.runner, partner.runner),
         trainer=trainer,
@@ -44,7 +41,7 @@ def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:
 class TrainTogether:
     """A `TrainerGroup` of both: each step trains the same groups twice, at the same time."""
 
-    def __init__(self, policy: Versioned, partner: Versioned, max_bad_steps: int) -> None:
+    def __init__(self, policy: TrainerClient, partner: TrainerClient, max_bad_steps: int) -> None:
         """Connect both.
 
         Args:
@@ -52,7 +49,7 @@ class TrainTogether:
             partner: Saved beside it, in `partner/`; its metrics begin with `partner/`.
             max_bad_steps: Skipped steps in a row of either that end the run.
         """
-        self._trainers: dict[PolicyId, Versioned] = {POLICY: policy, PARTNER: partner}
+        self._trainers: dict[PolicyId, TrainerClient] = {POLICY: policy, PARTNER: partner}
         self._max_bad_steps = max_bad_steps
         self._skipped_in_a_row: Counter[PolicyId] = Counter()
 
@@ -67,7 +64,14 @@ class TrainTogether:
         """
         groups = [group async for group in batch]
         mine, other = await asyncio.gather(*(one.step(stream_of(groups)) for one in self._trainers.values()))
-        self._count_skips({POLICY: mine, PARTNER: other})
+        for policy_id, report in ((POLICY, mine), (PARTNER, other)):
+            num_skipped = self._skipped_in_a_row[policy_id] + 1 if report.skipped else 0
+            self._skipped_in_a_row[policy_id] = num_skipped
+            if num_skipped >= self._max_bad_steps:
+                raise TrainingError(
+                    f"trainer: {num_skipped} steps in a row of the {policy_id} had a non-finite loss or gradient, "
+                    f"trainer.max_bad_steps is {self._max_bad_steps}. Lower its learning rate, or look at the rewards."
+                )
         version = max(mine.version, other.version)
         for trainer in self._trainers.values():
             trainer.version = version
@@ -84,16 +88,6 @@ class TrainTogether:
         await asyncio.gather(
             *(one.save(str(Path(path).with_name(policy_id))) for policy_id, one in self._trainers.items())
         )
-
-    def _count_skips(self, reports: dict[PolicyId, StepReport]) -> None:
-        for policy_id, report in reports.items():
-            self._skipped_in_a_row[policy_id] = self._skipped_in_a_row[policy_id] + 1 if report.skipped else 0
-            if self._skipped_in_a_row[policy_id] >= self._max_bad_steps:
-                raise TrainingError(
-                    f"trainer: {self._skipped_in_a_row[policy_id]} steps in a row of the {policy_id} had a non-finite "
-                    f"loss or gradient, trainer.max_bad_steps is {self._max_bad_steps}. Lower its learning rate, or "
-                    "look at the rewards."
-                )
 
 
 class PublishTogether:

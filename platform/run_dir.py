@@ -8,15 +8,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from penstock import __version__
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.envs.fingerprint import Fingerprint, fingerprints
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
+from penstock.platform.hardware import installed_version
 from penstock.platform.observability.summary import SUMMARY_FILE
 from penstock.platform.trackers.jsonl import METRICS_FILE
 
@@ -61,7 +60,15 @@ def prepare_run_dir(config: RunConfig) -> Path:
     run_dir.mkdir(parents=True)
     (run_dir / CONFIG_FILE).write_text(to_yaml(config))
     (run_dir / DATA_FILE).write_text(json.dumps(data, indent=2) + "\n")
-    (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(_environment(), indent=2) + "\n")
+    environment = {
+        "penstock": __version__,
+        "git": _git_revision(),
+        "python": sys.version.split()[0],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
+    }
+    (run_dir / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=2) + "\n")
     return run_dir
 
 
@@ -97,24 +104,6 @@ def _essence(config: RunConfig) -> str:
     """The configuration without the keys that only say what to do with an old run."""
     sft = None if config.sft is None else config.sft.model_copy(update={"reuse": False})
     return to_yaml(config.model_copy(update={"overwrite": False, "sft": sft}))
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "penstock": __version__,
-        "git": _git_revision(),
-        "python": sys.version.split()[0],
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_revision() -> str | None:

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, TextIO
+from statistics import fmean
+from typing import Any
 
 from penstock.dataflow.equal_rewards import rounding_error
 from penstock.dataflow.errors import PenstockError, TrajectoryError
@@ -27,7 +28,7 @@ from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.roles import model_path
 from penstock.platform.run_dir import mark_finished, prepare_run_dir
-from penstock.platform.serving import Serving, serving
+from penstock.platform.serving import Serving, rollout_sampling, serving
 from penstock.rollout.group_task import GroupTask
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
@@ -52,32 +53,32 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
         },
     )
     counts: Counter[str] = Counter()
+    rewards: list[float] = []
     async with serving(config, "sample") as served:
-        sampling = _sampling(config, served)
+        sampling = rollout_sampling(config, served.runner.codec)
         with (run_dir / ANSWERS_FILE).open("w") as answers, (run_dir / PAIRS_FILE).open("w") as pairs:
             numbered = enumerate(_tasks(config, sample))
             while tasks := list(islice(numbered, TASKS_AT_A_TIME)):
-                groups = (_answers(served, GroupId(index), task, sampling, sample, counts) for index, task in tasks)
+                groups = (_group(served, GroupId(index), task, sampling, sample) for index, task in tasks)
                 for (_, task), group in zip(tasks, await asyncio.gather(*groups), strict=True):
-                    _write(task, group, sample.pairs_per_task, answers, pairs, counts)
+                    counts["failed"] += sample.answers_per_task - len(group)
+                    for trajectory in group:
+                        answers.write(_line(answer_row(task, trajectory)))
+                        counts["answers"] += 1
+                        counts["truncated"] += trajectory.finish_reason != "stop"
+                        rewards.append(_reward(trajectory))
+                    for chosen, rejected in islice(ranked_pairs(group), sample.pairs_per_task):
+                        pairs.write(_line({"prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}))
+                        counts["pairs"] += 1
                 elapsed = format_duration(time.monotonic() - started)
                 console.note(f"{counts['answers']} answers  {counts['pairs']} pairs  {elapsed}")
-    if not counts["answers"]:
+    if not rewards:
         raise PenstockError(f"sample: all {counts['failed']} answers failed, none was scored.")
     mark_finished(config)
-    reward_mean = round(counts["reward"] / counts["answers"], 6)
     figures = {name: counts[name] for name in ("answers", "failed", "truncated", "pairs")}
+    reward_mean = round(fmean(rewards), 6)
     print(json.dumps({"model": model_path(config), "reward_mean": reward_mean, **figures, "run": str(run_dir)}))
     return EXIT_OK
-
-
-def _sampling(config: RunConfig, served: Serving) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=config.rollout.sampling.max_new_tokens,
-        temperature=config.rollout.sampling.temperature,
-        stop_token_ids=served.runner.codec.stop_token_ids,
-        seed=config.seed if config.rollout.engine.type == "torch" else None,
-    )
 
 
 def _tasks(config: RunConfig, sample: SampleConfig) -> Iterator[Task]:
@@ -89,10 +90,10 @@ def _tasks(config: RunConfig, sample: SampleConfig) -> Iterator[Task]:
         yield from islice(stream.tasks, -(-sample.num_tasks // len(streams)))
 
 
-async def _answers(
-    served: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig, counts: Counter[str]
+async def _group(
+    served: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig
 ) -> list[Trajectory]:
-    """Scored answers of one task; one that failed every time is counted, and is not there."""
+    """Scored answers of one task; one that failed every time is not there."""
     asked = GroupTask(task, group_id)
 
     async def answer(member: int) -> Trajectory | None:
@@ -105,29 +106,10 @@ async def _answers(
                 continue
             trajectory.score(score.reward, score.parts)
             return trajectory
-        counts["failed"] += 1
         return None
 
     found = await asyncio.gather(*(answer(member) for member in range(sample.answers_per_task)))
     return [trajectory for trajectory in found if trajectory is not None]
-
-
-def _write(
-    task: Task,
-    group: Sequence[Trajectory],
-    num_pairs: int,
-    answers: TextIO,
-    pairs: TextIO,
-    counts: Counter[str],
-) -> None:
-    for trajectory in group:
-        answers.write(_line(answer_row(task, trajectory)))
-        counts["answers"] += 1
-        counts["truncated"] += trajectory.finish_reason != "stop"
-        counts["reward"] += trajectory.reward  # type: ignore[assignment,operator]  # scored; a Counter of floats
-    for chosen, rejected in islice(ranked_pairs(group), num_pairs):
-        pairs.write(_line({"prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}))
-        counts["pairs"] += 1
 
 
 def answer_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
