@@ -43,15 +43,15 @@ def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace
     return EXIT_VIOLATION if figures.get("violations") else EXIT_OK
 
 
-def parse_seeds(text: str) -> range:
-    """`FIRST:END` as in a slice, or the number of one seed.
+def parse_seeds(text: str, key: str = "--seeds ") -> range:
+    """`FIRST:END` as in a slice, or the number of one seed; `key` is what it was written after.
 
     Raises:
         ConfigError: If it is neither.
     """
     match = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
     if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
-        raise ConfigError([f"--seeds {text}: write FIRST:END with FIRST < END, e.g. 0:1000, or one seed."])
+        raise ConfigError([f"{key}{text}: write {key}FIRST:END with FIRST < END, e.g. {key}0:3, or one seed."])
     return range(int(match[2]), int(match[2]) + 1) if match[1] is None else range(int(match[1]), int(match[2]))
 
 

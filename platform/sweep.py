@@ -30,6 +30,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.platform.cli_simulate import parse_seeds
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.load import load_config
 from penstock.platform.config.schema import RunConfig
@@ -132,13 +133,12 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
     fixed = []
     for text in overrides:
         if text.startswith("seeds="):
-            match = re.fullmatch(r"seeds=(?:(\d+):)?(\d+)", text)
-            if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
-                problems.append(f"{text}: write seeds=FIRST:END with FIRST < END, e.g. seeds=0:3, or one seed.")
+            try:
+                seeds = parse_seeds(text.removeprefix("seeds="), "seeds=")
+            except ConfigError as refused:
+                problems += refused.violations
                 continue
-            first = int(match[2]) if match[1] is None else int(match[1])
-            key, values = SEED, tuple(str(seed) for seed in range(first, max(int(match[2]), first + 1)))
-            typed_keys[key] = SEED
+            key, values, typed_keys[SEED] = SEED, tuple(str(seed) for seed in seeds), SEED
         else:
             try:
                 override = parser.parse_override(text)
@@ -221,10 +221,11 @@ def run_cells(
     folder: Path,
     timeout_s: float,
     note: Callable[[str], None],
-    keep: Callable[[Results], None],
     config_dir: Path | None = None,
 ) -> Results:
     """Run the cells that have not completed yet, one after the other; one that fails does not end the sweep.
+
+    After every cell the results so far are written.
 
     Args:
         grid: The sweep.
@@ -232,7 +233,6 @@ def run_cells(
         folder: Of the sweep; run directories and logs are in it.
         timeout_s: Longest run of one cell, seconds.
         note: Gets a line before and after each cell.
-        keep: Gets the results so far, after every cell.
         config_dir: The folder with the user's own YAML.
     """
     results: dict[Cell, Result] = {}
@@ -255,7 +255,7 @@ def run_cells(
             accuracy, gain, lag = (_number(value) for value in (result.accuracy, result.gain, result.mean_lag))
             note(f"{where}: accuracy {accuracy}, gain {gain}, mean lag {lag} versions")
         results[cell] = result or Result("failed", config.run_dir)
-        keep(results)
+        write_results(grid, results, folder)
     return results
 
 
@@ -313,7 +313,7 @@ def write_results(grid: Grid, results: Results, folder: Path) -> None:
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     title = "Greedy held-out accuracy after the last step; means over seeds, accuracy with least and greatest."
     (folder / "sweep.md").write_text("\n".join([title, "", *lines]) + "\n")
-    records = [{**dict(cell.values), **asdict(result)} for cell, result in results.items()]
+    records = [dict(cell.values) | asdict(result) for cell, result in results.items()]
     (folder / "sweep.json").write_text(json.dumps(records, indent=2) + "\n")
     with (folder / "sweep.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[*grid.axes, *Result.__dataclass_fields__])
@@ -353,10 +353,7 @@ def run_sweep(
         return 0
     folder.mkdir(parents=True, exist_ok=True)
 
-    def keep(results: Results) -> None:
-        write_results(grid, results, folder)
-
-    results = run_cells(grid, configs, folder, cell_timeout_s, note, keep, config_dir)
+    results = run_cells(grid, configs, folder, cell_timeout_s, note, config_dir)
     header, *rows = result_rows(grid, results)
     shown = Table(title="greedy held-out accuracy after training", title_justify="left")
     for column in header:

@@ -163,7 +163,8 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sweep, "_run", run)
     notes: list[str] = []
     sizes: list[int] = []
-    results = run_cells(grid, configs, tmp_path, 10.0, notes.append, lambda found: sizes.append(len(found)))
+    monkeypatch.setattr(sweep, "write_results", lambda _grid, found, _folder: sizes.append(len(found)))
+    results = run_cells(grid, configs, tmp_path, 10.0, notes.append)
     assert started == [
         [
             "experiment=arithmetic", "dataflow.max_staleness=2", "name=max_staleness-2",
@@ -200,7 +201,7 @@ def test_a_cell_that_ends_without_completing_has_failed(tmp_path: Path, monkeypa
     grid, configs = two_cells(tmp_path)
     monkeypatch.setattr(sweep, "_run", lambda *_: None)
     notes: list[str] = []
-    results = run_cells(grid, configs, tmp_path, 10.0, notes.append, lambda _: None)
+    results = run_cells(grid, configs, tmp_path, 10.0, notes.append)
     assert {result.status for result in results.values()} == {"failed"}
     assert "ended without completing" in notes[-1]
 
