@@ -117,7 +117,7 @@ def make_environment(folder: Path, packages: list[str]) -> Path:
         return python
     print(f"installing {packages[-1]} into {folder.relative_to(ROOT)}: some minutes", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    pip = [python, "-m", "pip", "-qq", "--disable-pip-version-check", "--no-input", "install"]
+    pip: list[str | Path] = [python, "-m", "pip", "-qq", "--disable-pip-version-check", "--no-input", "install"]
     for batch in (packages[:1], packages):
         subprocess.run([*pip, *shlex.split(os.environ.get("PIP_ARGS", "")), *batch], check=True)
     stamp.write_text("\n".join(packages))

@@ -87,14 +87,18 @@ def errors(name: str, work: Work) -> dict[str, float]:
     work = replace(work, num_tokens=min(work.num_tokens, ERROR_TOKENS))
     hidden, weight, targets, upstream = inputs(work)
     VARIANTS[name](hidden, weight, targets).backward(upstream)
+    assert hidden.grad is not None
+    assert weight.grad is not None
     exact_weight = weight.detach().double().requires_grad_()
     off, norm = 0.0, 0.0
     for first in range(0, work.num_tokens, CHUNK_TOKENS):
         chunk = slice(first, first + CHUNK_TOKENS)
         exact_hidden = hidden[chunk].detach().double().requires_grad_()
         naive(exact_hidden, exact_weight, targets[chunk]).backward(upstream[chunk].double())
+        assert exact_hidden.grad is not None
         off += float((hidden.grad[chunk] - exact_hidden.grad).square().sum())
         norm += float(exact_hidden.grad.square().sum())
+    assert exact_weight.grad is not None
     difference = (weight.grad - exact_weight.grad).norm() / exact_weight.grad.norm()
     return {"hidden": (off / norm) ** 0.5, "weight": float(difference)}
 

@@ -85,7 +85,7 @@ def plain_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def logprob_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
-    options = {"device": device, "dtype": torch.bfloat16}
+    options: Any = {"device": device, "dtype": torch.bfloat16}
     hidden = torch.randn(work.num_tokens, work.hidden_size, **options).requires_grad_()
     weight = torch.randn(work.vocab_size, work.hidden_size, **options).mul_(0.02).requires_grad_()
     targets = torch.randint(0, work.vocab_size, (work.num_tokens,), device=device)

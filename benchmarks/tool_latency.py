@@ -57,8 +57,8 @@ def run(name: str, policy: str, eta: int, steps: int, tool_in: str) -> list[dict
     console.print(f"running {name}: {steps} steps, max_staleness {eta} …")
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     lines = (ROOT / ".bench" / name / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line)["metrics"] for line in lines]
-    return [step for step in steps if "throughput/step_s" in step]
+    logged = [json.loads(line)["metrics"] for line in lines]
+    return [step for step in logged if "throughput/step_s" in step]
 
 
 def groups_per_s(steps: list[dict[str, float]], warmup: int, eta: int) -> float:

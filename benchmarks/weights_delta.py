@@ -37,7 +37,8 @@ from penstock.rollout.tokenizers import load_codec
 from penstock.trainer.build import build_trainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.codec.codec import ReceiverState, SenderState, words
-from penstock.weights.codec.wire import CODECS, CodecName
+from penstock.weights.codec.wire import CODECS
+from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 
 NUM_STEPS, WARMUP_STEPS = 20, 10
@@ -63,7 +64,7 @@ class Channel:
     def publish(self, weights: dict[str, Tensor], version: int) -> dict[str, Any]:
         """Send one version through; bytes, changed elements, forms, seconds and the error relative to the update."""
         row: dict[str, Any] = dict.fromkeys(("num_bytes", "num_changed", "encode_s", "decode_s"), 0)
-        forms, error, update = Counter(), 0.0, 0.0
+        forms, error, update = Counter[str](), 0.0, 0.0
         for name, values in weights.items():
             current, live = values.to(self._dtype, copy=True), self.live[name]
             update += float((current.double() - live.double()).square().sum())
@@ -184,7 +185,9 @@ def measure(policy: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
         if report.skipped or not 0 < report.metrics["reward/mean"] < 1:
             raise SystemExit(f"{policy} earned {report.metrics['reward/mean']}: is it of experiment=arithmetic_sft?")
         weights = trainer.local_weights()
-        step = {name: report.metrics[name] for name in ("loss/lr", "loss/grad_norm", "reward/mean", "mismatch/kl_k3")}
+        step: dict[str, Any] = {
+            name: report.metrics[name] for name in ("loss/lr", "loss/grad_norm", "reward/mean", "mismatch/kl_k3")
+        }
         for wire, some in channels.items():
             step[wire] = {codec: channel.publish(weights, report.version) for codec, channel in some.items()}
         steps.append(step)

@@ -135,6 +135,7 @@ class EngineProcess:
         """Seconds that copying the shard into the live parameters takes."""
         shard = self._staging.take()
         started = time.perf_counter()
+        assert isinstance(shard, dict)
         for name, values in shard.items():
             copy_values(self._live[name], values)
         return time.perf_counter() - started
