@@ -34,7 +34,8 @@ def test_a_reward_model_is_trained_whole_and_dpo_may_train_adapters():
 @pytest.mark.parametrize("command", ["rm", "dpo"])
 def test_the_experiment_is_sound_and_starts_a_trainer_only(command) -> None:
     assert errors(command=command) == []
-    assert [one.name for one in plan_placement(compose_config(EXPERIMENT), command)] == ["driver", "trainer-0"]
+    placements = plan_placement(compose_config(EXPERIMENT), command)
+    assert [(one.role, one.index) for one in placements] == [("driver", 0), ("trainer", 0)]
 
 
 @pytest.mark.parametrize(
