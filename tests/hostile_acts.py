@@ -72,10 +72,10 @@ def _too_much(name: str, record: str, held_by: str) -> HostileAct:
 
 def _reach(name: str, held_by: str, record: str, grant: str) -> HostileAct:
     """The record of a reward and of a step also says what would be granted by which key."""
-    hints = [f"{record}&.isolation.{grant}" if grant.startswith(("v", "r", "n")) else record] * 2
+    of_reward = of_step = f"{record}&.isolation.{grant}" if grant.startswith(("v", "r", "n")) else record
     if grant == "=process":
-        hints = [f"{record}&{section}.isolation=process" for section in ("reward", _ENV)]
-    return HostileAct(name, held_by, *hints, f"error: {record}")
+        of_reward, of_step = (f"{record}&{section}.isolation=process" for section in ("reward", _ENV))
+    return HostileAct(name, held_by, of_reward, of_step, f"error: {record}")
 
 
 def _forged(name: str) -> HostileAct:
@@ -221,7 +221,7 @@ def commit(what: str, nap: str, host: dict[str, Any]) -> object:  # noqa: C901  
             os.fork()
         time.sleep(1000)
     if what == "memory bomb":
-        hoard = []
+        hoard: list[bytes] = []
         while len(hoard) < 256:  # of 2 GiB, likewise
             hoard.append(b"x" * (8 << 20))
         time.sleep(1000)
@@ -301,7 +301,7 @@ class HostileEnvironment(ToolEnvironment):
         super().__init__()
 
     def score(self, task: Task, answer: str) -> float | dict[str, float]:
-        return commit(answer, task.fields["nap"], task.fields["host"])  # type: ignore[return-value]  that is the point
+        return commit(answer, task.fields["nap"], task.fields["host"])  # type: ignore[return-value] # that is the point
 
 
 class Tasks(GeneratedTasks):
