@@ -52,7 +52,7 @@ def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_run_dir(config)
         yield from check_disk(config, command)
     if config.cluster.address == "local":
-        yield from check_driver(config)
+        yield from check_driver(config, command)
         yield from check_free_memory(config, command)
         if command not in WITHOUT_ENGINES:
             yield from check_shared_memory(config)
@@ -124,19 +124,10 @@ def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding
         )
 
 
-def check_driver(config: RunConfig) -> Iterator[Finding]:
+def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
     """GPU pools need a driver, the CUDA build of torch and enough devices."""
-    cluster = config.cluster
-    used = {
-        name: cluster.pools[name]
-        for name in (
-            cluster.trainer_pool,
-            cluster.rollout_pool,
-            *(config.frozen_pool(role) for role in FROZEN_ROLES if config.num_frozen(role)),
-            *([] if config.reward.pool is None else [config.reward.pool]),
-        )
-        if cluster.pools[name].device == "gpu"
-    }
+    on_gpus = (placement.pool for placement in plan_placement(config, command) if placement.device == "gpu")
+    used = {name: config.cluster.pools[name] for name in on_gpus if name is not None}
     if not used:
         return
     if not hardware.has_nvidia_driver():

@@ -220,18 +220,16 @@ def _show(task: Task, limit: int = 60) -> str:
 def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]:
     """The longest prompt and a full answer fit."""
     answer, context = config.rollout.sampling.max_new_tokens, config.model.max_context_tokens
-    if answer >= context:
-        return  # no room for any prompt has its own finding
-    longest = yield from _longest(config, tasks, lambda encode, task: len(encode(task.prompt)))
-    if longest is None:
-        return
-    task, length = longest
-    if length + answer > context:
-        yield error(
-            f"env: the prompt of {task.task_id} has {length} tokens; with rollout.sampling.max_new_tokens={answer} "
-            f"that is {length + answer}, above model.max_context_tokens={context}: the context would cut its answer. "
-            f"Use a context of at least {length + answer}, or a smaller max_new_tokens.",
-            "model",
+    if answer < context:  # no room for any prompt has its own finding
+        yield from _too_long(
+            config,
+            tasks,
+            lambda encode, task: len(encode(task.prompt)) + answer,
+            lambda task, length: (
+                f"env: the prompt of {task.task_id} has {length - answer} tokens; with rollout.sampling.max_new_tokens="
+                f"{answer} that is {length}, above model.max_context_tokens={context}: the context would cut its "
+                f"answer. Use a context of at least {length}, or a smaller max_new_tokens."
+            ),
         )
 
 
@@ -248,22 +246,20 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
             f"embedding. Use at least {num_tokens}."
         )
         return
-    longest = yield from _longest(
-        config, tasks, lambda encode, task: len(encode(task.prompt)) + len(encode(source.gold_response(task))) + 1
-    )
-    if longest is None:
-        return
-    task, length = longest
-    if length > context:
-        yield error(
+    yield from _too_long(
+        config,
+        tasks,
+        lambda encode, task: len(encode(task.prompt)) + len(encode(source.gold_response(task))) + 1,
+        lambda task, length: (
             f"env: the worked example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
-            f"the policy would be trained on positions it can never use. Use a context of at least {length}.",
-            "model",
-        )
+            f"the policy would be trained on positions it can never use. Use a context of at least {length}."
+        ),
+    )
 
 
 def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:
     """There is a pair for every task, and the longest answer fits, end token included."""
+    context = config.model.max_context_tokens
     try:
         answers = {id(task): preferred_pair(source, task) for task in tasks}
     except ValueError as problem:
@@ -277,24 +273,29 @@ def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) ->
     def length(encode: Encode, task: Task) -> int:
         return len(encode(task.prompt)) + max(len(encode(answer)) if answer else 0 for answer in answers[id(task)]) + 1
 
-    longest = yield from _longest(config, tasks, length)
-    if longest is not None and longest[1] > config.model.max_context_tokens:
-        yield error(
-            f"env: prompt and answer of {longest[0].task_id} have {longest[1]} tokens, above model.max_context_tokens="
-            f"{config.model.max_context_tokens}. Leave such rows out, or use a context of at least {longest[1]}.",
-            "model",
-        )
+    yield from _too_long(
+        config,
+        tasks,
+        length,
+        lambda task, length: (
+            f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens={context}. "
+            f"Leave such rows out, or use a context of at least {length}."
+        ),
+    )
 
 
-def _longest(
-    config: RunConfig, tasks: Sequence[Task], measure: Callable[[Encode, Task], int]
-) -> Generator[Finding, None, tuple[Task, int] | None]:
-    """The longest of `tasks` and its length; None, if it cannot be told."""
+def _too_long(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    measure: Callable[[Encode, Task], int],
+    sentence: Callable[[Task, int], str],
+) -> Iterator[Finding]:
+    """A `sentence` about the longest of `tasks` if it exceeds the context; or why lengths cannot be told."""
     from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
     if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
-        return None  # an absent policy has its own finding
+        return  # an absent policy has its own finding
     try:
         marks = config.env.reasoning
         is_new = config.model.from_scratch
@@ -302,13 +303,12 @@ def _longest(
         lengths = [measure(codec.encode_prompt, task) for task in tasks]
     except ConfigError as problem:
         yield from (error(violation, "env", "model") for violation in problem.violations)
-        return None
     except TrajectoryError as problem:
         yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "model")
-        return None
     except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
         raised = f"{type(problem).__name__}: {problem}"
         yield error(f"env.factory={config.env.factory}: tokenising its tasks raised {raised}", "env")
-        return None
-    index = max(range(len(tasks)), key=lengths.__getitem__)
-    return tasks[index], lengths[index]
+    else:
+        longest = max(range(len(tasks)), key=lengths.__getitem__)
+        if lengths[longest] > config.model.max_context_tokens:
+            yield error(sentence(tasks[longest], lengths[longest]), "env", "model")

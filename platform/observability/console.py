@@ -13,7 +13,6 @@ from rich.text import Text
 
 from penstock.platform.observability.summary import RunSummary
 
-_PLAIN_WIDTH = 120
 _RATE_WINDOW = 20
 _REPEAT_HEADING_LINES = 40
 
@@ -49,12 +48,7 @@ class RunConsole:
             clock: Seconds, for the time left.
         """
         self._total_steps = total_steps
-        console = Console(file=stream, highlight=False, emoji=False, markup=False)
-        if not console.is_terminal:
-            console = Console(
-                file=stream, highlight=False, emoji=False, markup=False, width=_PLAIN_WIDTH, color_system=None
-            )
-        self._console = console
+        self._console = Console(file=stream, highlight=False, emoji=False, markup=False)
         self._clock = clock
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
         self._last_step = 0

@@ -16,7 +16,6 @@ are not ready ÷ engines). Whatever else the engine and the trainer do, and that
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from penstock.dataflow.errors import PenstockError
 from penstock.platform.observability.trajectory_table import TRAJECTORIES_DIR, read_trajectories
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.sweep import enough_steps, must_complete, rounded, steady_step_s
+from penstock.platform.trackers.jsonl import METRICS_FILE, read_metrics
 
 WARM_STEPS = 1
 FEWEST_STEPS = 4
@@ -42,7 +42,7 @@ def calibrate(run_dir: Path) -> dict[str, Any]:
     Raises:
         PenstockError: If the run has too few steps to fit and to compare.
     """
-    rows = training_rows(run_dir / "metrics.jsonl")[WARM_STEPS:]
+    rows = training_rows(run_dir)[WARM_STEPS:]
     if len(rows) < FEWEST_STEPS:
         raise PenstockError(
             f"{run_dir}: {len(rows)} training steps after the first; {FEWEST_STEPS} are needed, half to fit the costs "
@@ -80,13 +80,14 @@ _FITTED = (
 )
 
 
-def training_rows(path: Path) -> list[Row]:
+def training_rows(run_dir: Path) -> list[Row]:
     """Metrics of every training step; evaluations are left out."""
+    path = run_dir / METRICS_FILE
     if not path.exists():
         raise PenstockError(
             f"{path}: no such file. Give --calibrate the directory of a run, e.g. runs/arithmetic-seed0."
         )
-    lines = [json.loads(line)["metrics"] for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [dict(record.metrics) for record in read_metrics(run_dir)]
     return [metrics for metrics in lines if "throughput/step_s" in metrics and "length/mean_tokens" in metrics]
 
 

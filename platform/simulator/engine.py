@@ -37,33 +37,24 @@ class TokenStream:
     Not an async generator: one that is abandoned would be closed by the garbage collector, at a time no seed decides.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         self.is_cut = False
-        self._loop = loop
-        self._inbox: list[TokenDelta | Exception] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._inbox: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self.put = self._inbox.put_nowait
         self._is_over = False
 
     def __aiter__(self) -> TokenStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        while not self._inbox:
-            if self._is_over:
-                raise StopAsyncIteration
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        item = self._inbox.pop(0)
+        if self._is_over and self._inbox.empty():
+            raise StopAsyncIteration
+        item = await self._inbox.get()
         if isinstance(item, Exception):
             self._is_over = True
             raise item
         self._is_over = item.finish_reason is not None
         return item
-
-    def put(self, item: TokenDelta | Exception) -> None:
-        self._inbox.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
     def cut(self) -> None:
         """Lose every message from here on: the consumer hears nothing more."""
@@ -359,7 +350,7 @@ class SimulatedEngine:
 
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Queue a request; the stream raises `EngineLostError` if the engine dies."""
-        stream = TokenStream(self._loop)
+        stream = TokenStream()
         if self._is_lost or self.version < 0:
             stream.put(EngineLostError(f"{self.engine_id} is down or has no weights"))
             return stream

@@ -139,7 +139,7 @@ def test_the_step_time_of_a_synthetic_run_is_predicted(tmp_path: Path) -> None:
         )
         for before, (end, busy_s, tokens) in zip(ends, outcome.trained.steps[1:], strict=False)
     ]
-    lines = [json.dumps({"step": step, "metrics": metrics}) for step, metrics in enumerate(rows)]
+    lines = [json.dumps({"step": step, "time_s": 0.0, "metrics": metrics}) for step, metrics in enumerate(rows)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
     config = settings()
     config["weights"] = {"update_mode": "keep_kv", "overlap": False}
@@ -149,6 +149,8 @@ def test_the_step_time_of_a_synthetic_run_is_predicted(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"metrics": exact_rows()[0]}), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 0, "time_s": 0.0, "metrics": exact_rows()[0]}), encoding="utf-8"
+    )
     with pytest.raises(PenstockError, match=r"0 training steps after the first; 4 are needed"):
         calibrate(tmp_path)

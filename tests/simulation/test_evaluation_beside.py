@@ -68,7 +68,7 @@ class RefusesInItsSleep(SimulatedEngine):
         if not self.is_asleep:
             return super().generate(request)
         type(self).num_refused += 1
-        stream = TokenStream(asyncio.get_running_loop())
+        stream = TokenStream()
         stream.put(EngineLostError(f"{self.engine_id}: asked to generate while asleep"))
         return stream
 
