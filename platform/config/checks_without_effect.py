@@ -47,8 +47,16 @@ def _chosen(key: str, *choices: str) -> Condition:
     return Condition(holds, (key,), readers, f"Use algorithm.{key}={choices[0]}")
 
 
+_WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
+_TRUNCATED = ("tis_token", "tis_seq", "f_tis")
+
+
 def _ratio_moves(config: RunConfig) -> bool:
     return config.algorithm.updates_per_batch > 1 or config.algorithm.proximal == "behavior"
+
+
+def _uses_rewards(config: RunConfig) -> bool:
+    return find("loss", config.algorithm.loss).needs_advantages
 
 
 def _loss_is_its_own(config: RunConfig) -> bool:
@@ -58,59 +66,29 @@ def _loss_is_its_own(config: RunConfig) -> bool:
     return algorithm.loss not in LOSSES_OF_RATIO or _ratio_moves(config) or averages
 
 
-def _reads_proximal(config: RunConfig) -> bool:
-    algorithm = config.algorithm
-    return algorithm.loss in LOSSES_OF_RATIO or not set(algorithm.correction) <= {"none", "opsm"}
-
-
-def _uses_advantages(config: RunConfig) -> bool:
-    return find("loss", config.algorithm.loss).needs_advantages and not config.algorithm.compares_pairs
-
-
-def _uses_rewards(config: RunConfig) -> bool:
-    return find("loss", config.algorithm.loss).needs_advantages
-
-
-def _divides(config: RunConfig) -> bool:
-    algorithm = config.algorithm
-    return algorithm.advantage == "grpo" or (algorithm.advantage in _WHITENED and algorithm.whiten == "batch")
-
-
 def _reads_tis_cap(config: RunConfig) -> bool:
     """A truncated weight, or that of a divergence in a loss that carries the step from the behavior policy itself."""
     algorithm = config.algorithm
     is_inside = algorithm.proximal == "behavior" or not find("loss", algorithm.loss).takes_weight
-    return not _TRUNCATED.isdisjoint(algorithm.correction) or (algorithm.kl_in_loss > 0 and is_inside)
+    return not set(_TRUNCATED).isdisjoint(algorithm.correction) or (algorithm.kl_in_loss > 0 and is_inside)
 
-
-_WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
-_TRUNCATED = frozenset({"tis_token", "tis_seq", "f_tis"})
-_UPDATES = ("proximal", "mini_batches", "epochs")
 
 _RATIO_MOVES = Condition(
     _ratio_moves,
-    _UPDATES,
+    ("proximal", "mini_batches", "epochs"),
     "one optimizer update per batch is around the policy itself, so that the ratio is 1 and no bound acts",
     "Use algorithm.proximal=behavior with correction=none, or several updates with proximal=recompute",
 )
-_LOSS_IS_ITS_OWN = Condition(
-    _loss_is_its_own,
-    _UPDATES,
-    "one optimizer update per batch is around the policy itself, so that the ratio is 1 and the gradient is that of "
-    "ppo_clip and of reinforce",
-    _RATIO_MOVES.remedy,
+_LOSS_IS_ITS_OWN = _RATIO_MOVES._replace(
+    holds=_loss_is_its_own,
+    why="one optimizer update per batch is around the policy itself, so that the ratio is 1 and the gradient is that "
+    "of ppo_clip and of reinforce",
 )
 _PROXIMAL_IS_READ = Condition(
-    _reads_proximal,
+    lambda config: config.algorithm.loss in LOSSES_OF_RATIO or not set(config.algorithm.correction) <= {"none", "opsm"},
     ("loss", "correction"),
     "neither this loss nor this correction looks at the proximal policy",
     "Use algorithm.proximal=target",
-)
-_PROXIMAL_DIFFERS = Condition(
-    lambda config: _ratio_moves(config) or config.algorithm.proximal == "target",
-    ("mini_batches", "epochs"),
-    "with one optimizer update per batch it is proximal=target, and recompute costs a forward more",
-    "Use several updates",
 )
 _SEVERAL_UPDATES = Condition(
     lambda config: config.algorithm.updates_per_batch > 1,
@@ -118,8 +96,15 @@ _SEVERAL_UPDATES = Condition(
     "at the one update of a batch the value is what it was when the batch began",
     "Use several updates",
 )
+_PROXIMAL_DIFFERS = _SEVERAL_UPDATES._replace(
+    holds=lambda config: _ratio_moves(config) or config.algorithm.proximal == "target",
+    why="with one optimizer update per batch it is proximal=target, and recompute costs a forward more",
+)
 _ADVANTAGES = Condition(
-    _uses_advantages, ("loss",), "this loss looks at no advantage", "Use a loss of advantages, such as ppo_clip"
+    lambda config: _uses_rewards(config) and not config.algorithm.compares_pairs,
+    ("loss",),
+    "this loss looks at no advantage",
+    "Use a loss of advantages, such as ppo_clip",
 )
 _REWARDS = Condition(
     lambda config: config.algorithm.overlong != "penalty" or _uses_rewards(config),
@@ -134,7 +119,10 @@ _KL_REWARDS = Condition(
     "Use algorithm.kl_in=loss",
 )
 _DIVIDES = Condition(
-    _divides,
+    lambda config: (
+        config.algorithm.advantage == "grpo"
+        or (config.algorithm.advantage in _WHITENED and config.algorithm.whiten == "batch")
+    ),
     ("advantage", "whiten"),
     "only grpo and the whitening of gae and reinforce_pp divide by a deviation",
     "Use algorithm.advantage=grpo",
@@ -163,17 +151,14 @@ _KL_IS_ON = Condition(
     "the divergence goes nowhere, and no reference is started for it",
     "Use algorithm.kl_in=loss",
 )
-_KL_COUNTS = Condition(
-    lambda config: config.algorithm.kl_coefficient > 0 or config.algorithm.kl_in == "off",
+_KL_IS_COMPUTED = Condition(
+    lambda config: config.algorithm.kl_coefficient > 0,
     ("kl_coefficient",),
     "a divergence of weight 0 is not computed",
     "Use algorithm.kl_coefficient above 0",
 )
-_KL_IS_COMPUTED = Condition(
-    lambda config: config.algorithm.kl_coefficient > 0,
-    ("kl_coefficient",),
-    _KL_COUNTS.why,
-    _KL_COUNTS.remedy,
+_KL_COUNTS = _KL_IS_COMPUTED._replace(
+    holds=lambda config: config.algorithm.kl_coefficient > 0 or config.algorithm.kl_in == "off"
 )
 _IS_STALE = Condition(
     lambda config: config.dataflow.max_staleness > 0,
