@@ -91,9 +91,13 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     if command == "train" and config.partner is not None and config.partner.model.path is not None:
         yield from check_model_path(config.partner_view, "partner.model.path", config.partner.model.path)
         yield from check_tokenizer(config, "partner.model.path", config.partner.model.path)
-    for key, path in companions(config) if command == "train" else ():
-        yield from check_model_path(config, key, path)
-        yield from check_tokenizer(config, key, path)
+    beside = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
+    if config.algorithm.needs_critic:
+        beside.append(("critic.path", config.critic.path))
+    for key, path in beside if command == "train" else ():
+        if path is not None:
+            yield from check_model_path(config, key, path)
+            yield from check_tokenizer(config, key, path)
 
 
 def awaits_warm_start(config: RunConfig) -> bool:
@@ -116,12 +120,16 @@ def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding
         )
     elif not _HUB_NAME.match(path) or (directory.parent not in (Path(), directory) and directory.parent.is_dir()):
         yield absent(f"{key}={path} does not exist. Give a model directory or a hub name.", "seed")
-    elif not _is_cached(path):
-        yield absent(
-            f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache "
-            f"({_hub_cache()}), and every process would download it at once. Fetch it first: `hf download {path}`.",
-            "seed",
-        )
+    else:
+        # Where huggingface_hub keeps models, by its own environment variables.
+        home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+        cache = Path(os.environ.get("HF_HUB_CACHE", Path(home) / "hub")).expanduser()
+        if not any(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")):
+            yield absent(
+                f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache "
+                f"({cache}), and every process would download it at once. Fetch it first: `hf download {path}`.",
+                "seed",
+            )
 
 
 def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
@@ -223,25 +231,6 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
         )
 
 
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps models, by its own environment variables."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-
-
-def _is_cached(name: str) -> bool:
-    snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
-    return any(snapshots.glob("*/config.json"))
-
-
-def companions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key and path of every model that the algorithm asks and that is not the policy itself."""
-    paths = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
-    if config.algorithm.needs_critic:
-        paths.append(("critic.path", config.critic.path))
-    return ((key, path) for key, path in paths if path is not None)
-
-
 def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
     """Where both are directories with a tokenizer, every token has the same id in both."""
     ours, theirs = _token_ids(config.model.path), _token_ids(path)
@@ -270,14 +259,9 @@ def _token_ids(path: str | None) -> dict[str, int]:
 
 
 def check_lora_targets(config: RunConfig, directory: Path) -> Iterator[Finding]:
-    """Targets are linear layers of the checkpoint in `directory`."""
-    lora = config.trainer.lora
-    if lora is not None and (layers := _linear_layers(directory)):
-        yield from (error(message, "trainer.lora", "model.path") for message in unmatched_targets(layers, lora.targets))
-
-
-def _linear_layers(directory: Path) -> list[str]:
-    """By the names and shapes of its tensors; nothing is loaded."""
+    """Targets are linear layers of the checkpoint in `directory`, by names and shapes of its tensors."""
+    if config.trainer.lora is None:
+        return
     layers = []
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="numpy") as file:
@@ -286,4 +270,5 @@ def _linear_layers(directory: Path) -> list[str]:
                 is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
                 if is_linear and not layer.endswith(("embed_tokens", "lm_head")):
                     layers.append(layer)
-    return layers
+    for message in unmatched_targets(layers, config.trainer.lora.targets) if layers else ():
+        yield error(message, "model.path")

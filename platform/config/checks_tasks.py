@@ -94,7 +94,11 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
         key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
     try:
         held_out = list(named_tasks(source, MAIN, source.held_out(num_held_out)))
-        tasks = TaskSample(_first_train_tasks(config, source, command), held_out)
+        streams = [named_tasks(source, MAIN, source.train())]  # `sft` knows the factory's own tasks only
+        if command == "train" and config.env.streams:
+            streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
+        train = [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
+        tasks = TaskSample(train, held_out)
     except ConfigError as problem:  # a dataset that cannot be had, says envs/math_tasks.py
         yield from (absent(violation, "env") for violation in problem.violations)
         return None
@@ -118,14 +122,6 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
             )
             return None
     return tasks
-
-
-def _first_train_tasks(config: RunConfig, source: TaskSource, command: Command) -> list[Task]:
-    """The same number of every stream; `sft` knows the factory's own tasks only."""
-    streams = [named_tasks(source, MAIN, source.train())]
-    if command == "train" and config.env.streams:
-        streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
-    return [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
 
 
 def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:

@@ -217,7 +217,8 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
         return
     refusals = [error(violation) for violation in algorithm_violations(algorithm)]
     for name, conditions in CONDITIONS.items():
-        value, default = getattr(algorithm, name), _default(name)
+        value = getattr(algorithm, name)
+        default = AlgorithmConfig.model_fields[name].get_default(call_default_factory=True)
         failed = next((condition for condition in conditions if not condition.holds(config)), None)
         is_refused = any(refusal.touches([f"algorithm.{name}"]) for refusal in refusals)
         if value == default or failed is None or is_refused:
@@ -228,10 +229,6 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
             f"algorithm.{name}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
             f"leave {name} at {_shown(default)}."
         )
-
-
-def _default(name: str) -> Any:
-    return AlgorithmConfig.model_fields[name].get_default(call_default_factory=True)
 
 
 def _shown(value: Any) -> str:

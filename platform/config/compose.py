@@ -114,7 +114,8 @@ def _compose_values(overrides: Overrides, config_dir: Path | None, result: Compo
         try:
             raw = _compose(overrides.choices, [*accepted, value], config_dir)
         except _COMPOSE_ERRORS as error:
-            result.problems.append(f"{_typed(value, overrides)}: {_one_line(error)}{_nearest_deleted(value)}")
+            said = (typed for typed in overrides.typed.values() if typed.lstrip("+") == value.lstrip("+"))
+            result.problems.append(f"{next(said, value)}: {_one_line(error)}{_nearest_deleted(value)}")
         else:
             accepted.append(value)
     assert len(accepted) < len(overrides.values), first
@@ -177,10 +178,6 @@ def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:
         owner[last] = origin[last]
     else:
         owner.pop(last, None)
-
-
-def _typed(value: str, overrides: Overrides) -> str:
-    return next((typed for typed in overrides.typed.values() if typed.lstrip("+") == value.lstrip("+")), value)
 
 
 def _nearest_deleted(value: str) -> str:

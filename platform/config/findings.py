@@ -41,7 +41,11 @@ class Finding:
 
     def touches(self, paths: Iterable[str]) -> bool:
         """Whether it was computed from one of `paths`, or from something inside or around one."""
-        return any(_overlap(key, path) for key in self.keys for path in paths)
+        return any(
+            key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.") or path.endswith(f".{key}")
+            for key in self.keys
+            for path in paths
+        )
 
 
 def error(message: str, *other_keys: str) -> Finding:
@@ -57,7 +61,3 @@ def absent(message: str, *other_keys: str) -> Finding:
 def warning(message: str, *other_keys: str) -> Finding:
     """Something to know before starting."""
     return Finding(message, other_keys, "warning")
-
-
-def _overlap(key: str, path: str) -> bool:
-    return key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.") or path.endswith(f".{key}")

@@ -72,7 +72,9 @@ def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            result.problems.append(_unreadable(text, error))
+            detail = " ".join(str(error).split())
+            hint = "Write key=value; quote text with spaces or brackets: key='\"a b\"'."
+            result.problems.append(f"{text!r} is no override: {detail}. {hint}")
             continue
         _sort_one(override, text, groups, result)
     return result
@@ -116,9 +118,3 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
             )
             return
     result.choices.append(text.lstrip("+"))
-
-
-def _unreadable(text: str, error: HydraException) -> str:
-    """Hydra's own message in one line."""
-    detail = " ".join(str(error).split())
-    return f"{text!r} is no override: {detail}. Write key=value; quote text with spaces or brackets: key='\"a b\"'."

@@ -24,6 +24,10 @@ class MemorySampler:
     """Sample the total in a background thread and keep its peak.
 
     A process once seen stays counted while it lives, even if its parent is gone.
+
+    Attributes:
+        latest_gib: The last sample, GiB (`memory/pss_gib`).
+        peak_gib: The largest so far, GiB.
     """
 
     def __init__(self, *, interval_s: float = 2.0, read_total: Callable[[], int] | None = None) -> None:
@@ -37,19 +41,9 @@ class MemorySampler:
         self._read_total = read_total or self._sum_pss
         self._known: dict[_ProcessKey, psutil.Process] = {}
         self._stop = threading.Event()
-        self._latest_bytes = 0
-        self._peak_bytes = 0
+        self.latest_gib = 0.0
+        self.peak_gib = 0.0
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
-
-    @property
-    def latest_gib(self) -> float:
-        """The last sample, GiB (`memory/pss_gib`)."""
-        return self._latest_bytes / _GIB
-
-    @property
-    def peak_gib(self) -> float:
-        """The largest sample so far, GiB."""
-        return self._peak_bytes / _GIB
 
     def start(self) -> None:
         """Start sampling."""
@@ -64,10 +58,9 @@ class MemorySampler:
 
     def sample(self) -> float:
         """Take one sample now and return it, GiB."""
-        total = self._read_total()
-        self._latest_bytes = total
-        self._peak_bytes = max(self._peak_bytes, total)
-        return total / _GIB
+        self.latest_gib = self._read_total() / _GIB
+        self.peak_gib = max(self.peak_gib, self.latest_gib)
+        return self.latest_gib
 
     def _run(self) -> None:
         pause_s = 0.0

@@ -86,10 +86,6 @@ def task_line(config: SimulationConfig, limits: FlowLimits) -> TaskLine:
     return TaskLine([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
 
 
-def no_filters() -> FilterChain:
-    return FilterChain([], MAX_REFILLS)
-
-
 @dataclass(frozen=True, slots=True)
 class Seams:
     """Classes that a planted bug or a benchmark replaces (tests/simulation/test_mutants.py)."""
@@ -101,7 +97,7 @@ class Seams:
     pool: type[EnginePool] = EnginePool
     disk: type[DurableState] = DurableState
     line: Callable[[SimulationConfig, FlowLimits], TaskLine] = task_line
-    filters: Callable[[], FilterChain] = no_filters
+    filters: Callable[[], FilterChain] = lambda: FilterChain([], MAX_REFILLS)
     player: type[EpisodePlayer] = EpisodePlayer
     rewards: type[SimulatedRewards] = SimulatedRewards
 
@@ -205,7 +201,6 @@ class Simulation:
             else Dataflow(limits, rules)
         )
         ports = FlowPorts(runner, rewards, SimulatedStore(), SamplingParams(world.lengths.max_length))
-
         line = self.seams.line(config, core.limits)
         line.resume(core.ledger, restored.resumed.restarts)
         options = FlowOptions(config.batch_timeout_s, config.stream, config.gang)

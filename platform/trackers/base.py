@@ -54,6 +54,7 @@ class BackgroundTracker:
 
     Attributes:
         name: What warnings call the sink.
+        num_lost: Records that never reached it.
     """
 
     def __init__(
@@ -82,16 +83,10 @@ class BackgroundTracker:
         self._closing = threading.Event()
         self._sink: Tracker | None = None
         self._has_warned = False
-        self._num_lost = 0
+        self.num_lost = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def num_lost(self) -> int:
-        """Records that never reached the sink."""
-        with self._lock:
-            return self._num_lost
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue one record; returns at once."""
@@ -167,8 +162,8 @@ class BackgroundTracker:
 
     def _count_lost(self) -> int:
         with self._lock:
-            self._num_lost += 1
-            return self._num_lost
+            self.num_lost += 1
+            return self.num_lost
 
     def _warn_once(self, error: PenstockError) -> None:
         if not self._has_warned:
