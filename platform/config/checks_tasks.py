@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -79,12 +79,6 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
         )
 
 
-def overlap(train: Iterable[Task], held_out: Iterable[Task]) -> list[Task]:
-    """Training tasks whose prompt, or that and the fields of an environment, is also held out."""
-    unseen = {_prompt_key(task) for task in held_out}
-    return [task for task in train if _prompt_key(task) in unseen]
-
-
 def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Generator[Finding, None, TaskSample | None]:
     """The first tasks, or findings and None."""
     key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
@@ -140,11 +134,13 @@ def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
 
 
 def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
-    if seen := overlap(tasks.train, tasks.held_out):
+    """No training task has a prompt, or that and the fields of an environment, that is also held out."""
+    unseen = {_prompt_key(task) for task in tasks.held_out}
+    if seen := [task for task in tasks.train if _prompt_key(task) in unseen]:
         yield error(
             f"env: {len(seen)} of the first {len(tasks.train)} training tasks are also among the "
-            f"{len(tasks.held_out)} held-out ones, e.g. {_show(seen[0])}: accuracy would measure memory. Split by a "
-            "hash of the prompt.",
+            f"{len(tasks.held_out)} held-out ones, e.g. {seen[0].prompt!r:.60}: accuracy would measure memory. Split "
+            "by a hash of the prompt.",
             "evaluation",
             "sft.eval_tasks",
         )
@@ -206,11 +202,6 @@ def _prompt_key(task: Task) -> str:
         return task.prompt
     seen = task.prompt if task.environment is None else [task.prompt, dict(task.fields)]
     return json.dumps(seen, sort_keys=True, default=repr)
-
-
-def _show(task: Task, limit: int = 60) -> str:
-    text = repr(task.prompt)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]:

@@ -105,8 +105,6 @@ class LedgerModel:
         self.live_trajectories -= self.sizes.pop(group)
         self.ended[state] += 1
         if state == "trained":
-            if group in self.trained:
-                raise InvariantError("I5", f"group {group} is trained a second time")
             self.trained.add(group)
 
     def _may_end(self, group: int, before: str, event: LedgerEvent) -> None:

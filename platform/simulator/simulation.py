@@ -333,18 +333,12 @@ class WatchedPublisher:
 class NoTable(TrajectoryTable):
     """Writes nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(Path())
-
     def write_step(self, *_arguments: Any, **_named: Any) -> Path:
         return Path()
 
 
 class NoBadBatches(BadBatches):
     """Writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(Path())
 
     def write(self, *_arguments: Any) -> Path:
         return Path()
@@ -365,7 +359,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
 
 def instruments() -> Instruments:
     """The real hub without sinks; a memory sampler that is never started; no files."""
-    memory, table, batches = MemorySampler(), NoTable(), NoBadBatches()
+    memory, table, batches = MemorySampler(), NoTable(Path()), NoBadBatches(Path())
     return Instruments(MetricsHub([]), memory, table, batches, Path(), lambda _note: None)
 
 

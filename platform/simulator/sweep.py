@@ -61,15 +61,11 @@ class Sweep:
     """Totals over the seeds run so far."""
 
     config: SimulationConfig
-    seeds: int = 0
     failing: list[tuple[int, str]] = field(default_factory=list)
-    groups: int = 0
-    trajectories: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     ignored_reports: int = 0
     max_staleness_seen: int = 0
-    trained_tokens: int = 0
     trimmed_tokens: int = 0
     virtual_s: float = 0.0
     busy_share: list[float] = field(default_factory=list)
@@ -78,20 +74,15 @@ class Sweep:
 
     def add(self, outcome: Outcome) -> None:
         """Take one seed in."""
-        self.seeds += 1
         self.hashes.append(outcome.trace_hash)
         self.faults += outcome.faults
         if outcome.violation is not None:
             self.failing.append((outcome.seed, outcome.violation))
             return
         assert outcome.counts is not None, "a run that completed has counts"
-        counts = asdict(outcome.counts)
-        self.groups += counts["trained"]
-        self.ended += Counter({name: counts[name] for name in ("admitted", "trained", "dropped", "filtered", "failed")})
-        self.trajectories += len(outcome.trained.lengths)
+        self.ended += Counter(asdict(outcome.counts))
         self.ignored_reports += outcome.ignored
         self.max_staleness_seen = max(self.max_staleness_seen, outcome.trained.max_staleness)
-        self.trained_tokens += sum(outcome.trained.lengths)
         self.trimmed_tokens += outcome.trained.trimmed_tokens
         self.virtual_s += outcome.train_s
         self.busy_share.append(outcome.engines.busy_s / max(outcome.virtual_s * self.config.engines, 1e-9))
@@ -115,13 +106,13 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
     config = sweep.config
     first = sweep.failing[0] if sweep.failing else None
     return {
-        "seeds": sweep.seeds,
+        "seeds": len(sweep.hashes),
         "violations": len(sweep.failing),
         "first_failing_seed": first[0] if first else None,
         "first_violation": first[1] if first else None,
         "replay": replay_command(overrides, first[0]) if first else None,
-        "groups": sweep.groups,
-        "trajectories": sweep.trajectories,
+        "groups": sweep.ended["trained"],
+        "trajectories": len(sweep.bias.trained),
         "ended": dict(sweep.ended),
         "faults": dict(sorted(sweep.faults.items())),
         "ignored_reports": sweep.ignored_reports,
@@ -131,7 +122,7 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
         "throughput_baseline": "eta=0 without faults, same pools, first seed",
         "length_bias": rounded(sweep.bias.length_bias),
         "kept_p99": rounded(sweep.bias.kept_p99),
-        "trimmed_token_share": rounded(sweep.trimmed_tokens / max(sweep.trained_tokens, 1)),
+        "trimmed_token_share": rounded(sweep.trimmed_tokens / max(sum(sweep.bias.trained), 1)),
         "engine_busy_share": rounded(float(np.mean(sweep.busy_share)) if sweep.busy_share else None),
         "virtual_s": rounded(sweep.virtual_s),
         "trace_hash": sweep.hashes[0] if len(sweep.hashes) == 1 else None,
@@ -141,12 +132,12 @@ def summary(sweep: Sweep, overrides: list[str], started: float) -> dict[str, Any
 
 def throughput_ratio(sweep: Sweep) -> float | None:
     """Trained groups per second over those of the synchronous run on the same devices, without faults."""
-    if not sweep.groups:
+    if not sweep.ended["trained"]:
         return None
     changes = {"eta": 0, "faults": FaultLevel.NONE, "surplus": 0, "on_expiry": "wait"}
     baseline = simulate(sweep.config.model_copy(update=changes), seed=0, is_checked=False)
     synchronous = len(baseline.trained.steps) * sweep.config.batch / baseline.train_s
-    return sweep.groups / sweep.virtual_s / synchronous
+    return sweep.ended["trained"] / sweep.virtual_s / synchronous
 
 
 def must_complete(config: SimulationConfig, seed: int) -> Outcome:

@@ -38,7 +38,7 @@ def clean(overrides: list[str], seeds: range) -> Sweep:
     sweep = run_seeds(parse_simulation(overrides), seeds)
     failing = [f"{violation}\n  {replay_command(overrides, seed)}" for seed, violation in sweep.failing]
     assert not failing, "\n".join(failing[:3])
-    assert sweep.groups == len(seeds) * sweep.config.steps * sweep.config.batch
+    assert sweep.ended["trained"] == len(seeds) * sweep.config.steps * sweep.config.batch
     return sweep
 
 
