@@ -69,29 +69,11 @@ class Problem:
         raise ValueError(f"{prompt!r} is no arithmetic prompt; expected e.g. '47+85='")
 
 
-def worked_steps(problem: Problem) -> list[str]:
-    """One step per column, from the right, each with its carry (or borrow) from the column before."""
-    left, right = str(problem.left), str(problem.right)
-    width = max(len(left), len(right))
-    carry = 0
-    steps = []
-    for a, b in zip(map(int, reversed(left.zfill(width))), map(int, reversed(right.zfill(width))), strict=True):
-        if problem.operator == "+":
-            total = a + b + carry
-            steps.append(f"{a}+{b}+{carry}={total}")
-            carry = total // 10
-        else:
-            borrow = int(a < b + carry)
-            top = a + 10 * borrow
-            steps.append(f"{top}-{b}-{carry}={top - b - carry}")
-            carry = borrow
-    return steps
+def worked_response(problem: Problem, rng: random.Random | None = None) -> str:
+    """Worked columns, then the answer that comes of them: one step per column from the right, with its carry or borrow.
 
-
-def mistaken_response(problem: Problem, rng: random.Random) -> str:
-    """Worked columns with one mistake, as a half-trained policy makes it, then the answer that comes of them.
-
-    What follows the mistake is consistent with it; the answer differs from the right one.
+    With `rng` it has one mistake, as a half-trained policy makes it: what follows is consistent with it, and the answer
+    differs from the right one.
 
     648+257=  8+7+0=15;4+5+1=10;6+2+1=9;905       right
     8+7+0=14;4+5+1=10;6+2+1=9;904       `sum`: one off, and the answer follows
@@ -101,15 +83,19 @@ def mistaken_response(problem: Problem, rng: random.Random) -> str:
     """
     left, right = str(problem.left), str(problem.right)
     width = max(len(left), len(right))
-    kind, place = rng.choice(MISTAKES), rng.randrange(width)
+    mistake, place = (None, 0) if rng is None else (rng.choice(MISTAKES), rng.randrange(width))
     is_sum = problem.operator == "+"
     steps, digits, carry = [], [], 0
     columns = zip(map(int, reversed(left.zfill(width))), map(int, reversed(right.zfill(width))), strict=True)
     for column, (above, below) in enumerate(columns):
-        slips = kind if column == place else None
-        b = (below + rng.choice((-1, 1, 2, 3))) % 10 if slips == "digit" else below
-        carried = 1 - carry if slips == "carry" else carry
-        off = rng.choice((-1, 1)) if slips == "sum" else 0
+        b, carried, off = below, carry, 0
+        if rng is not None and column == place:
+            if mistake == "digit":
+                b = (below + rng.choice((-1, 1, 2, 3))) % 10
+            elif mistake == "carry":
+                carried = 1 - carry
+            elif mistake == "sum":
+                off = rng.choice((-1, 1))
         if is_sum:
             result = abs(above + b + carried + off)
             top, carry = above, result // 10
@@ -117,10 +103,10 @@ def mistaken_response(problem: Problem, rng: random.Random) -> str:
             carry = int(above < b + carried)
             top = above + 10 * carry
             result = (top - b - carried + off) % 10
-        steps.append(f"{top}{problem.operator}{b}{'+' if is_sum else '-'}{carried}={result}")
+        steps.append(f"{top}{problem.operator}{b}{problem.operator}{carried}={result}")
         digits.append(result % 10)
     answer = int("".join(map(str, reversed(digits)))) + (10**width * carry if is_sum else 0)
-    if kind == "answer":
+    if rng is not None and mistake == "answer":
         step = 10**place
         answer += step if answer < step else rng.choice((-step, step))
     return ";".join([*steps, str(answer)])
@@ -179,13 +165,12 @@ class ArithmeticTasks:
         """Worked columns, then the answer."""
         if not isinstance(task.prompt, str):
             raise TypeError(f"{task.task_id}: an arithmetic prompt is text, not chat messages")
-        problem = Problem.from_prompt(task.prompt)
-        return ";".join([*worked_steps(problem), str(problem.answer)])
+        return worked_response(Problem.from_prompt(task.prompt))
 
     def mistaken_response(self, task: Task, rng: random.Random) -> str:
         """The same with a mistake that looks right."""
         assert isinstance(task.prompt, str), "gold_response comes first"
-        return mistaken_response(Problem.from_prompt(task.prompt), rng)
+        return worked_response(Problem.from_prompt(task.prompt), rng)
 
     def _draw(self, rng: random.Random) -> Problem:
         """One problem: lengths first, so that short operands are as frequent as long ones."""

@@ -6,6 +6,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 """Commas inside numbers; those of tuples stay."""
 
 
+@dataclass(eq=False)
 class MathTasks:
     """Task source over two splits of a dataset. Rows are loaded when the first task is asked for.
 
@@ -40,35 +42,25 @@ class MathTasks:
         instruction: Appended to every question, after a blank line.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        dataset: str = "openai/gsm8k",
-        subset: str | None = "main",
-        *,
-        train_split: str = "train",
-        held_out_split: str = "test",
-        question_field: str = "question",
-        answer_field: str = "answer",
-        answer_marker: str = "####",
-        instruction: str = INSTRUCTION,
-    ) -> None:
-        self._seed = seed
-        self._dataset = dataset
-        self._subset = subset
-        self._train_split = train_split
-        self._held_out_split = held_out_split
-        self._question_field = question_field
-        self._answer_field = answer_field
-        self._answer_marker = answer_marker
-        self._instruction = instruction
+    seed: int
+    dataset: str = "openai/gsm8k"
+    subset: str | None = "main"
+    _: KW_ONLY
+    train_split: str = "train"
+    held_out_split: str = "test"
+    question_field: str = "question"
+    answer_field: str = "answer"
+    answer_marker: str = "####"
+    instruction: str = INSTRUCTION
+
+    def __post_init__(self) -> None:
         self._worked: dict[TaskId, str] = {}
 
     def train(self) -> Iterator[Task]:
         """Endless stream of training tasks: every epoch is a new shuffle, the same for the same seed."""
         if not self._train_rows:
-            raise ConfigError([f"env: split {self._train_split!r} of {self._dataset} holds no question of its own."])
-        yield from endless(self._train_rows, f"math/train/{self._seed}")
+            raise ConfigError([f"env: split {self.train_split!r} of {self.dataset} holds no question of its own."])
+        yield from endless(self._train_rows, f"math/train/{self.seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
         """The first `num_tasks` of a fixed shuffle of the held-out split.
@@ -76,7 +68,7 @@ class MathTasks:
         Raises:
             ValueError: If there are fewer, with both numbers.
         """
-        return first(num_tasks, self._held_out_rows, f"split {self._held_out_split!r} of {self._dataset}")
+        return first(num_tasks, self._held_out_rows, f"split {self.held_out_split!r} of {self.dataset}")
 
     def gold_response(self, task: Task) -> str:
         """The worked steps of the dataset, if it has some before the marker, and the answer in a box."""
@@ -90,7 +82,7 @@ class MathTasks:
 
     @cached_property
     def _held_out_rows(self) -> list[Task]:
-        unique = {_question(task): task for task in self._load(self._held_out_split)}
+        unique = {_question(task): task for task in self._load(self.held_out_split)}
         rows = list(unique.values())
         random.Random(_HELD_OUT_SEED).shuffle(rows)
         return rows
@@ -98,7 +90,7 @@ class MathTasks:
     @cached_property
     def _train_rows(self) -> list[Task]:
         held_out = {_question(task) for task in self._held_out_rows}
-        return [task for task in self._load(self._train_split) if _question(task) not in held_out]
+        return [task for task in self._load(self.train_split) if _question(task) not in held_out]
 
     def _load(self, split: str) -> list[Task]:
         """Read one split.
@@ -108,9 +100,9 @@ class MathTasks:
         """
         import datasets
 
-        name = f"{self._dataset} ({self._subset})" if self._subset else self._dataset
+        name = f"{self.dataset} ({self.subset})" if self.subset else self.dataset
         try:
-            rows = datasets.load_dataset(self._dataset, self._subset, split=split)
+            rows = datasets.load_dataset(self.dataset, self.subset, split=split)
         except (OSError, ValueError, RuntimeError) as error:
             found = f"env.args.dataset: split {split!r} of {name} is not in the local cache"
             if os.environ.get("HF_DATASETS_OFFLINE") == "1":
@@ -123,15 +115,15 @@ class MathTasks:
                     "elsewhere and copy HF_DATASETS_CACHE, or give the path of a local folder."
                 ]
             ) from error
-        missing = {self._question_field, self._answer_field} - set(rows.column_names)
+        missing = {self.question_field, self.answer_field} - set(rows.column_names)
         if missing:
             raise ConfigError([f"env.args: {name} has no column {sorted(missing)}; it has {rows.column_names}."])
         return [self._task(row, split, index) for index, row in enumerate(rows)]
 
     def _task(self, row: dict[str, Any], split: str, index: int) -> Task:
-        worked, _, answer = str(row[self._answer_field]).rpartition(self._answer_marker)
+        worked, _, answer = str(row[self.answer_field]).rpartition(self.answer_marker)
         answer = _THOUSANDS.sub("", answer.strip())
-        content = f"{str(row[self._question_field]).strip()}\n\n{self._instruction}"
+        content = f"{str(row[self.question_field]).strip()}\n\n{self.instruction}"
         task_id = TaskId(f"math/{split}/{index}")
         self._worked[task_id] = _CALCULATOR.sub("", worked).strip()
         return Task(task_id, [{"role": "user", "content": content}], {"answer": answer})

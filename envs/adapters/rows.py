@@ -11,6 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.envs.generated_tasks import endless, first, is_held_out, row_key
 from penstock.envs.import_path import load_object, nearest_hint
 
 
+@dataclass(eq=False)
 class RowTasks:
     """Task source over rows. Rows are loaded when the first task is asked for.
 
@@ -43,37 +45,27 @@ class RowTasks:
         ValueError: If not exactly one of `path` and `rows` is given.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        path: str | None = None,
-        rows: str | None = None,
-        *,
-        split: str = "train",
-        prompt_field: str = "prompt",
-        id_field: str | None = None,
-        required_fields: Iterable[str] = (),
-        system: str | None = None,
-        chat: bool = False,
-    ) -> None:
-        if (path is None) == (rows is None):
-            raise ValueError(f"path={path!r} and rows={rows!r}: give exactly one of the two")
-        self._seed = seed
-        self._path = path
-        self._rows = rows
-        self._split = split
-        self._prompt_field = prompt_field
-        self._id_field = id_field
-        self._required = [prompt_field, *([id_field] if id_field else []), *required_fields]
-        self._system = system
-        self._chat = chat or system is not None
+    seed: int
+    path: str | None = None
+    rows: str | None = None
+    _: KW_ONLY
+    split: str = "train"
+    prompt_field: str = "prompt"
+    id_field: str | None = None
+    required_fields: Iterable[str] = ()
+    system: str | None = None
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.rows is None):
+            raise ValueError(f"path={self.path!r} and rows={self.rows!r}: give exactly one of the two")
 
     def train(self) -> Iterator[Task]:
         """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
         order = [task for task in self._tasks if not _is_held_out(task)]
         if not order:
             raise ConfigError([f"env: all {len(self._tasks)} rows of {self._where} are held out: there are too few."])
-        yield from endless(order, f"rows/train/{self._seed}")
+        yield from endless(order, f"rows/train/{self.seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
         """The first `num_tasks` held-out rows of a fixed shuffle, each prompt once.
@@ -92,7 +84,7 @@ class RowTasks:
 
     @property
     def _where(self) -> str:
-        return self._path or f"{self._rows}()"
+        return self.path or f"{self.rows}()"
 
     @cached_property
     def _tasks(self) -> list[Task]:
@@ -104,7 +96,7 @@ class RowTasks:
         if twice:
             raise ConfigError(
                 [
-                    f"env.args.id_field={self._id_field}: {len(twice)} ids of {self._where} occur more than once, e.g. "
+                    f"env.args.id_field={self.id_field}: {len(twice)} ids of {self._where} occur more than once, e.g. "
                     f"{twice[0]!r}: tasks could not be told apart. Use another column, or null to number them."
                 ]
             )
@@ -113,7 +105,7 @@ class RowTasks:
     def _task(self, index: int, row: Mapping[str, Any]) -> Task:
         if not isinstance(row, Mapping):
             raise ConfigError([f"env: row {index} of {self._where} is a {type(row).__name__}; expected a dict."])
-        for name in self._required:
+        for name in filter(None, [self.prompt_field, self.id_field, *self.required_fields]):
             if name not in row:
                 raise ConfigError(
                     [
@@ -121,12 +113,12 @@ class RowTasks:
                         f"{nearest_hint(name, row)}"
                     ]
                 )
-        prompt = row[self._prompt_field]
-        if isinstance(prompt, str) and self._chat:
-            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        prompt = row[self.prompt_field]
+        if isinstance(prompt, str) and (self.chat or self.system is not None):
+            system = [] if self.system is None else [{"role": "system", "content": self.system}]
             prompt = [*system, {"role": "user", "content": prompt}]
-        name = str(row[self._id_field]) if self._id_field else f"rows/{index}"
-        fields = {key: value for key, value in row.items() if key != self._prompt_field and key.isidentifier()}
+        name = str(row[self.id_field]) if self.id_field else f"rows/{index}"
+        fields = {key: value for key, value in row.items() if key != self.prompt_field and key.isidentifier()}
         return Task(TaskId(name), prompt, fields)
 
     def _load(self) -> list[dict[str, Any]]:
@@ -135,25 +127,25 @@ class RowTasks:
         Raises:
             ConfigError: If they cannot be had; it says what was looked for.
         """
-        if self._rows is not None:
-            function = load_object(self._rows, "env.args.rows")
+        if self.rows is not None:
+            function = load_object(self.rows, "env.args.rows")
             return list(function() if callable(function) else function)
-        assert self._path is not None, "one of the two"
-        path = Path(self._path).expanduser()
+        assert self.path is not None, "one of the two"
+        path = Path(self.path).expanduser()
         if path.suffix not in (".jsonl", ".parquet"):
             import datasets
 
             try:
-                return list(datasets.load_dataset(self._path, split=self._split))
+                return list(datasets.load_dataset(self.path, split=self.split))
             except (OSError, ValueError, RuntimeError) as error:
                 raise ConfigError(
                     [
-                        f"env.args.path={self._path}: no .jsonl or .parquet file, and no dataset of that name with "
-                        f"split {self._split!r} within reach ({type(error).__name__}: {error})."
+                        f"env.args.path={self.path}: no .jsonl or .parquet file, and no dataset of that name with "
+                        f"split {self.split!r} within reach ({type(error).__name__}: {error})."
                     ]
                 ) from error
         if not path.is_file():
-            raise ConfigError([f"env.args.path={self._path}: no such file (looked in {Path.cwd()})."])
+            raise ConfigError([f"env.args.path={self.path}: no such file (looked in {Path.cwd()})."])
         if path.suffix == ".parquet":
             import pyarrow as pa
             import pyarrow.parquet as pq

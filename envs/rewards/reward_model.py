@@ -7,6 +7,7 @@ the policy's own tokens, so it shares the policy's tokenizer.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import Device, RewardContext
 
 
+@dataclass(eq=False)
 class RewardModelReward:
     """The score at the last token, of all answers that wait together in one forward.
 
@@ -25,11 +27,12 @@ class RewardModelReward:
         device: That of `reward.pool`.
     """
 
-    def __init__(self, path: str, max_batch: int = 32, num_threads: int = 1, device: Device = "cpu") -> None:
-        self._path = path
-        self._max_batch = max_batch
-        self._num_threads = num_threads
-        self._device = device
+    path: str
+    max_batch: int = 32
+    num_threads: int = 1
+    device: Device = "cpu"
+
+    def __post_init__(self) -> None:
         self._model: Any = None
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
 
@@ -41,10 +44,10 @@ class RewardModelReward:
             ConfigError: If there is no such directory.
         """
         reward = cls(**{"device": context.device, **args})
-        if not (Path(reward._path) / "config.json").is_file():
+        if not (Path(reward.path) / "config.json").is_file():
             raise ConfigError(
                 [
-                    f"reward model path={reward._path} holds no config.json. Train one with `penstock rm "
+                    f"reward model path={reward.path} holds no config.json. Train one with `penstock rm "
                     "experiment=arithmetic_preference`, or give the directory of a sequence classifier."
                 ]
             )
@@ -52,9 +55,9 @@ class RewardModelReward:
             import torch
             from transformers import AutoModelForSequenceClassification
 
-            torch.set_num_threads(reward._num_threads)
-            model = AutoModelForSequenceClassification.from_pretrained(reward._path, dtype=torch.float32)
-            reward._model = model.to(reward._device).eval()
+            torch.set_num_threads(reward.num_threads)
+            model = AutoModelForSequenceClassification.from_pretrained(reward.path, dtype=torch.float32)
+            reward._model = model.to(reward.device).eval()
         return reward
 
     async def __call__(self, trajectory: Trajectory, **fields: Any) -> float:
@@ -79,8 +82,8 @@ class RewardModelReward:
     def _score_waiting(self) -> None:
         """In order of length, so that little is padded; a failure is everybody's."""
         waiting, self._waiting = sorted(self._waiting, key=lambda one: len(one[0])), []
-        for start in range(0, len(waiting), self._max_batch):
-            batch = waiting[start : start + self._max_batch]
+        for start in range(0, len(waiting), self.max_batch):
+            batch = waiting[start : start + self.max_batch]
             try:
                 scores = self._scores([token_ids for token_ids, _ in batch])
             except Exception as error:  # noqa: BLE001 - every one of them is told
@@ -99,7 +102,7 @@ class RewardModelReward:
         lengths = torch.tensor([len(one) for one in sequences])
         rows = [torch.tensor(one) for one in sequences]
         with torch.no_grad():
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
+            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.device)
             hidden = self._model.base_model(input_ids=padded, use_cache=False).last_hidden_state
             scores: list[float] = self._model.score(hidden[torch.arange(len(rows)), lengths - 1])[:, 0].tolist()
         return scores

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match, worked_steps
+from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match, worked_response
 from tests.answers import answered
 
 OPERANDS = st.integers(0, 10**6 - 1)
@@ -39,7 +39,7 @@ def test_gold_answers_are_right_and_every_step_is_a_true_equation(a: int, b: int
     assert set(prompt + gold) <= set("0123456789+-*=() ;")
     assert exact_match(answered(gold), answer=expected) == 1.0
     digits = ""
-    for step in worked_steps(problem):
+    for step in worked_response(problem).split(";")[:-1]:
         terms, _, value = step.partition("=")
         first, second, third = (int(term) for term in terms.split(operator))
         assert int(value) == (first + second + third if operator == "+" else first - second - third)

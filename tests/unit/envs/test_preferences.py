@@ -10,7 +10,7 @@ import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.arithmetic import MISTAKES, ArithmeticTasks, Problem, mistaken_response
+from penstock.envs.arithmetic import MISTAKES, ArithmeticTasks, Problem, worked_response
 from penstock.envs.preferences import preferred_pair
 
 
@@ -55,7 +55,7 @@ def test_a_mistake_looks_right_and_is_one(operators: str) -> None:
 
 def test_each_kind_of_mistake_is_made() -> None:
     problem = Problem(648, "+", 257)
-    made = {mistaken_response(problem, random.Random(seed)) for seed in range(300)}
+    made = {worked_response(problem, random.Random(seed)) for seed in range(300)}
     examples = {
         "sum": "8+7+0=14;4+5+1=10;6+2+1=9;904",
         "digit": "8+7+0=15;4+4+1=9;6+2+0=8;895",
