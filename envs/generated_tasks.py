@@ -11,6 +11,7 @@ import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -23,6 +24,7 @@ _FRUITLESS_DRAWS = 20_000
 """Draws in a row without a new task after which there are no more."""
 
 
+@dataclass(eq=False)
 class GeneratedTasks(ABC):
     """Task source over `draw`.
 
@@ -30,8 +32,7 @@ class GeneratedTasks(ABC):
         seed: Order of the training stream. Held-out tasks do not depend on it.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    seed: int
 
     @abstractmethod
     def draw(self, rng: random.Random) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.trajectory import Task
@@ -63,6 +64,7 @@ _RESULTS = (
 )
 
 
+@dataclass(eq=False)
 class PythonTasks(GeneratedTasks):
     """Task source of small programs.
 
@@ -77,26 +79,26 @@ class PythonTasks(GeneratedTasks):
         ValueError: If an argument is out of its range.
     """
 
-    def __init__(
-        self, seed: int, num_steps: int = 3, num_tests: int = 8, *, form: Literal["function", "program"] = "function"
-    ) -> None:
-        for name, value, low, high in (("num_steps", num_steps, 1, MAX_STEPS), ("num_tests", num_tests, 2, 50)):
+    num_steps: int = 3
+    num_tests: int = 8
+    _: KW_ONLY
+    form: Literal["function", "program"] = "function"
+
+    def __post_init__(self) -> None:
+        limits = (("num_steps", self.num_steps, 1, MAX_STEPS), ("num_tests", self.num_tests, 2, 50))
+        for name, value, low, high in limits:
             if not low <= value <= high:
                 raise ValueError(f"{name}={value} is outside {low}..{high}")
-        if form not in ("function", "program"):
-            raise ValueError(f"form={form!r}: it is function or program")
-        super().__init__(seed)
-        self._num_steps = num_steps
-        self._num_tests = num_tests
-        self._form = form
+        if self.form not in ("function", "program"):
+            raise ValueError(f"form={self.form!r}: it is function or program")
 
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         """What to do, the tests, and the lines of a correct function."""
         while True:
-            steps = [(step, rng.randint(step.low, step.high)) for step in rng.choices(_STEPS, k=self._num_steps)]
+            steps = [(step, rng.randint(step.low, step.high)) for step in rng.choices(_STEPS, k=self.num_steps)]
             result = rng.choice(_RESULTS)
             body = [f"numbers = {step.code.format(k=k)}" for step, k in steps] + [f"return {result.code}"]
-            solved = _draw_inputs(rng, body, self._num_tests)
+            solved = _draw_inputs(rng, body, self.num_tests)
             if solved is not None:
                 return {"prompt": self._prompt(steps, result), "body": body, **self._tests(solved)}
 
@@ -107,17 +109,17 @@ class PythonTasks(GeneratedTasks):
     def gold_response(self, task: Task) -> str:
         """A correct answer in one code block."""
         code = _function(task.fields["body"])
-        if self._form == "program":
+        if self.form == "program":
             code += "\n\nprint(solve([int(word) for word in input().split()]))"
         return f"```python\n{code}\n```"
 
     def _tests(self, solved: list[tuple[Numbers, Numbers | int]]) -> dict[str, Any]:
-        if self._form == "function":
+        if self.form == "function":
             return {"tests": [f"assert solve({given!r}) == {result!r}" for given, result in solved]}
         return {"cases": [[" ".join(map(str, given)) + "\n", f"{result}\n"] for given, result in solved]}
 
     def _prompt(self, steps: list[tuple[_Step, int]], result: _Step) -> list[dict[str, str]]:
-        if self._form == "function":
+        if self.form == "function":
             head = "Write a Python function `solve(numbers)`. It gets a list of integers and does this, in order:"
             end = f"Then it returns {result.text}."
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from penstock.dataflow.trajectory import Task
@@ -21,6 +22,7 @@ _MAX_SEED = 2**31 - 1
 _WORD = re.compile(r"[\w-]+")
 
 
+@dataclass(eq=False)
 class GymnasiumTasks(GeneratedTasks):
     """Task source over seeds of one environment.
 
@@ -38,37 +40,30 @@ class GymnasiumTasks(GeneratedTasks):
         ValueError: If it knows no such environment, or the action space is neither discrete nor text.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        id: str,  # noqa: A002  gymnasium calls it that
-        kwargs: Mapping[str, Any] | None = None,
-        action_names: Sequence[str] | None = None,
-        instruction: str = "",
-        *,
-        chat: bool = True,
-    ) -> None:
-        super().__init__(seed)
-        self._id = id
-        self._kwargs = dict(kwargs or {})
-        self._chat = chat
-        self._instruction = instruction
+    id: str
+    kwargs: Mapping[str, Any] | None = None
+    action_names: Sequence[str] | None = None
+    instruction: str = ""
+    _: KW_ONLY
+    chat: bool = True
+
+    def __post_init__(self) -> None:
         self._played = self._make()
-        self._names = _action_names(self._played, action_names)
+        self._names = _action_names(self._played, self.action_names)
 
     @property
     def name(self) -> str:
         """What task ids begin with."""
-        return f"gymnasium/{self._id}"
+        return f"gymnasium/{self.id}"
 
     def draw(self, rng: random.Random) -> Mapping[str, Any]:
         """A seed, and the first observation under it."""
         seed = rng.randint(0, _MAX_SEED)
         observation, _ = self._played.reset(seed=seed)
         choices = f"Actions: {', '.join(self._names)}." if self._names else ""
-        parts = [self._instruction, _as_text(self._played, observation), choices]
+        parts = [self.instruction, _as_text(self._played, observation), choices]
         text = "\n".join(part for part in parts if part)
-        return {"prompt": [{"role": "user", "content": text}] if self._chat else text, "seed": seed}
+        return {"prompt": [{"role": "user", "content": text}] if self.chat else text, "seed": seed}
 
     def environment(self) -> Environment:
         """A fresh environment, not shared with any other episode."""
@@ -77,9 +72,9 @@ class GymnasiumTasks(GeneratedTasks):
     def _make(self) -> Any:
         gymnasium = import_extra("gymnasium")
         try:
-            return gymnasium.make(self._id, **self._kwargs)
+            return gymnasium.make(self.id, **(self.kwargs or {}))
         except (gymnasium.error.Error, ModuleNotFoundError) as error:
-            raise ValueError(f"id={self._id!r}: gymnasium cannot make it: {error}") from error
+            raise ValueError(f"id={self.id!r}: gymnasium cannot make it: {error}") from error
 
 
 class GymnasiumEpisode(Environment):
