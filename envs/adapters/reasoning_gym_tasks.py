@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,7 @@ _NUM_EPOCHS = (2**32 - _FIRST_TRAIN_SEED) // ROWS_PER_EPOCH
 _INSTRUCTION = "Give the final answer alone between <answer> and </answer>."
 
 
+@dataclass(eq=False)
 class ReasoningGymTasks:
     """Task source over one dataset of reasoning-gym.
 
@@ -40,16 +42,17 @@ class ReasoningGymTasks:
         ValueError: If there is no such dataset, or it refuses its settings.
     """
 
-    def __init__(self, seed: int, dataset: str = "chain_sum", config: Mapping[str, Any] | None = None) -> None:
-        if dataset not in dataset_names():
+    seed: int
+    dataset: str = "chain_sum"
+    config: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset not in dataset_names():
             raise ValueError(
-                f"dataset={dataset!r} is none of the {len(dataset_names())} of reasoning-gym."
-                f"{nearest_hint(dataset, dataset_names())}"
+                f"dataset={self.dataset!r} is none of the {len(dataset_names())} of reasoning-gym."
+                f"{nearest_hint(self.dataset, dataset_names())}"
             )
-        self._seed = seed
-        self._name = dataset
-        self._config = dict(config or {})
-        self._rows(seed, 1)  # settings that do not fit are refused now
+        self._rows(self.seed, 1)  # settings that do not fit are refused now
 
     def train(self) -> Iterator[Task]:
         """Endless stream of rows, fresh ones in every epoch."""
@@ -57,13 +60,13 @@ class ReasoningGymTasks:
         epoch = 0
         while True:
             fresh = False
-            rows = self._rows(train_seed(self._seed, epoch), ROWS_PER_EPOCH)
+            rows = self._rows(train_seed(self.seed, epoch), ROWS_PER_EPOCH)
             for index in range(ROWS_PER_EPOCH):
                 if (row := rows[index])["question"] not in held_out:
                     fresh = True
                     yield self._task(row, f"train/{epoch * ROWS_PER_EPOCH + index}")
             if not fresh:
-                raise ConfigError([f"env: every row of {self._name} is held out: its settings allow too few."])
+                raise ConfigError([f"env: every row of {self.dataset} is held out: its settings allow too few."])
             epoch += 1
 
     def held_out(self, num_tasks: int) -> list[Task]:
@@ -73,23 +76,25 @@ class ReasoningGymTasks:
             ValueError: If there are fewer, with both numbers.
         """
         if num_tasks > len(self._held_out):
-            raise ValueError(f"{self._name} has {len(self._held_out)} held-out rows, {num_tasks} were asked for.")
+            raise ValueError(f"{self.dataset} has {len(self._held_out)} held-out rows, {num_tasks} were asked for.")
         return [self._task(row, f"held_out/{index}") for index, row in enumerate(self._held_out[:num_tasks])]
 
     @property
     def _held_out(self) -> list[Any]:
-        return _held_out_rows(self._name, json.dumps(self._config, sort_keys=True))
+        return _held_out_rows(self.dataset, json.dumps(dict(self.config or {}), sort_keys=True))
 
     def _rows(self, seed: int, size: int) -> Any:
         try:
-            return import_extra("reasoning_gym").create_dataset(self._name, seed=seed, size=size, **self._config)
+            return import_extra("reasoning_gym").create_dataset(
+                self.dataset, seed=seed, size=size, **(self.config or {})
+            )
         except (AssertionError, TypeError) as error:
-            raise ValueError(f"config={self._config} does not fit {self._name}: {error}") from error
+            raise ValueError(f"config={self.config} does not fit {self.dataset}: {error}") from error
 
     def _task(self, row: Mapping[str, Any], where: str) -> Task:
         prompt = [{"role": "user", "content": f"{row['question']}\n\n{_INSTRUCTION}"}]
-        fields: dict[str, Any] = {"dataset": self._name, "entry": dict(row)}
-        return Task(TaskId(f"{self._name}/{where}"), prompt, fields)
+        fields: dict[str, Any] = {"dataset": self.dataset, "entry": dict(row)}
+        return Task(TaskId(f"{self.dataset}/{where}"), prompt, fields)
 
     def gold_response(self, task: Task) -> str:
         """The answer that reasoning-gym gives; some tasks have several, and for those it may be None."""
