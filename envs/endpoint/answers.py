@@ -31,16 +31,13 @@ class Writer:
         """The body of an answer that is not streamed."""
         content, calls = split_answer(self._asked, answer.text)
         choice: Json = {"index": 0, "finish_reason": "tool_calls" if calls else answer.finish_reason}
-        logprobs = self._logprobs(answer.tokens)
         if self._is_chat:
-            message: Json = {"role": "assistant", "content": content if content or not calls else None}
+            message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
             thought = {} if answer.reasoning is None else {"reasoning_content": answer.reasoning or None}
-            choice["message"] = (
-                {**message, "refusal": None} | thought | ({"tool_calls": _tool_calls(calls)} if calls else {})
-            )
+            choice["message"] = message | thought | ({"tool_calls": _tool_calls(calls)} if calls else {})
         else:
             choice["text"] = answer.text
-        return self._body("", [{**choice, "logprobs": logprobs}], _fingerprint(answer)) | {"usage": _usage(answer)}
+        return self._body("", [{**choice, "logprobs": self._logprobs(answer.tokens)}], answer)
 
     def chunks(self, piece: Piece) -> Iterator[Json]:
         """What a piece of a stream lets be said."""
@@ -66,7 +63,7 @@ class Writer:
             yield self._chunk("", delta={"tool_calls": [{"index": index, **call}]})
         yield self._chunk("", delta={}, finish_reason="tool_calls" if calls else answer.finish_reason)
         if self._asked.wants_usage:
-            yield self._body("chunk", [], _fingerprint(answer)) | {"usage": _usage(answer)}
+            yield self._body(".chunk", [], answer)
 
     def _chunk(
         self, text: str, *, delta: Json | None = None, finish_reason: str | None = None, logprobs: Json | None = None
@@ -79,18 +76,27 @@ class Writer:
         else:
             choice["text"] = text
         self._has_begun = True
-        return self._body("chunk", [choice], None) | ({"usage": None} if self._asked.wants_usage else {})
+        return self._body(".chunk", [choice], None)
 
-    def _body(self, suffix: str, choices: list[Json], fingerprint: str | None) -> Json:
-        kind = "text_completion" if not self._is_chat else f"chat.completion{'.' if suffix else ''}{suffix}"
-        return {
+    def _body(self, suffix: str, choices: list[Json], answer: Answer | None) -> Json:
+        """With the usage, if it is that of the whole answer."""
+        body: Json = {
             "id": self._id,
-            "object": kind,
+            "object": f"chat.completion{suffix}" if self._is_chat else "text_completion",
             "created": self._created,
             "model": MODEL,
             "choices": choices,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": None if answer is None else f"policy-v{answer.version}",
         }
+        if answer is not None:
+            body["usage"] = {
+                "prompt_tokens": answer.num_prompt_tokens,
+                "completion_tokens": answer.num_tokens,
+                "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
+            }
+        elif self._asked.wants_usage:
+            body["usage"] = None
+        return body
 
     def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
         if not self._asked.wants_logprobs or not tokens:
@@ -126,15 +132,3 @@ def _tool_calls(calls: Sequence[Call]) -> list[Json]:
         }
         for call in calls
     ]
-
-
-def _usage(answer: Answer) -> Json:
-    return {
-        "prompt_tokens": answer.num_prompt_tokens,
-        "completion_tokens": answer.num_tokens,
-        "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
-    }
-
-
-def _fingerprint(answer: Answer) -> str:
-    return f"policy-v{answer.version}"
