@@ -24,16 +24,19 @@ class PenstockError(Exception):
 class ConfigError(PenstockError):
     """The configuration cannot be run. Lists every violation at once.
 
+    Args:
+        violations: One, or all.
+
     Attributes:
         violations: One sentence per violation, each beginning with the key path.
     """
 
-    def __init__(self, violations: list[str]) -> None:
-        self.violations = violations
-        noun = "problem" if len(violations) == 1 else "problems"
+    def __init__(self, violations: str | list[str]) -> None:
+        self.violations = [violations] if isinstance(violations, str) else violations
+        noun = "problem" if len(self.violations) == 1 else "problems"
         super().__init__(
-            f"{len(violations)} {noun} in the configuration:\n"
-            + "\n".join(f"  - {violation}" for violation in violations)
+            f"{len(self.violations)} {noun} in the configuration:\n"
+            + "\n".join(f"  - {violation}" for violation in self.violations)
         )
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:

@@ -116,16 +116,14 @@ def _in_this_process(path: str) -> Run:
     function: AgentFunction = load_object(path, "env.args.agent")
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(
-            [
-                f"env.args.agent={path!r} is {function!r:.60}, no `async def agent(task, client)`. Write one, or give "
-                "the words of a command: env.args.agent=[python, my_agent.py]."
-            ]
+            f"env.args.agent={path!r} is {function!r:.60}, no `async def agent(task, client)`. Write one, or give "
+            "the words of a command: env.args.agent=[python, my_agent.py]."
         )
     try:
         import openai  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            [f"env.args.agent={path!r} needs the client library: pip install 'penstock[envs]', or use a command."]
+            f"env.args.agent={path!r} needs the client library: pip install 'penstock[envs]', or use a command."
         ) from error
 
     async def run(task: Task, access: EndpointAccess) -> RewardResult | None:

@@ -111,11 +111,9 @@ def row_key(row: Mapping[str, Any]) -> bytes:
             json.dumps(value, sort_keys=True)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                [
-                    f"env: field {name!r} of a task is {value!r:.80} of type {type(value).__name__}, which is not JSON "
-                    f"({error}), so the task could change its side of the split from process to process. Give numbers, "
-                    "text, lists (a sorted one for a set) or dicts, or leave the field out in split_by(row)."
-                ]
+                f"env: field {name!r} of a task is {value!r:.80} of type {type(value).__name__}, which is not JSON "
+                f"({error}), so the task could change its side of the split from process to process. Give numbers, "
+                "text, lists (a sorted one for a set) or dicts, or leave the field out in split_by(row)."
             ) from error
     return blake2b(json.dumps(dict(row), sort_keys=True).encode(), digest_size=8).digest()
 

@@ -27,7 +27,7 @@ def load_object(path: str, key: str = "import path") -> Any:
     module_path, colon, names = path.partition(":")
     parts = [*module_path.split("."), *names.split(".")] if colon else path.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ConfigError([f"{where} is no import path. Write `package.module:name` or `package.module.name`."])
+        raise ConfigError(f"{where} is no import path. Write `package.module:name` or `package.module.name`.")
     num_modules = module_path.count(".") + 1 if colon else len(parts) - 1
     target: Any = None
     for index, part in enumerate(parts):
@@ -38,18 +38,18 @@ def load_object(path: str, key: str = "import path") -> Any:
                 continue
             except ModuleNotFoundError as error:
                 if error.name != name:
-                    raise ConfigError([_import_failed(where, name, error)]) from error
+                    raise ConfigError(_import_failed(where, name, error)) from error
                 if target is None or colon or not hasattr(target, part):
-                    raise ConfigError([_not_found(where, name, target)]) from None
+                    raise ConfigError(_not_found(where, name, target)) from None
                 num_modules = index  # from here on they are names in a module
             except Exception as error:  # user code runs here: whatever it raises is a config problem
-                raise ConfigError([_import_failed(where, name, error)]) from error
+                raise ConfigError(_import_failed(where, name, error)) from error
         try:
             target = getattr(target, part)
         except AttributeError:
             hint = nearest_hint(part, [*dir(target), *_submodules(target)])
             owner = ".".join(parts[:index])
-            raise ConfigError([f"{where}: {owner} has no attribute {part!r}.{hint}"]) from None
+            raise ConfigError(f"{where}: {owner} has no attribute {part!r}.{hint}") from None
     return target
 
 
@@ -64,7 +64,7 @@ def import_extra(library: str) -> Any:
     except ImportError as error:
         name = library.replace("_", "-")
         message = f"env: {name} cannot be imported ({error}). Install it: pip install 'penstock[envs]'."
-        raise ConfigError([message]) from error
+        raise ConfigError(message) from error
 
 
 def _import_failed(where: str, name: str, error: Exception) -> str:

@@ -26,22 +26,20 @@ def load_task_source(config: EnvConfig, seed: int) -> TaskSource:
     """
     factory = load_object(factory_path(config.factory), "env.factory")
     if not callable(factory):
-        raise ConfigError([_not_callable("env.factory", config.factory, factory)])
+        raise ConfigError(_not_callable("env.factory", config.factory, factory))
     try:
         source = factory(seed=seed, **config.args)
     except (TypeError, ValueError) as error:
         refusal = f"env.args={config.args}: {config.factory} refuses them: {error}."
-        raise ConfigError([refusal + _misspelt(factory, config)]) from error
+        raise ConfigError(refusal + _misspelt(factory, config)) from error
     missing = [name for name in ("train", "held_out") if not callable(getattr(source, name, None))]
     if missing:
         raise ConfigError(
-            [
-                f"env.factory={config.factory!r} returned a {type(source).__name__} without {' and '.join(missing)}. "
-                "A task source has train() and held_out(num_tasks); see penstock/envs/contract.py."
-            ]
+            f"env.factory={config.factory!r} returned a {type(source).__name__} without {' and '.join(missing)}. "
+            "A task source has train() and held_out(num_tasks); see penstock/envs/contract.py."
         )
     if hasattr(source, "environment") and not callable(source.environment):
-        raise ConfigError([_not_callable("env.factory", f"{config.factory}.environment", source.environment)])
+        raise ConfigError(_not_callable("env.factory", f"{config.factory}.environment", source.environment))
     return cast("TaskSource", source)
 
 
@@ -54,24 +52,20 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
     """
     if (config.fn is None) == (not config.parts):
         raise ConfigError(
-            [
-                f"reward.fn={config.fn!r} with {len(config.parts)} reward.parts: a run has one reward function, or "
-                "named parts that are added up. Set one of the two, the other to null or {}."
-            ]
+            f"reward.fn={config.fn!r} with {len(config.parts)} reward.parts: a run has one reward function, or "
+            "named parts that are added up. Set one of the two, the other to null or {}."
         )
     if config.parts and config.args:
         raise ConfigError(
-            [
-                f"reward.args={config.args} with {len(config.parts)} reward.parts: it would reach none of them. Move "
-                "it to the part that takes it, reward.parts.<name>.args, and set reward.args={}."
-            ]
+            f"reward.args={config.args} with {len(config.parts)} reward.parts: it would reach none of them. Move "
+            "it to the part that takes it, reward.parts.<name>.args, and set reward.args={}."
         )
     context = replace(context or RewardContext(), timeout_s=config.timeout_s, max_concurrency=config.max_concurrency)
     if config.fn is not None:
         return _load_one(config.fn, config.args, "reward", context)
     for name, part in config.parts.items():
         if part.clip is not None and part.clip[0] > part.clip[1]:
-            raise ConfigError([f"reward.parts.{name}.clip={list(part.clip)}: the lowest value is above the highest."])
+            raise ConfigError(f"reward.parts.{name}.clip={list(part.clip)}: the lowest value is above the highest.")
     parts = {
         name: WeightedPart(_load_one(part.fn, part.args, f"reward.parts.{name}", context), part.weight, part.clip)
         for name, part in config.parts.items()
@@ -79,13 +73,13 @@ def load_reward(config: RewardConfig, context: RewardContext | None = None) -> R
     try:
         return WeightedSum(parts, cache_entries=config.cache_entries)
     except ValueError as error:
-        raise ConfigError([f"reward.parts: {error}"]) from error
+        raise ConfigError(f"reward.parts: {error}") from error
 
 
 def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardContext) -> RewardFunction:
     function = load_object(path, f"{section}.fn")
     if not callable(function):
-        raise ConfigError([_not_callable(f"{section}.fn", path, function)])
+        raise ConfigError(_not_callable(f"{section}.fn", path, function))
     if isinstance(function, type) and isinstance(function, RewardFactory):
         try:
             return cast("RewardFunction", function.build(context, **args))
@@ -93,11 +87,11 @@ def _load_one(path: str, args: Mapping[str, Any], section: str, context: RewardC
             wrong = str(error)
             if isinstance(error, ValidationError):
                 wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            raise ConfigError([f"{section}.args={dict(args)}: {path} refuses them: {wrong}."]) from error
+            raise ConfigError(f"{section}.args={dict(args)}: {path} refuses them: {wrong}.") from error
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code: whatever it raises is said
-            raise ConfigError([f"{section}.fn={path!r}: its build raised {type(error).__name__}: {error}"]) from error
+            raise ConfigError(f"{section}.fn={path!r}: its build raised {type(error).__name__}: {error}") from error
     return partial(function, **args) if args else cast("RewardFunction", function)
 
 

@@ -59,7 +59,7 @@ class MathTasks:
     def train(self) -> Iterator[Task]:
         """Endless stream of training tasks: every epoch is a new shuffle, the same for the same seed."""
         if not self._train_rows:
-            raise ConfigError([f"env: split {self.train_split!r} of {self.dataset} holds no question of its own."])
+            raise ConfigError(f"env: split {self.train_split!r} of {self.dataset} holds no question of its own.")
         yield from endless(self._train_rows, f"math/train/{self.seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
@@ -107,17 +107,15 @@ class MathTasks:
             found = f"env.args.dataset: split {split!r} of {name} is not in the local cache"
             if os.environ.get("HF_DATASETS_OFFLINE") == "1":
                 raise ConfigError(
-                    [f"{found}, and the network was not asked (HF_DATASETS_OFFLINE=1; a dry run never asks it)."]
+                    f"{found}, and the network was not asked (HF_DATASETS_OFFLINE=1; a dry run never asks it)."
                 ) from error
             raise ConfigError(
-                [
-                    f"{found} and not within reach ({type(error).__name__}: {error}). Without a network, load it once "
-                    "elsewhere and copy HF_DATASETS_CACHE, or give the path of a local folder."
-                ]
+                f"{found} and not within reach ({type(error).__name__}: {error}). Without a network, load it once "
+                "elsewhere and copy HF_DATASETS_CACHE, or give the path of a local folder."
             ) from error
         missing = {self.question_field, self.answer_field} - set(rows.column_names)
         if missing:
-            raise ConfigError([f"env.args: {name} has no column {sorted(missing)}; it has {rows.column_names}."])
+            raise ConfigError(f"env.args: {name} has no column {sorted(missing)}; it has {rows.column_names}.")
         return [self._task(row, split, index) for index, row in enumerate(rows)]
 
     def _task(self, row: dict[str, Any], split: str, index: int) -> Task:

@@ -47,10 +47,8 @@ def known_factories() -> dict[str, str]:
     if twice:
         paths = [value for name, value in sorted(offered) if name == twice[0]]
         raise ConfigError(
-            [
-                f"env.factory: {len(paths)} installed packages offer an environment {twice[0]!r} (entry points of "
-                f"{GROUP}): {', '.join(paths)}. Write the import path of the one you mean."
-            ]
+            f"env.factory: {len(paths)} installed packages offer an environment {twice[0]!r} (entry points of "
+            f"{GROUP}): {', '.join(paths)}. Write the import path of the one you mean."
         )
     return {**dict(offered), **BUILT_IN}
 
@@ -65,13 +63,11 @@ def factory_path(name_or_path: str) -> str:
         return name_or_path
     known = known_factories()
     if name_or_path not in known and name_or_path in MOVED:
-        raise ConfigError([f"env.factory={name_or_path!r} is no longer built in. {MOVED[name_or_path]}"])
+        raise ConfigError(f"env.factory={name_or_path!r} is no longer built in. {MOVED[name_or_path]}")
     if name_or_path not in known:
         raise ConfigError(
-            [
-                f"env.factory={name_or_path!r} is no environment that is built in or installed: "
-                f"{', '.join(sorted(known))}.{nearest_hint(name_or_path, known)} Your own is named by import path, "
-                "`package.module:name`."
-            ]
+            f"env.factory={name_or_path!r} is no environment that is built in or installed: "
+            f"{', '.join(sorted(known))}.{nearest_hint(name_or_path, known)} Your own is named by import path, "
+            "`package.module:name`."
         )
     return known[name_or_path]

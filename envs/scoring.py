@@ -94,7 +94,7 @@ class RewardRunner:
         if self._process is None:
             await asyncio.shield(self._ensure_starting())
         if self._process is None:
-            raise ConfigError([f"reward.fn={self._config.label!r}: the reward runner has been shut down."])
+            raise ConfigError(f"reward.fn={self._config.label!r}: the reward runner has been shut down.")
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         """Score one trajectory.

@@ -81,7 +81,7 @@ async def check_environment(config: EnvConfig, reward: RewardConfig | None = Non
             return [*findings, Finding("rewards", None, "single-turn tasks: name what scores an answer by --reward")]
         return [*findings, *await _check_answers(reward, source, tasks)]
     if reward is not None:
-        raise ConfigError([f"--reward {reward.fn}: {config.factory} has episodes, which are played; leave it out."])
+        raise ConfigError(f"--reward {reward.fn}: {config.factory} has episodes, which are played; leave it out.")
     host = EpisodeHost(config, 0)
     try:
         return [*findings, *await _check_episodes(host, source, tasks, config)]

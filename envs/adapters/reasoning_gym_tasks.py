@@ -66,7 +66,7 @@ class ReasoningGymTasks:
                     fresh = True
                     yield self._task(row, f"train/{epoch * ROWS_PER_EPOCH + index}")
             if not fresh:
-                raise ConfigError([f"env: every row of {self.dataset} is held out: its settings allow too few."])
+                raise ConfigError(f"env: every row of {self.dataset} is held out: its settings allow too few.")
             epoch += 1
 
     def held_out(self, num_tasks: int) -> list[Task]:

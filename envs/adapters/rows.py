@@ -64,7 +64,7 @@ class RowTasks:
         """Endless stream of rows that are not held out: every epoch is a new shuffle, the same for the same seed."""
         order = [task for task in self._tasks if not _is_held_out(task)]
         if not order:
-            raise ConfigError([f"env: all {len(self._tasks)} rows of {self._where} are held out: there are too few."])
+            raise ConfigError(f"env: all {len(self._tasks)} rows of {self._where} are held out: there are too few.")
         yield from endless(order, f"rows/train/{self.seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
@@ -90,28 +90,24 @@ class RowTasks:
     def _tasks(self) -> list[Task]:
         rows = self._load()
         if not rows:
-            raise ConfigError([f"env: {self._where} has no rows."])
+            raise ConfigError(f"env: {self._where} has no rows.")
         tasks = [self._task(index, row) for index, row in enumerate(rows)]
         twice = [name for name, count in Counter(task.task_id for task in tasks).items() if count > 1]
         if twice:
             raise ConfigError(
-                [
-                    f"env.args.id_field={self.id_field}: {len(twice)} ids of {self._where} occur more than once, e.g. "
-                    f"{twice[0]!r}: tasks could not be told apart. Use another column, or null to number them."
-                ]
+                f"env.args.id_field={self.id_field}: {len(twice)} ids of {self._where} occur more than once, e.g. "
+                f"{twice[0]!r}: tasks could not be told apart. Use another column, or null to number them."
             )
         return tasks
 
     def _task(self, index: int, row: Mapping[str, Any]) -> Task:
         if not isinstance(row, Mapping):
-            raise ConfigError([f"env: row {index} of {self._where} is a {type(row).__name__}; expected a dict."])
+            raise ConfigError(f"env: row {index} of {self._where} is a {type(row).__name__}; expected a dict.")
         for name in filter(None, [self.prompt_field, self.id_field, *self.required_fields]):
             if name not in row:
                 raise ConfigError(
-                    [
-                        f"env: row {index} of {self._where} has no field {name!r}; it has {sorted(row)}."
-                        f"{nearest_hint(name, row)}"
-                    ]
+                    f"env: row {index} of {self._where} has no field {name!r}; it has {sorted(row)}."
+                    f"{nearest_hint(name, row)}"
                 )
         prompt = row[self.prompt_field]
         if isinstance(prompt, str) and (self.chat or self.system is not None):
@@ -139,13 +135,11 @@ class RowTasks:
                 return list(datasets.load_dataset(self.path, split=self.split))
             except (OSError, ValueError, RuntimeError) as error:
                 raise ConfigError(
-                    [
-                        f"env.args.path={self.path}: no .jsonl or .parquet file, and no dataset of that name with "
-                        f"split {self.split!r} within reach ({type(error).__name__}: {error})."
-                    ]
+                    f"env.args.path={self.path}: no .jsonl or .parquet file, and no dataset of that name with "
+                    f"split {self.split!r} within reach ({type(error).__name__}: {error})."
                 ) from error
         if not path.is_file():
-            raise ConfigError([f"env.args.path={self.path}: no such file (looked in {Path.cwd()})."])
+            raise ConfigError(f"env.args.path={self.path}: no such file (looked in {Path.cwd()}).")
         if path.suffix == ".parquet":
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -153,7 +147,7 @@ class RowTasks:
             try:
                 return list(pq.read_table(path).to_pylist())
             except pa.ArrowInvalid as error:
-                raise ConfigError([f"env.args.path={path} is no Parquet file: {error}"]) from error
+                raise ConfigError(f"env.args.path={path} is no Parquet file: {error}") from error
         rows = []
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -161,7 +155,7 @@ class RowTasks:
                     if line.strip():
                         rows.append(json.loads(line))
                 except ValueError as error:
-                    raise ConfigError([f"env.args.path={path}, line {number} is not JSON: {error}"]) from error
+                    raise ConfigError(f"env.args.path={path}, line {number} is not JSON: {error}") from error
         return rows
 
 

@@ -72,7 +72,7 @@ class VerifiersTasks:
         unseen = {row_key({"prompt": task.prompt}) for task in self._held_out}
         order = [task for task in self._rows if row_key({"prompt": task.prompt}) not in unseen]
         if not order:
-            raise ConfigError([f"env: {self._id} has no training row that is not held out."])
+            raise ConfigError(f"env: {self._id} has no training row that is not held out.")
         yield from endless(order, f"{self._id}/train/{self._seed}")
 
     def held_out(self, num_tasks: int) -> list[Task]:
@@ -202,10 +202,8 @@ def _load(name: str, kwargs: dict[str, Any]) -> Any:
     verifiers = import_extra("verifiers")
     if not hasattr(verifiers, "load_environment") or hasattr(verifiers, "Client"):
         raise ConfigError(
-            [
-                f"env: verifiers {verifiers.__version__} is installed; this adapter is for 0.1.10, the newest with "
-                "`load_environment` whose dependencies agree with ours. Install it: pip install 'penstock[envs]'."
-            ]
+            f"env: verifiers {verifiers.__version__} is installed; this adapter is for 0.1.10, the newest with "
+            "`load_environment` whose dependencies agree with ours. Install it: pip install 'penstock[envs]'."
         )
     datasets.disable_progress_bars()
     # Environments take over SIGINT and SIGTERM of the whole process; they are the run's.

@@ -116,7 +116,7 @@ class Endpoint:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             await runner.cleanup()
-            raise ConfigError([f"env.endpoint: cannot listen on {host} port {port}: {error.strerror}."]) from error
+            raise ConfigError(f"env.endpoint: cannot listen on {host} port {port}: {error.strerror}.") from error
         self._runner = runner
         self._base_url = f"http://{_EVERYWHERE.get(host, host)}:{runner.addresses[0][1]}/v1"
 

@@ -53,30 +53,24 @@ class HttpReward:
         self._patience_s = _PATIENCE * context.timeout_s
         if config.request_timeout_s > self._patience_s:
             raise ConfigError(
-                [
-                    f"reward request_timeout_s={config.request_timeout_s:g} with reward.timeout_s="
-                    f"{context.timeout_s:g}: a call would end before its first try does. Set reward.timeout_s to "
-                    "several tries and their waits."
-                ]
+                f"reward request_timeout_s={config.request_timeout_s:g} with reward.timeout_s="
+                f"{context.timeout_s:g}: a call would end before its first try does. Set reward.timeout_s to "
+                "several tries and their waits."
             )
         interval_s = 0.0 if config.max_requests_per_s is None else 1 / config.max_requests_per_s
         if context.max_concurrency * interval_s > self._patience_s:
             raise ConfigError(
-                [
-                    f"reward max_requests_per_s={config.max_requests_per_s:g} with reward.max_concurrency="
-                    f"{context.max_concurrency}: the last of them would be sent after "
-                    f"{context.max_concurrency * interval_s:.0f} s, reward.timeout_s={context.timeout_s:g}. Lower "
-                    "reward.max_concurrency, or raise reward.timeout_s."
-                ]
+                f"reward max_requests_per_s={config.max_requests_per_s:g} with reward.max_concurrency="
+                f"{context.max_concurrency}: the last of them would be sent after "
+                f"{context.max_concurrency * interval_s:.0f} s, reward.timeout_s={context.timeout_s:g}. Lower "
+                "reward.max_concurrency, or raise reward.timeout_s."
             )
         try:
             headers = bearer(config.key_variable)
         except LookupError as error:
             raise ConfigError(
-                [
-                    f"reward key_variable={error.args[0]}. The service would refuse every request. Set it where the "
-                    "run is started and where the reward workers run."
-                ]
+                f"reward key_variable={error.args[0]}. The service would refuse every request. Set it where the "
+                "run is started and where the reward workers run."
             ) from None
         self._url = config.url
         self._request_timeout_s = config.request_timeout_s

@@ -46,10 +46,8 @@ class RewardModelReward:
         reward = cls(**{"device": context.device, **args})
         if not (Path(reward.path) / "config.json").is_file():
             raise ConfigError(
-                [
-                    f"reward model path={reward.path} holds no config.json. Train one with `penstock rm "
-                    "experiment=arithmetic_preference`, or give the directory of a sequence classifier."
-                ]
+                f"reward model path={reward.path} holds no config.json. Train one with `penstock rm "
+                "experiment=arithmetic_preference`, or give the directory of a sequence classifier."
             )
         if context.is_serving:
             import torch
