@@ -41,11 +41,15 @@ _IGNORED = ("temperature", "top_p", "seed")
 class ApiError(Exception):
     """One refused request.
 
-    Attributes:
+    Args:
         status: HTTP status.
-        kind: `type` in the body.
-        param: The parameter it is about.
+        message: For people.
         code: Machine-readable reason.
+        param: The parameter it is about.
+        kind: `type` in the body.
+
+    Attributes:
+        body: Of the answer, in the form of the API.
     """
 
     def __init__(
@@ -59,14 +63,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
