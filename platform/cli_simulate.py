@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,20 +16,29 @@ from penstock.dataflow.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.platform.simulator.simulation import Outcome
 
-EXIT_OK, EXIT_VIOLATION = 0, 1
-
 
 def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool, calibrate: Path | None) -> int:
-    """Simulate seeds, or calibrate with a run; prints the figures and returns the exit code."""
+    """Simulate seeds, or calibrate with a run; prints the figures; 1 if an invariant was violated, else 0."""
+    from penstock.platform.simulator.calibration import calibrate as fit_to
+    from penstock.platform.simulator.config import parse_simulation
+    from penstock.platform.simulator.sweep import replay_command, run_seeds, summary
+
     logger = logging.getLogger("penstock")
     level = logger.level
     logger.setLevel(logging.ERROR)  # a fenced engine is what is being simulated, and no reason for a warning
+
+    def report(outcome: Outcome) -> None:
+        if outcome.violation is not None:
+            typer.echo(f"seed {outcome.seed}: {outcome.violation}", err=True)
+            typer.echo(f"  replay: {replay_command(overrides, outcome.seed)}", err=True)
+        if shows_trace:
+            typer.echo("\n".join(outcome.tail), err=True)
+
     try:
         if calibrate is None:
-            figures = _simulate(overrides, parse_seeds(seeds), shows_trace=shows_trace)
+            config, chosen, started = parse_simulation(overrides), parse_seeds(seeds), time.monotonic()
+            figures = summary(run_seeds(config, chosen, on_seed=report), overrides, started)
         else:
-            from penstock.platform.simulator.calibration import calibrate as fit_to
-
             figures = fit_to(calibrate)
     finally:
         logger.setLevel(level)
@@ -40,7 +49,7 @@ def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace
         for name, value in figures.items():
             if value is not None:
                 typer.echo(f"{name:<{width}}  {json.dumps(value) if isinstance(value, dict | list) else value}")
-    return EXIT_VIOLATION if figures.get("violations") else EXIT_OK
+    return int(bool(figures.get("violations")))
 
 
 def parse_seeds(text: str, key: str = "--seeds ") -> range:
@@ -53,20 +62,3 @@ def parse_seeds(text: str, key: str = "--seeds ") -> range:
     if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
         raise ConfigError([f"{key}{text}: write {key}FIRST:END with FIRST < END, e.g. {key}0:3, or one seed."])
     return range(int(match[2]), int(match[2]) + 1) if match[1] is None else range(int(match[1]), int(match[2]))
-
-
-def _simulate(overrides: list[str], seeds: range, *, shows_trace: bool) -> dict[str, Any]:
-    from penstock.platform.simulator.config import parse_simulation
-    from penstock.platform.simulator.sweep import replay_command, run_seeds, summary
-
-    config = parse_simulation(overrides)
-    started = time.monotonic()
-
-    def report(outcome: Outcome) -> None:
-        if outcome.violation is not None:
-            typer.echo(f"seed {outcome.seed}: {outcome.violation}", err=True)
-            typer.echo(f"  replay: {replay_command(overrides, outcome.seed)}", err=True)
-        if shows_trace:
-            typer.echo("\n".join(outcome.tail), err=True)
-
-    return summary(run_seeds(config, seeds, on_seed=report), overrides, started)

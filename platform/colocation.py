@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol, cast
+from typing import cast
 
+from penstock.actors.engine_client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
-from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, TrainerGroup
 from penstock.dataflow.trajectory import GroupRef, stream_of
-from penstock.rollout.local_engine import Sleeper
 from penstock.rollout.pool import EnginePool
-
-
-class SleepingEngine(Sleeper, Protocol):
-    """An engine of the pool that can give its device memory back."""
-
-    engine_id: EngineId
 
 
 class TakesTurns:
@@ -47,11 +40,11 @@ class TakesTurns:
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
 
-    async def _all(self, switch: Callable[[SleepingEngine], Awaitable[None]]) -> None:
-        async def one(engine: SleepingEngine) -> None:
+    async def _all(self, switch: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+        async def one(engine: RemoteEngine) -> None:
             try:
                 await switch(engine)
             except EngineLostError as error:
                 await self._pool.fence(engine.engine_id, str(error))
 
-        await asyncio.gather(*(one(engine) for engine in cast("list[SleepingEngine]", self._pool.engines())))
+        await asyncio.gather(*(one(engine) for engine in cast("list[RemoteEngine]", self._pool.engines())))

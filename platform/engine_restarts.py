@@ -13,14 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
+from penstock.actors.engine_client import RemoteEngine
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.pool import EnginePool
 
 logger = logging.getLogger(__name__)
-Started = TypeVar("Started")
 
 
 class EngineRestarts:
@@ -29,8 +28,8 @@ class EngineRestarts:
     def __init__(
         self,
         pool: EnginePool,
-        start: Callable[[EngineId], Awaitable[Started]],
-        catch_up: Callable[[Started], Awaitable[None]],
+        start: Callable[[EngineId], Awaitable[RemoteEngine]],
+        catch_up: Callable[[RemoteEngine], Awaitable[None]],
         most: int,
     ) -> None:
         """Connect both.

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.platform.cli_algorithms import is_arxiv, paper_table, setting
+from penstock.platform.cli_algorithms import is_arxiv
 from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
+from tests.paper_table import paper_table, setting
 
 ROOT = Path(__file__).parents[3]
 INDEX = (ROOT / "docs" / "paper_index.md").read_text(encoding="utf-8")
 
 
 def test_the_index_holds_the_table_of_the_catalog_as_it_is_printed():
-    assert paper_table() in INDEX, "print it with: python -m penstock.platform.cli_algorithms"
+    assert paper_table() in INDEX, "print it with: python -m tests.paper_table"
 
 
 @pytest.mark.parametrize("entry", ALGORITHMS, ids=lambda entry: f"{entry.kind}-{entry.name}")
