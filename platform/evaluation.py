@@ -9,10 +9,10 @@ from typing import Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import RewardWorker, SamplingParams
-from penstock.dataflow.trajectory import Task
+from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.lifecycle import first_error
 from penstock.rollout.group_task import GroupTask
-from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.runner import Runs, TrajectoryRunner
 
 ATTEMPTS = 3
 
@@ -47,6 +47,28 @@ class Evaluation:
         }
 
 
+async def scored_answer(
+    runner: Runs, rewards: RewardWorker, asked: GroupTask, member: int, sampling: SamplingParams
+) -> Trajectory:
+    """A scored answer to a task, outside the ledger.
+
+    Raises:
+        TrajectoryError: If `ATTEMPTS` attempts have failed; that of the last one.
+    """
+    failure: TrajectoryError | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            trajectory = await runner.run(asked, member, sampling)
+            score = await rewards.score(asked.task, trajectory)
+        except TrajectoryError as error:
+            failure = error
+        else:
+            trajectory.score(score.reward, score.parts)
+            return trajectory
+    assert failure is not None, "there was an attempt"
+    raise failure
+
+
 class Evaluates(Protocol):
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
 
@@ -74,24 +96,21 @@ class Evaluator:
                     runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
         except ExceptionGroup as failures:
             raise first_error(failures) from failures
-        results = [run.result() for run in runs]
+        answers = [run.result() for run in runs]
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
         return Evaluation(
             step=step,
-            accuracy=sum(reward >= 1.0 for reward, _, _ in results) / len(results),
-            reward_mean=sum(reward for reward, _, _ in results) / len(results),
-            version_min=min(oldest for _, oldest, _ in results),
-            version_max=max(newest for _, _, newest in results),
-            num_tasks=len(results),
+            accuracy=sum(reward >= 1.0 for reward in rewards) / len(rewards),
+            reward_mean=sum(rewards) / len(rewards),
+            version_min=min(answer.oldest_version for answer in answers),
+            version_max=max(answer.newest_version for answer in answers),
+            num_tasks=len(answers),
         )
 
-    async def _answer(self, index: int, task: Task) -> tuple[float, int, int]:
-        failure: TrajectoryError | None = None
-        asked = GroupTask(task, "eval")
-        for _ in range(ATTEMPTS):
-            try:
-                trajectory = await self._runner.run(asked, index, self._greedy)
-                score = await self._rewards.score(task, trajectory)
-                return score.reward, trajectory.oldest_version, trajectory.newest_version
-            except TrajectoryError as error:
-                failure = error
-        raise PenstockError(f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}")
+    async def _answer(self, index: int, task: Task) -> Trajectory:
+        try:
+            return await scored_answer(self._runner, self._rewards, GroupTask(task, "eval"), index, self._greedy)
+        except TrajectoryError as failure:
+            raise PenstockError(
+                f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}"
+            ) from failure

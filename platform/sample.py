@@ -24,6 +24,7 @@ from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.streams import load_held_out, load_task_streams
 from penstock.platform.config.schema import RunConfig, SampleConfig
+from penstock.platform.evaluation import scored_answer
 from penstock.platform.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.observability.console import RunConsole, format_duration
 from penstock.platform.roles import model_path
@@ -33,7 +34,6 @@ from penstock.rollout.group_task import GroupTask
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
 TASKS_AT_A_TIME = 512
-ATTEMPTS = 3
 
 
 def run_sample(config: RunConfig) -> int:
@@ -98,15 +98,10 @@ async def _group(
 
     async def answer(member: int) -> Trajectory | None:
         drawn = trajectory_sampling(sampling, group_id, member)
-        for _ in range(ATTEMPTS):
-            try:
-                trajectory = await served.runner.run(asked, member, drawn)
-                score = await served.rewards.score(task, trajectory)
-            except TrajectoryError:
-                continue
-            trajectory.score(score.reward, score.parts)
-            return trajectory
-        return None
+        try:
+            return await scored_answer(served.runner, served.rewards, asked, member, drawn)
+        except TrajectoryError:
+            return None
 
     found = await asyncio.gather(*(answer(member) for member in range(sample.answers_per_task)))
     return [trajectory for trajectory in found if trajectory is not None]

@@ -73,10 +73,6 @@ class Cell:
         return f"{safe}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
 
     @property
-    def seed(self) -> str | None:
-        return dict(self.values).get(SEED)
-
-    @property
     def line(self) -> tuple[tuple[str, str], ...]:
         """What it has in common with the same cell of other seeds."""
         return tuple((key, value) for key, value in self.values if key != SEED)
