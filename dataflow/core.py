@@ -26,7 +26,6 @@ Hold = Literal["too_few", "generating", "scoring"]
 """What holds a batch open: too few groups are ready; or enough are, and one that must still be in is not."""
 MAX_LISTED = 8
 """Groups that a time-out names."""
-_GENERATING, _SCORING = (GroupState.GENERATING,), (GroupState.SCORING,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +139,32 @@ class Dataflow:
 
     def generated(self, group_id: GroupId) -> None:
         """Every member has its tokens; some scores are still out."""
-        if self._expect(group_id, _GENERATING) is not None:
+        if self._expect(group_id, (GroupState.GENERATING,)) is not None:
             self.ledger.move(group_id, GroupState.SCORING)
 
     def ready(self, group: GroupRef) -> bool:
-        """Every member that did not fail is scored and its payload stored. False if the report was ignored."""
-        record = self._expect(group.group_id, _SCORING)
+        """Every member that did not fail is scored and its payload stored. False if the report was ignored.
+
+        Raises:
+            StalenessError: I8: no engine serves a version that was not published when it was dispatched, or not
+                published at all.
+        """
+        record = self._expect(group.group_id, (GroupState.SCORING,))
         if record is None:
             return False
-        oldest = group.oldest_version
-        self._check_stamps(record, group, oldest)
+        oldest, dispatched = group.oldest_version, record.oldest_version
+        if group.newest_version > self.version + 1 or (dispatched is not None and oldest < dispatched):
+            raise StalenessError(
+                f"dataflow: group {group.group_id} carries versions {oldest}..{group.newest_version}, "
+                f"but it was dispatched at v{dispatched} and v{self.version} is published (I8)"
+            )
         self.ledger.move(group.group_id, GroupState.READY)
         record.member_versions = [oldest]
         record.ready = group
         self._gate.date(record, oldest)
         self._gate.mark_ready(record)
         if self.limits.on_expiry is not ExpiryPolicy.WAIT and self._is_too_old(group):
-            self._expire(record)
+            self._cancel(record, Reason.STALE)
         return True
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
@@ -181,7 +189,7 @@ class Dataflow:
         if shortfall is None or shortfall > self.limits.surplus:
             return None
         for record in self._gate.redundant(shortfall) if shortfall else ():
-            self._cancel(record.group_id, Reason.REDUNDANT)
+            self._cancel(record, Reason.REDUNDANT)
         for _ in range(self.limits.batch_groups):
             self._take_next()
         return tuple(self._in_training)
@@ -277,7 +285,12 @@ class Dataflow:
         floor = self.version - self.limits.max_staleness
         if self.limits.on_expiry is ExpiryPolicy.TRIM and group.oldest_version < floor:
             group = replace(group, min_version=floor)
-        self._check_age(group)
+        age = group.staleness(self.version)
+        if not 0 <= age <= self.limits.max_staleness:
+            raise StalenessError(
+                f"dataflow: group {group.group_id} would train at staleness {age}, "
+                f"max_staleness is {self.limits.max_staleness} (I1)"
+            )
         self._in_training.append(group)
         return group
 
@@ -285,7 +298,7 @@ class Dataflow:
         for record in self._gate.overdue(self.version):
             group = record.ready
             if self.limits.on_expiry is ExpiryPolicy.DROP or (group is not None and self._is_too_old(group)):
-                self._expire(record)
+                self._cancel(record, Reason.STALE)
 
     def _is_too_old(self, group: GroupRef) -> bool:
         """Whether nothing of a ready group may train any more."""
@@ -293,27 +306,7 @@ class Dataflow:
         newest_needed = group.newest_version if self.limits.on_expiry is ExpiryPolicy.TRIM else group.oldest_version
         return newest_needed < oldest_allowed
 
-    def _expire(self, record: GroupRecord) -> None:
-        may_requeue = record.requeues < self.limits.max_requeues
-        self._cancel(record.group_id, Reason.STALE, may_requeue=may_requeue)
-
-    def _cancel(self, group_id: GroupId, reason: Reason, *, may_requeue: bool = False) -> None:
-        self.end(group_id, GroupState.DROPPED, reason)
-        self._cancelled.append(Cancelled(group_id, may_requeue))
-
-    def _check_stamps(self, record: GroupRecord, group: GroupRef, oldest: int) -> None:
-        """I8: no engine serves a version that was not published when it was dispatched, or not published at all."""
-        dispatched = record.oldest_version
-        if group.newest_version > self.version + 1 or (dispatched is not None and oldest < dispatched):
-            raise StalenessError(
-                f"dataflow: group {group.group_id} carries versions {oldest}..{group.newest_version}, "
-                f"but it was dispatched at v{dispatched} and v{self.version} is published (I8)"
-            )
-
-    def _check_age(self, group: GroupRef) -> None:
-        age = group.staleness(self.version)
-        if not 0 <= age <= self.limits.max_staleness:
-            raise StalenessError(
-                f"dataflow: group {group.group_id} would train at staleness {age}, "
-                f"max_staleness is {self.limits.max_staleness} (I1)"
-            )
+    def _cancel(self, record: GroupRecord, reason: Reason) -> None:
+        self.end(record.group_id, GroupState.DROPPED, reason)
+        may_requeue = reason is Reason.STALE and record.requeues < self.limits.max_requeues
+        self._cancelled.append(Cancelled(record.group_id, may_requeue))

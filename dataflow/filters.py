@@ -118,18 +118,15 @@ class FilterChain:
         reason = next((reason for judge in self.filters if (reason := judge(members)) is not None), None)
         if reason is not None:
             self.since_batch[reason] += 1
-            self._check_refills()
+            if (total := self.since_batch.total()) > self.max_refills:
+                worst, count = self.since_batch.most_common(1)[0]
+                raise PenstockError(
+                    f"dataflow: {total} groups were filtered since the last batch closed, and the limit is "
+                    f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample and nothing is "
+                    "trained. Use tasks of other difficulty, a larger group_size, or take the filter out of "
+                    "dataflow.filters."
+                )
         return reason
 
     def batch_closed(self) -> None:
         self.since_batch.clear()
-
-    def _check_refills(self) -> None:
-        if (total := self.since_batch.total()) <= self.max_refills:
-            return
-        worst, count = self.since_batch.most_common(1)[0]
-        raise PenstockError(
-            f"dataflow: {total} groups were filtered since the last batch closed, and the limit is "
-            f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample and nothing is trained. "
-            "Use tasks of other difficulty, a larger group_size, or take the filter out of dataflow.filters."
-        )

@@ -15,18 +15,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.dataflow.errors import CheckpointError
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.ledger import (
-    GroupState,
-    JournalEntry,
-    Ledger,
-    LedgerEvent,
-    Reason,
-    VersionMark,
-)
+from penstock.dataflow.ledger import TERMINAL, GroupState, JournalEntry, Ledger, LedgerEvent, Reason, VersionMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +108,7 @@ def encode(entry: JournalEntry) -> bytes:
 
 def decode(lines: Iterable[bytes]) -> Iterator[JournalEntry]:
     """Entries up to the first line that is torn or damaged."""
-    tasks: dict[int, LedgerEvent] = {}
+    admissions: dict[int, LedgerEvent] = {}
     for line in lines:
         checksum, _, body = line.partition(b" ")
         if not body.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body[:-1]):
@@ -126,25 +119,12 @@ def decode(lines: Iterable[bytes]) -> Iterator[JournalEntry]:
         elif kind == "a":
             group_id, task_id, stream, size, requeues = fields
             event = LedgerEvent(GroupId(group_id), GroupState.GENERATING, TaskId(task_id), stream, size, requeues)
-            tasks[group_id] = event
+            admissions[group_id] = event
             yield event
         else:
-            yield _with_state(tasks, *fields)
-
-
-def _with_state(admissions: dict[int, LedgerEvent], group_id: int, state: str, reason: str | None) -> LedgerEvent:
-    """An event of a group that was admitted before; the admission is let go when the group ends."""
-    ended = state in (GroupState.TRAINED, GroupState.DROPPED, GroupState.FILTERED, GroupState.FAILED)
-    admission = admissions.pop(group_id) if ended else admissions[group_id]
-    return LedgerEvent(
-        admission.group_id,
-        GroupState(state),
-        admission.task_id,
-        admission.stream,
-        admission.group_size,
-        admission.requeues,
-        None if reason is None else Reason(reason),
-    )
+            group_id, state, reason = fields
+            admission = admissions.pop(group_id) if state in TERMINAL else admissions[group_id]
+            yield replace(admission, state=GroupState(state), reason=None if reason is None else Reason(reason))
 
 
 def _apply(ledger: Ledger, event: LedgerEvent) -> None:

@@ -42,7 +42,6 @@ _NEXT = {
 }
 LIVE = (GroupState.GENERATING, GroupState.SCORING, GroupState.READY, GroupState.TRAINING)
 UNREADY = (GroupState.GENERATING, GroupState.SCORING)
-_UNTRAINED_ENDS = TERMINAL - {GroupState.TRAINED}
 
 
 class Reason(StrEnum):
@@ -206,8 +205,7 @@ class Ledger:
     @property
     def num_returned(self) -> int:
         """Groups that ended untrained and gave their credit back."""
-        ended = self._ended
-        return ended[GroupState.DROPPED] + ended[GroupState.FILTERED] + ended[GroupState.FAILED]
+        return self.reasons.total()
 
     def live(self) -> Iterator[GroupRecord]:
         """Live groups in admission order."""
@@ -245,7 +243,7 @@ class Ledger:
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         """End a group untrained, from any live state, with a reason that fits."""
         record = self.find(group_id)
-        if state not in _UNTRAINED_ENDS or reason not in REASONS[state]:
+        if reason not in REASONS.get(state, ()):
             raise AccountingError(f"ledger: group {group_id} cannot end as {state}({reason})")
         record.state = state
         self.reasons[state, reason] += 1

@@ -5,7 +5,7 @@ Shape legend: T = all tokens of one trajectory (prompt, sampled and observation 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.dataflow.errors import StalenessError
 from penstock.dataflow.ids import POLICY, GroupId, PolicyId, TaskId, TrajectoryId
-from penstock.dataflow.versions import Span, Spans, first_tokens, last_tokens, num_tokens
+from penstock.dataflow.versions import Spans, first_tokens, last_tokens, num_tokens
 
 MAIN_THREAD = "main"
 """Name of the only thread of an ordinary trajectory."""
@@ -188,16 +188,16 @@ class Trajectory:
 
         What is sampled stays in order, so that arrays of all sampled tokens are those of the threads end to end.
         """
-        return tuple(self._separated()) if self.threads else (self,)
-
-    def _separated(self) -> Iterator[Trajectory]:
+        if not self.threads:
+            return (self,)
+        separated: list[Trajectory] = []
+        turns = self.episode.turns if self.episode is not None else ()
         start, spans = 0, self.spans
         for thread in self.threads:
             place = slice(start, start := start + thread.num_tokens)
             num_sampled = int(np.count_nonzero(self.loss_mask[place]))
-            turns = self.episode.turns if self.episode is not None else ()
             own = [turn for turn in turns if turn.thread == thread.name]
-            yield replace(
+            whole = replace(
                 self,
                 token_ids=self.token_ids[place],
                 loss_mask=self.loss_mask[place],
@@ -209,7 +209,9 @@ class Trajectory:
                 reward=self.thread_reward(thread.name),
                 threads=(thread,),
             )
+            separated.append(whole)
             spans = last_tokens(spans, num_tokens(spans) - num_sampled)
+        return tuple(separated)
 
 
 def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float]]:
@@ -295,22 +297,3 @@ async def stream_of(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
     """Groups that are all there, as the stream that a trainer consumes."""
     for group in groups:
         yield group
-
-
-__all__ = [
-    "Episode",
-    "EpisodeEnd",
-    "FinishReason",
-    "GroupPayload",
-    "GroupRef",
-    "Span",
-    "Spans",
-    "Task",
-    "Thread",
-    "Trajectory",
-    "Turn",
-    "compared_rewards",
-    "has_thread_rewards",
-    "is_thread_part",
-    "stream_of",
-]

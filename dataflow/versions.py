@@ -8,6 +8,7 @@ sequences, whose spans stand one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,30 +33,24 @@ def join_spans(spans: Sequence[Span]) -> Spans:
     Raises:
         StalenessError: If a version decreases (I4).
     """
-    joined: list[Span] = []
-    for span in spans:
-        if span.num_tokens == 0:
-            continue
-        if joined and span.version < joined[-1].version:
+    joined = concatenate_spans([spans])
+    for before, after in pairwise(joined):
+        if after.version < before.version:
             raise StalenessError(
-                f"versions: tokens of v{span.version} follow tokens of v{joined[-1].version} in one sequence (I4). Its "
+                f"versions: tokens of v{after.version} follow tokens of v{before.version} in one sequence (I4). Its "
                 "first token would not be its oldest, and its staleness be counted too low. An engine went back to "
                 "older weights, or labels what it samples wrongly."
             )
-        if joined and span.version == joined[-1].version:
-            joined[-1] = Span(span.version, joined[-1].num_tokens + span.num_tokens)
-        else:
-            joined.append(Span(*span))
-    return tuple(joined)
+    return joined
 
 
-def concatenate_spans(threads: Sequence[Spans]) -> Spans:
+def concatenate_spans(threads: Sequence[Sequence[Span]]) -> Spans:
     """The spans of several token sequences, one after another; neighbours of equal version become one."""
     joined: list[Span] = []
-    for span in (span for spans in threads for span in spans):
+    for span in chain.from_iterable(threads):
         if joined and span.version == joined[-1].version:
             joined[-1] = Span(span.version, joined[-1].num_tokens + span.num_tokens)
-        else:
+        elif span.num_tokens:
             joined.append(span)
     return tuple(joined)
 

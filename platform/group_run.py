@@ -7,7 +7,7 @@ the members, one by one; whichever ends last reports the group. A group that the
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.dataflow.errors import TrajectoryError
@@ -25,37 +25,22 @@ Outcome = Trajectory | TrajectoryError
 """What a member comes to."""
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One trajectory of a group.
-
-    Attributes:
-        has_tokens: It has all its tokens, or never will.
-        failures: Its attempts that failed, in order.
-        outcome: What it came to; None while it runs.
-    """
-
-    index: int
-    has_tokens: bool = False
-    failures: list[TrajectoryError] = field(default_factory=list)
-    outcome: Outcome | None = None
-
-
 class GroupRun(GroupTask):
     """The running work of one group.
 
     Attributes:
         queued: The task and how many trajectories it gets.
         group_id: Its number in the ledger.
-        members: Its trajectories.
+        outcomes: Of its members, what each came to; None while it runs.
     """
 
     def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
         super().__init__(queued.task, group_id)
         self.queued = queued
         self.group_id = group_id
-        self.members = [Member(index) for index in range(queued.group_size)]
+        self.outcomes: list[Outcome | None] = [None] * queued.group_size
         self._flow = flow
+        self._without_tokens = set(range(queued.group_size))
         self._jobs: list[asyncio.Task[None]] = []
         self._all_generated = asyncio.Event()
 
@@ -67,8 +52,8 @@ class GroupRun(GroupTask):
             self._start_members()
 
     def _start_members(self) -> None:
-        for member in self.members:
-            name = f"trajectory {self.trajectory_id(member.index)}"
+        for member in range(self.queued.group_size):
+            name = f"trajectory {self.trajectory_id(member)}"
             self._jobs.append(asyncio.create_task(self._run_member(member), name=name))
 
     def cancel(self) -> list[asyncio.Task[None]]:
@@ -83,7 +68,7 @@ class GroupRun(GroupTask):
 
         A wait for slots that is too long is a failed attempt of all members: retried as one of them would be.
         """
-        pool, attempts, size = self._flow.ports.runner.pool, 0, len(self.members)
+        pool, attempts, size = self._flow.ports.runner.pool, 0, self.queued.group_size
         try:
             while not self._all_generated.is_set():
                 try:
@@ -99,30 +84,31 @@ class GroupRun(GroupTask):
         except Exception as error:  # noqa: BLE001 - as for a member
             self._flow.fail(error)
 
-    async def _run_member(self, member: Member) -> None:
+    async def _run_member(self, member: int) -> None:
         """Sample and score one trajectory, with its retries; the last member to end reports the group."""
         flow, ports, limit = self._flow, self._flow.ports, self.queued.max_new_tokens
         sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
-        sampling = trajectory_sampling(sampling, self.group_id, member.index)
+        sampling = trajectory_sampling(sampling, self.group_id, member)
+        failures: list[TrajectoryError] = []
         try:
-            while member.outcome is None:
+            while self.outcomes[member] is None:
                 try:
-                    trajectory = await ports.runner.run(self, member.index, sampling)
+                    trajectory = await ports.runner.run(self, member, sampling)
                     flow.stats.trajectory_generated(trajectory)
                     self._has_tokens(member)
                     score = await ports.rewards.score(self.task, trajectory)
                     trajectory.score(score.reward, score.parts)
-                    if member.failures:
-                        trajectory = replace(trajectory, retried_after=member.failures[-1].summary)
-                    member.outcome = trajectory
+                    if failures:
+                        trajectory = replace(trajectory, retried_after=failures[-1].summary)
+                    self.outcomes[member] = trajectory
                 except TrajectoryError as failure:
-                    member.failures.append(failure)
-                    attempts = sum(one.kind == failure.kind for one in member.failures)
+                    failures.append(failure)
+                    attempts = sum(one.kind == failure.kind for one in failures)
                     if failure.is_final or not flow.core.may_retry(failure.kind, attempts):
                         self._has_tokens(member)
-                        member.outcome = failure
-            outcomes = [one.outcome for one in self.members if one.outcome is not None]
-            if len(outcomes) == len(self.members):
+                        self.outcomes[member] = failure
+            outcomes = [outcome for outcome in self.outcomes if outcome is not None]
+            if len(outcomes) == len(self.outcomes):
                 await flow.group_finished(self, outcomes)
         except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
             flow.fail(error)
@@ -131,9 +117,9 @@ class GroupRun(GroupTask):
         """Which version samples a member; the runner tells."""
         self._flow.core.member_at(self.group_id, member, version)
 
-    def _has_tokens(self, member: Member) -> None:
+    def _has_tokens(self, member: int) -> None:
         """A member has its tokens, or never will; one that is sampled again says so again."""
-        member.has_tokens = True
-        if not self._all_generated.is_set() and all(one.has_tokens for one in self.members):
+        self._without_tokens.discard(member)
+        if not self._all_generated.is_set() and not self._without_tokens:
             self._flow.core.generated(self.group_id)
             self._all_generated.set()
