@@ -142,7 +142,7 @@ class Landings:
                 await self._end(node)
                 for engine in in_service(self._pool):
                     if engine.node_id == node:
-                        await self._pool.fence(engine.engine_id, f"the landing on its node is lost. {why}")
+                        self._pool.fence(engine.engine_id, f"the landing on its node is lost. {why}")
 
     async def close(self) -> None:
         """End the landings, and free what they hold in shared memory."""
@@ -197,7 +197,7 @@ class EngineSlots:
             try:
                 await asyncio.wait_for(engine.load(), PING_S)
             except (EngineLostError, TimeoutError):
-                await self._pool.fence(engine.engine_id, f"it does not answer. {why}")
+                self._pool.fence(engine.engine_id, f"it does not answer. {why}")
 
     async def close(self) -> None:
         """They are not ended here."""

@@ -213,4 +213,4 @@ class DeviceExport(Export):
             if not failure:
                 self._transfers[engine] = transfer
         if failure:
-            await self._pool.fence(engine.engine_id, failure)
+            self._pool.fence(engine.engine_id, failure)

@@ -35,6 +35,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from penstock.actors.engine_client import RemoteEngine, in_service
@@ -42,7 +43,7 @@ from penstock.actors.exports import Departure, Export, Parcel
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
 from penstock.dataflow.ids import EngineId
-from penstock.dataflow.ports import PublishReport, WeightAck, WeightManifest
+from penstock.dataflow.ports import PublishReport, WeightAck
 from penstock.rollout.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 
@@ -50,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 Probe = Callable[[int], Awaitable[float | None]]
 """What the logprobs of engines at a version differ by at most from the trainer's, nat; None if none could be asked."""
-WriteAgain = Callable[[], Awaitable[tuple[WeightManifest, Any]]]
-"""Has the trainer write a version once more; returns what engines are told of it, manifest and payload."""
+WriteAgain = Callable[[], Awaitable[Parcel]]
+"""Has the trainer write a version once more."""
 
 
 class ActorWeightPublisher:
@@ -107,7 +108,7 @@ class ActorWeightPublisher:
                 await asyncio.wait([self._delivery])
             parcel, answer = self._parcel, None
             if parcel is not None:
-                answer = await attempt(engine, parcel.manifest, parcel.payload, self._config.timeout_s)
+                answer = await attempt(engine, parcel, self._config.timeout_s)
                 if isinstance(answer, EngineLostError):
                     raise answer
             self._pool.add(engine)  # before it is written again: slots are made for engines of the pool
@@ -126,7 +127,7 @@ class ActorWeightPublisher:
                 departure = await self._export.begin(version)
                 await self._deliver(version, departure, time.monotonic(), 0.0, may_repeat=False)
         except Exception as error:
-            await self._pool.fence(engine.engine_id, str(error))
+            self._pool.fence(engine.engine_id, str(error))
             raise
 
     async def publish(self, version: int) -> PublishReport:
@@ -200,7 +201,7 @@ class ActorWeightPublisher:
             return await delivery
         except PenstockError as error:
             for engine in self._pool.engines():
-                await self._pool.fence(engine.engine_id, str(error))
+                self._pool.fence(engine.engine_id, str(error))
             raise
 
     async def _deliver(
@@ -209,14 +210,14 @@ class ActorWeightPublisher:
         parcel, rewrites = await departure, 0
         self._parcel = parcel
 
-        async def write_again() -> tuple[WeightManifest, Any]:
+        async def write_again() -> Parcel:
             nonlocal rewrites
             rewrites += 1
             logger.warning("publish v%d: it was refused, so the trainer writes it once more", version)
             self._parcel = repeated = await (await self._export.begin(version))
-            return repeated.manifest, repeated.payload
+            return repeated
 
-        acks = await self._updater.update(parcel.manifest, parcel.payload, write_again if may_repeat else None)
+        acks = await self._updater.update(parcel, write_again if may_repeat else None)
         if not acks:
             raise WeightSyncError(f"publish v{version}: no engine acknowledged it: {self._pool.fenced}")
         return PublishReport(
@@ -247,26 +248,23 @@ class InFlight:
     async def settle(self) -> None:
         """End what is left of the version before, whose bytes are about to go: here nothing is ever left."""
 
-    async def update(
-        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
-    ) -> list[WeightAck]:
+    async def update(self, parcel: Parcel, write_again: WriteAgain | None = None) -> list[WeightAck]:
         """Bring the engines to a version; returns when new work is sampled from it, with those that have it by then.
 
         Args:
-            manifest: The version.
-            payload: What else engines need to fetch it.
+            parcel: The version.
             write_again: Called at most once, and not after the return; None if the trainer has it no more.
         """
         engines, timeout_s = in_service(self._pool), self._config.timeout_s
-        answers = await asyncio.gather(*(attempt(engine, manifest, payload, timeout_s) for engine in engines))
+        answers = await asyncio.gather(*(attempt(engine, parcel, timeout_s) for engine in engines))
         acks = [answer for answer in answers if isinstance(answer, WeightAck)]
         failed = [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, WeightAck)]
         if write_again is not None and is_refused(answers):
-            manifest, payload = await write_again()
-        last = (last_attempt(engine, manifest, payload, self._pool, timeout_s) for engine in failed)
+            parcel = await write_again()
+        last = (last_attempt(engine, parcel, self._pool, timeout_s) for engine in failed)
         acks += [ack for ack in await asyncio.gather(*last) if ack is not None]
         if acks:
-            self._pool.raise_floor(manifest.version)
+            self._pool.raise_floor(parcel.manifest.version)
         return acks
 
     async def close(self) -> None:
@@ -276,9 +274,7 @@ class InFlight:
 class Drain(InFlight):
     """All engines at once, after their requests have ended. Waits for: the requests, at most `drain_timeout_s`."""
 
-    async def update(
-        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
-    ) -> list[WeightAck]:
+    async def update(self, parcel: Parcel, write_again: WriteAgain | None = None) -> list[WeightAck]:
         names = [engine.engine_id for engine in in_service(self._pool)]
         for name in names:
             self._pool.pause(name)
@@ -286,9 +282,9 @@ class Drain(InFlight):
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await asyncio.gather(*(self._pool.quiet(name) for name in names))
         except TimeoutError:
-            self.drain_timeouts += _report_late(self._pool, names, manifest, self._config)
+            self.drain_timeouts += _report_late(self._pool, names, parcel, self._config)
         try:
-            return await super().update(manifest, payload, write_again)
+            return await super().update(parcel, write_again)
         finally:
             for name in names:
                 self._pool.resume(name)
@@ -313,14 +309,12 @@ class Rolling:
             self._taken_over.set()
             await roll
 
-    async def update(
-        self, manifest: WeightManifest, payload: Any, write_again: WriteAgain | None = None
-    ) -> list[WeightAck]:
+    async def update(self, parcel: Parcel, write_again: WriteAgain | None = None) -> list[WeightAck]:
         await self.settle()
         self._taken_over.clear()
         first: asyncio.Future[WeightAck | None] = asyncio.get_running_loop().create_future()
-        roll = self._run(manifest, payload, first, write_again)
-        self._roll = asyncio.create_task(roll, name=f"roll to v{manifest.version}")
+        roll = self._run(parcel, first, write_again)
+        self._roll = asyncio.create_task(roll, name=f"roll to v{parcel.manifest.version}")
         either: set[asyncio.Future[Any]] = {first, self._roll}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
@@ -336,34 +330,27 @@ class Rolling:
             await asyncio.gather(self._roll, return_exceptions=True)
 
     async def _run(
-        self,
-        manifest: WeightManifest,
-        payload: Any,
-        first: asyncio.Future[WeightAck | None],
-        write_again: WriteAgain | None,
+        self, parcel: Parcel, first: asyncio.Future[WeightAck | None], write_again: WriteAgain | None
     ) -> None:
-        now = asyncio.get_running_loop().time
+        now, version = asyncio.get_running_loop().time, parcel.manifest.version
         drained_by = now() + self._config.drain_timeout_s
         asked: set[EngineId] = set()
-        while (engine := self._next(manifest.version, asked)) is not None:
+        while (engine := self._next(version, asked)) is not None:
             asked.add(engine.engine_id)
             self._pool.pause(engine.engine_id)
             try:
-                if not await self._drained(engine, manifest, drained_by - now()):
+                if not await self._drained(engine, parcel, drained_by - now()):
                     return
-                answer = await attempt(engine, manifest, payload, self._config.timeout_s)
+                answer = await attempt(engine, parcel, self._config.timeout_s)
                 if write_again is not None and not first.done() and is_refused([answer]):
-                    manifest, payload = await write_again()
+                    parcel = await write_again()
                     write_again = None
-                ack = (
-                    answer
-                    if isinstance(answer, WeightAck)
-                    else await last_attempt(engine, manifest, payload, self._pool, self._config.timeout_s)
-                )
+                last = partial(last_attempt, engine, parcel, self._pool, self._config.timeout_s)
+                ack = answer if isinstance(answer, WeightAck) else await last()
             finally:
                 self._pool.resume(engine.engine_id)
             if ack is not None:
-                self._pool.raise_floor(manifest.version)
+                self._pool.raise_floor(version)
                 if not first.done():
                     first.set_result(ack)
                     drained_by = now() + self._config.drain_timeout_s  # from here on all others drain
@@ -377,7 +364,7 @@ class Rolling:
         nearest = min(behind, key=lambda view: (view.in_use > 0, view.outstanding_tokens))
         return cast("RemoteEngine", nearest.engine)
 
-    async def _drained(self, engine: RemoteEngine, manifest: WeightManifest, timeout_s: float) -> bool:
+    async def _drained(self, engine: RemoteEngine, parcel: Parcel, timeout_s: float) -> bool:
         """Whether to go on with this engine: it is quiet, or its time is up, and no newer version has come."""
         quiet = asyncio.create_task(self._pool.quiet(engine.engine_id))
         taken_over = asyncio.create_task(self._taken_over.wait())
@@ -389,7 +376,7 @@ class Rolling:
             quiet.cancel()
             taken_over.cancel()
         if not done:
-            self.drain_timeouts += _report_late(self._pool, [engine.engine_id], manifest, self._config)
+            self.drain_timeouts += _report_late(self._pool, [engine.engine_id], parcel, self._config)
         return not self._taken_over.is_set()
 
 
@@ -400,28 +387,25 @@ def make_updater(pool: EnginePool, config: WeightsConfig) -> InFlight | Rolling:
     return Drain(pool, config) if config.update_mode == "drain" else InFlight(pool, config)
 
 
-async def attempt(
-    engine: RemoteEngine, manifest: WeightManifest, payload: Any, timeout_s: float
-) -> WeightAck | PenstockError:
+async def attempt(engine: RemoteEngine, parcel: Parcel, timeout_s: float) -> WeightAck | PenstockError:
     """Update one engine; its acknowledgement, or why there is none."""
+    version = parcel.manifest.version
     try:
         async with asyncio.timeout(timeout_s):
-            return await engine.update_weights(manifest, payload)
+            return await engine.update_weights(parcel.manifest, parcel.payload)
     except TimeoutError:
-        return EngineLostError(f"publish v{manifest.version} took longer than {timeout_s:.0f} s")
+        return EngineLostError(f"publish v{version} took longer than {timeout_s:.0f} s")
     except (WeightSyncError, EngineLostError) as error:
-        logger.warning("%s has not taken v%d: %s", engine.engine_id, manifest.version, error)
+        logger.warning("%s has not taken v%d: %s", engine.engine_id, version, error)
         return error
 
 
-async def last_attempt(
-    engine: RemoteEngine, manifest: WeightManifest, payload: Any, pool: EnginePool, timeout_s: float
-) -> WeightAck | None:
+async def last_attempt(engine: RemoteEngine, parcel: Parcel, pool: EnginePool, timeout_s: float) -> WeightAck | None:
     """Update one engine; if that fails it is fenced off, and the run goes on with the rest."""
-    answer = await attempt(engine, manifest, payload, timeout_s)
+    answer = await attempt(engine, parcel, timeout_s)
     if isinstance(answer, WeightAck):
         return answer
-    await pool.fence(engine.engine_id, str(answer))
+    pool.fence(engine.engine_id, str(answer))
     return None
 
 
@@ -430,13 +414,13 @@ def is_refused(answers: Sequence[WeightAck | PenstockError]) -> bool:
     return any(isinstance(answer, WeightSyncError) for answer in answers)
 
 
-def _report_late(pool: EnginePool, names: list[EngineId], manifest: WeightManifest, config: WeightsConfig) -> int:
+def _report_late(pool: EnginePool, names: list[EngineId], parcel: Parcel, config: WeightsConfig) -> int:
     """Say who did not drain; returns how many."""
     late = [view for view in pool.views() if view.engine_id in names and view.in_use]
     for view in late:
         logger.warning(
             "publish v%d: %d requests on %s had not ended within weights.drain_timeout_s=%g; they are frozen for the "
             "swap and go on with the new weights",
-            *(manifest.version, view.in_use, view.engine_id, config.drain_timeout_s),
+            *(parcel.manifest.version, view.in_use, view.engine_id, config.drain_timeout_s),
         )
     return len(late)

@@ -45,6 +45,6 @@ class TakesTurns:
             try:
                 await switch(engine)
             except EngineLostError as error:
-                await self._pool.fence(engine.engine_id, str(error))
+                self._pool.fence(engine.engine_id, str(error))
 
         await asyncio.gather(*(one(engine) for engine in cast("list[RemoteEngine]", self._pool.engines())))

@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId
@@ -116,7 +116,8 @@ class Lease(Ticket):
         """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
         now = _now()
         assert self.view is not None, "tokens without a grant"
-        self._pool.delivered(self, self.view, num_tokens, now - self.heard_at)
+        if self.view.delivered(self, num_tokens, now - self.heard_at):
+            self._pool.assume(self.view.speed)
         self.heard_at = now
 
     def lost(self, error: EngineLostError, group: Hashable) -> None:
@@ -249,7 +250,7 @@ class EnginePool:
     def leases(self) -> Iterator[Lease]:
         """Leases that hold a slot."""
         for view in self._dispatcher.views.values():
-            yield from (ticket for ticket in view.tickets if isinstance(ticket, Lease))
+            yield from _leases(view.tickets)
 
     def add(self, engine: Engine, max_requests: int | None = None) -> None:
         """An engine joins, or one that was fenced off comes back; it serves once its version is the pool's."""
@@ -287,12 +288,11 @@ class EnginePool:
             self._joined.clear()
             await self._joined.wait()
 
-    async def fence(self, engine_id: EngineId, reason: str) -> None:
-        """Take an engine out of service; its trajectories resume elsewhere, nothing new is routed to it."""
-        self.fence_now(engine_id, reason)
+    def fence(self, engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
+        """Take an engine out of service: nothing new is routed to it, its trajectories resume elsewhere.
 
-    def fence_now(self, engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
-        """`fence` for callers that are not asynchronous; of kind `lost` it takes its requests with it."""
+        Of kind `lost` it has taken its requests with it.
+        """
         view = self._dispatcher.views[engine_id]
         if view.fenced is not None:
             return
@@ -300,9 +300,8 @@ class EnginePool:
         if self._brings_back is not None and self._brings_back(engine_id):
             self._returning.add(engine_id)
         self._settle(self._dispatcher.fence(view, reason))
-        for ticket in list(view.tickets):
-            if isinstance(ticket, Lease):
-                ticket.interrupt(kind, f"{engine_id} was fenced off: {reason}")
+        for lease in _leases(view.tickets):
+            lease.interrupt(kind, f"{engine_id} was fenced off: {reason}")
         if (quiet := self._quiet.pop(view, None)) is not None:
             quiet.set()
         if self._dispatcher.stalled():
@@ -434,10 +433,9 @@ class EnginePool:
         elif lease.waits_at is not None:
             self._settle(self._dispatcher.withdraw(lease))
 
-    def delivered(self, lease: Lease, view: EngineView, num_tokens: int, elapsed_s: float) -> None:
-        """The engine of `view` delivered tokens of one of its requests."""
-        if view.delivered(lease, num_tokens, elapsed_s):
-            self._dispatcher.assume(view.speed)
+    def assume(self, speed: float) -> None:
+        """The first engine was measured."""
+        self._dispatcher.assume(speed)
 
     def lost(self, view: EngineView, error: EngineLostError, group: Hashable) -> None:
         """The engine of `view` lost a request of `group`."""
@@ -446,15 +444,14 @@ class EnginePool:
         if view.fenced is not None:
             return
         if error.is_final:
-            self.fence_now(view.engine_id, str(error), "lost")
+            self.fence(view.engine_id, str(error), "lost")
         elif view.losses >= LOSSES_IN_A_ROW and len(view.losers) >= LOSING_GROUPS:
             lost = f"it lost {view.losses} requests in a row, of {len(view.losers)} groups"
-            self.fence_now(view.engine_id, f"{lost}; the last one: {error}")
+            self.fence(view.engine_id, f"{lost}; the last one: {error}")
 
     def _settle(self, granted: Iterable[Ticket]) -> None:
         """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`give_up`)."""
-        for lease in granted:
-            assert isinstance(lease, Lease), "the pool submits leases"
+        for lease in _leases(granted):
             self._num_leases += 1
             self._idle.clear()
             assert lease.granted is not None, "it waited"
@@ -462,12 +459,11 @@ class EnginePool:
                 lease.granted.set_result(None)
 
     def _fail(self, waiting: Iterable[Ticket], error: Exception) -> None:
-        for ticket in list(waiting):
-            assert isinstance(ticket, Lease), "the pool submits leases"
-            self._settle(self._dispatcher.withdraw(ticket))
-            assert ticket.granted is not None, "it waits"
-            if not ticket.granted.done():
-                ticket.granted.set_exception(error)
+        for lease in _leases(waiting):
+            self._settle(self._dispatcher.withdraw(lease))
+            assert lease.granted is not None, "it waits"
+            if not lease.granted.done():
+                lease.granted.set_exception(error)
 
     def _watch_stall(self, at: float) -> None:
         """Look for stalled leases at a time of the loop's clock, or earlier if that is due already."""
@@ -477,8 +473,7 @@ class EnginePool:
     def _end_stalled(self) -> None:
         """Fail those whose time is up; they wait for a version that no engine has."""
         self._stall = None
-        stalled = [ticket for ticket in self._dispatcher.stalled() if isinstance(ticket, Lease)]
-        now = _now()
+        stalled, now = _leases(self._dispatcher.stalled()), _now()
         # One sum says who is late and when to look again: with two that round differently, a look may find nobody late
         # and ask for another at once, without end.
         deadlines = {lease: lease.heard_at + self.version_timeout_s for lease in stalled}
@@ -495,6 +490,11 @@ class EnginePool:
         return f"no rollout engine is left in service: {self.fenced}"
 
 
+def _leases(tickets: Iterable[Ticket]) -> list[Lease]:
+    """Tickets of the pool's dispatcher, all of which the pool has submitted."""
+    return cast("list[Lease]", list(tickets))
+
+
 def _now() -> float:
     """Seconds, by the clock of the event loop."""
     return asyncio.get_running_loop().time()
@@ -502,9 +502,12 @@ def _now() -> float:
 
 def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int) -> EnginePool:
     """The pool that the configuration describes."""
-    policy = make_policy(config.routing, seed)
-    limit = config.engine.max_num_seqs
-    return EnginePool(engines, limit, seed, policy=policy, version_timeout_s=config.request_timeout_s)
+    return EnginePool(
+        engines,
+        config.engine.max_num_seqs,
+        policy=make_policy(config.routing, seed),
+        version_timeout_s=config.request_timeout_s,
+    )
 
 
 def _too_large(largest: int) -> str:

@@ -105,7 +105,7 @@ class FaultInjector:
                     await self._rejoin(engine)
             else:
                 engine.crash()
-                await self._targets.pool.fence(engine.engine_id, "it died")  # the death of an actor is reported at once
+                self._targets.pool.fence(engine.engine_id, "it died")  # the death of an actor is reported at once
                 await asyncio.sleep(outage_s)
                 await self._rejoin(engine)
             self._sick.discard(engine.engine_id)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import GatherExport
+from penstock.actors.exports import GatherExport, Parcel
 from penstock.actors.publisher import ActorWeightPublisher, attempt
 from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.core import Dataflow, GroupRules
@@ -324,7 +324,7 @@ class WatchedPublisher:
             version = self._world.published
             manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
             for _ in range(PUBLISH_ATTEMPTS):
-                answer = await attempt(cast("RemoteEngine", engine), manifest, None, self._weights.timeout_s)
+                answer = await attempt(cast("RemoteEngine", engine), Parcel(manifest), self._weights.timeout_s)
                 if isinstance(answer, WeightAck):
                     return True
             return False

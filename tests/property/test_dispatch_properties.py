@@ -179,7 +179,7 @@ async def interleave(steps: list[tuple[str, int]]) -> None:
             work = hold if step == "acquire" else hold_gang
             jobs.append(asyncio.create_task(work(pool, ends[-1], choice)))
         elif step == "fence":
-            await pool.fence(EngineId(f"e{choice % 3}"), "planted")
+            pool.fence(EngineId(f"e{choice % 3}"), "planted")
         elif jobs and step == "cancel":
             jobs[choice % len(jobs)].cancel()
         elif jobs and step == "release":

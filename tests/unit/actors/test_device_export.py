@@ -86,7 +86,7 @@ async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_de
     assert opened == {"e0": {0}, "e1": {1}}
     assert [call[0] for call in trainer.calls] == ["open", "open", "write", "write"]
     pool.add(FakeEngine(EngineId("e2"), "GPU-b"))  # type: ignore[arg-type]
-    await pool.fence(EngineId("e0"), "lost")
+    pool.fence(EngineId("e0"), "lost")
     await export.begin(2)
     assert trainer.calls[-2][:2] == ("open", "e2")
     assert trainer.calls[-1] == ("write", 2, ["e1", "e2"])
@@ -101,7 +101,7 @@ async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failur
     await export.begin(0)
     assert pool.fenced == {"e0": str(failure), "e1": "trainer rank 1: no peer access"}
     assert trainer.calls[-1] == ("write", 0, ["e2"])
-    await pool.fence(EngineId("e2"), "lost too")
+    pool.fence(EngineId("e2"), "lost too")
     with pytest.raises(WeightSyncError, match=r"publish v1: no engine is left .*no peer access"):
         await export.begin(1)
 
@@ -129,7 +129,7 @@ async def test_the_only_engine_that_comes_back_has_its_slots_written_at_the_vers
     export, pool = export_to(trainer, WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer))
     publisher = ActorWeightPublisher(pool, WeightsConfig(), export, trainer)  # type: ignore[arg-type]
     await publisher.publish(0)
-    await pool.fence(EngineId("e0"), "lost")
+    pool.fence(EngineId("e0"), "lost")
     back = WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer)
     await publisher.catch_up(back)  # type: ignore[arg-type]
     assert [(view.engine_id, view.version) for view in pool.views()] == [("e0", 0)]

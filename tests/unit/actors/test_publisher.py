@@ -283,7 +283,7 @@ class FailingExport(GatherExport):
 async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is_coming_back() -> None:
     pool = EnginePool([Receiver(EngineId("a")), Receiver(EngineId("b"))], 4)  # type: ignore[list-item]
     pool.when_fenced(lambda _engine_id: True)
-    await pool.fence(EngineId("b"), "it is started again")
+    pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
     export = FailingExport(FakeTrainer(), pool)  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="a process died"):
@@ -321,7 +321,7 @@ async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_b
     engines = [Receiver(EngineId("a")), Receiver(EngineId("b"))]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     pool.when_fenced(lambda _engine_id: True)
-    await pool.fence(EngineId("b"), "it is started again")
+    pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
     export = FailsOnce(FakeTrainer(), pool)  # type: ignore[arg-type]
     publishing = asyncio.create_task(ActorWeightPublisher(pool, config, export).publish(1))

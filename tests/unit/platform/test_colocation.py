@@ -61,7 +61,7 @@ async def turn_of(pool: EnginePool, calls: list[str]) -> list[str]:
 async def test_a_fenced_engine_is_left_alone_and_one_that_joined_takes_its_turn() -> None:
     calls: list[str] = []
     pool = EnginePool([Sleepy("a", calls), Sleepy("b", calls, lost_at="sleep")], 4)  # type: ignore[list-item]
-    await pool.fence(EngineId("b"), "it died")
+    pool.fence(EngineId("b"), "it died")
     pool.add(Sleepy("c", calls))  # type: ignore[arg-type]
     assert await turn_of(pool, calls) == ["a sleep", "c sleep", "step", "a wake", "c wake"]
 

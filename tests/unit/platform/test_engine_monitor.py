@@ -69,7 +69,7 @@ async def test_idle_share_and_preemptions_stay_right_when_an_engine_is_started_a
     assert monitor.idle_share == pytest.approx(1 - (10 + 5) / (10 + 10))
     assert monitor.num_preemptions == 50
 
-    await pool.fence(EngineId("a"), "it died")
+    pool.fence(EngineId("a"), "it died")
     again = Counting("a")
     pool.add(again)
     clock.now += 10.0

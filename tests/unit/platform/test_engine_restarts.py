@@ -85,7 +85,7 @@ async def test_a_lost_engine_has_the_version_in_service_before_it_serves() -> No
     async with service(Receiver(A), Receiver(B), starter=starter) as (publisher, pool):
         for version in (0, 1, 2):
             await publisher.publish(version)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         await until_returned(pool, 1)
         assert pool.fenced == {}
         assert starter.started[0].received == [(2, None)], "the present version, not the next one"
@@ -97,7 +97,7 @@ async def test_requests_and_publishes_wait_for_the_only_engine_to_come_back() ->
     starter = Starter()
     async with service(Receiver(A), starter=starter) as (publisher, pool):
         await publisher.publish(0)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         lease = pool.lease()
         waiting = asyncio.ensure_future(lease.acquire())
         publish = asyncio.ensure_future(publisher.publish(1))
@@ -126,7 +126,7 @@ async def test_an_engine_that_cannot_take_the_version_now_serves_from_the_next_o
     starter.may_start.set()
     async with service(Receiver(A), Receiver(B), starter=starter) as (publisher, pool):
         await publisher.publish(0)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         await until_returned(pool, 1)
         async with pool.lease() as one, pool.lease() as two:
             assert {one.engine.engine_id, two.engine.engine_id} == {B}, "the other one is below the floor"
@@ -152,7 +152,7 @@ async def test_a_version_that_no_engine_has_any_more_is_written_for_the_one_that
         for version in (0, 1):
             await trained(publisher, version)
         await publisher.delivered()
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         async with asyncio.timeout(5), pool.lease() as lease:
             assert (lease.engine, lease.engine.version) == (starter.started[0], 1)
         assert export_of(publisher).written[-1] == (1, [A]), "it was in the pool, where exports look for engines"
@@ -165,7 +165,7 @@ async def test_an_engine_that_refuses_what_was_written_for_it_too_has_failed_its
     starter.may_start.set()
     async with service(Receiver(A), starter=starter, most=2) as (publisher, pool):
         await publisher.publish(0)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
             await asyncio.wait_for(pool.lease().acquire(), 5)
         assert starter.calls == 2, "each restart counted once"
@@ -180,7 +180,7 @@ async def test_while_a_step_is_under_way_the_version_before_it_is_not_written_ag
         await trained(publisher, 0)
         trainer = export_of(publisher).trainer
         async with trainer.step_lock:
-            await pool.fence(A, "planted")
+            pool.fence(A, "planted")
             await until_returned(pool, 1)
             trainer.version = 1
         await publisher.publish(1)
@@ -194,7 +194,7 @@ async def test_once_a_step_is_over_its_version_is_the_next_to_be_written() -> No
     async with service(Receiver(A), starter=starter) as (publisher, pool):
         await trained(publisher, 0)
         export_of(publisher).trainer.version = 1
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         await until_returned(pool, 1)
         assert [version for version, _ in export_of(publisher).written] == [0]
 
@@ -208,7 +208,7 @@ async def test_whatever_a_restart_fails_with_requests_and_publishes_that_wait_he
     starter = Starter(failures=9, error=error)
     async with service(Receiver(A), starter=starter) as (publisher, pool):
         await publisher.publish(0)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         lease = asyncio.ensure_future(pool.lease().acquire())
         publish = asyncio.ensure_future(publisher.publish(1))
         starter.may_start.set()
@@ -225,7 +225,7 @@ async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, cap
     starter = Starter(failures=failures)
     async with service(Receiver(A), starter=starter, most=2) as (publisher, pool):
         await publisher.publish(0)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         waiting = asyncio.ensure_future(pool.lease().acquire())
         await asyncio.sleep(0)
         starter.may_start.set()
@@ -237,7 +237,7 @@ async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, cap
                 await asyncio.wait_for(waiting, 5)
             assert "restart 2 of 2 failed: planted: not up in time" in caplog.text
         assert starter.calls == 2
-        await pool.fence(A, "again")
+        pool.fence(A, "again")
         assert pool.num_returning == 0, "it has had its restarts"
 
 
@@ -245,6 +245,6 @@ async def test_without_restarts_a_lost_engine_stays_lost() -> None:
     starter = Starter()
     async with service(Receiver(A), Receiver(B), starter=starter, most=0) as (publisher, pool):
         await publisher.publish(0)
-        await pool.fence(A, "planted")
+        pool.fence(A, "planted")
         assert (pool.num_returning, starter.calls) == (0, 0)
         assert len((await publisher.publish(1)).acks) == 1

@@ -125,7 +125,7 @@ async def test_when_the_only_engine_is_stuck_the_run_ends_and_says_why() -> None
 async def test_losing_every_engine_fails_groups_instead_of_hanging() -> None:
     engine = FakeEngine()
     pool = EnginePool([engine], 4)
-    await pool.fence(engine.engine_id, "planted")
+    pool.fence(engine.engine_id, "planted")
     runner = TrajectoryRunner(pool, CODEC, 1.0)
     with pytest.raises(Exception, match="no rollout engine is left in service"):
         await runner.run(GroupTask(next(tasks()), "0"), 0, SamplingParams(4))

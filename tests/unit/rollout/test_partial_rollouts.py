@@ -105,7 +105,7 @@ async def test_fencing_an_engine_moves_its_trajectories_at_once() -> None:
     running = [asyncio.create_task(run(runner)) for _ in range(3)]
     await until(lambda: hanging.running == 3)
     runner.pool.resume(EngineId("good"))
-    await runner.pool.fence(EngineId("hanging"), "planted")
+    runner.pool.fence(EngineId("hanging"), "planted")
     assert all(same(trajectory, whole) for trajectory in await asyncio.gather(*running))
     assert runner.stats.interruptions == {"fenced": 3}
 

@@ -250,7 +250,7 @@ async def test_members_lease_from_their_gang_and_a_lower_limit_does_not_block_it
             assert one.engine is two.engine is gang.engine
             (view,) = [view for view in pool.views() if view.engine is gang.engine]
             assert (view.in_use, view.outstanding_tokens) == (4, 10)
-        await pool.fence(gang.engine.engine_id, "planted")
+        pool.fence(gang.engine.engine_id, "planted")
         async with gang.lease(tokens=5) as elsewhere:
             assert elsewhere.engine is not gang.engine
     await asyncio.wait_for(pool.idle(), 1)
@@ -275,7 +275,7 @@ async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
     async with pool.lease():
         waiting = asyncio.create_task(hold(pool))
         await asyncio.sleep(0)
-        await pool.fence(EngineId("a"), "planted")
+        pool.fence(EngineId("a"), "planted")
         with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
             await waiting
         pool.add(FakeEngine(EngineId("a")))
