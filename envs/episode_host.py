@@ -55,6 +55,9 @@ class _Worker:
     Attributes:
         episodes: Open ones.
         stuck: Episodes that did not answer in time, and have not closed since.
+        end: How it ended, if it has.
+        starting: Loads the environments. Raises ConfigError if they do not load, OSError if the machine cannot start
+            the process now; either is its end.
     """
 
     def __init__(self, spec: ChildSpec, startup_timeout_s: float) -> None:
@@ -62,24 +65,12 @@ class _Worker:
         self.episodes: set[int] = set()
         self.stuck: set[int] = set()
         self.end: str | None = None
-        self._startup_timeout_s = startup_timeout_s
+        self.starting = asyncio.create_task(self._start(startup_timeout_s))
         self._calls: dict[int, asyncio.Future[EpisodeReply]] = {}
-        self._starting: asyncio.Task[None] | None = None
 
-    async def ready(self) -> None:
-        """Wait until it has loaded the environments; one that fails to is at its end.
-
-        Raises:
-            ConfigError: If they do not load.
-            OSError: If the machine cannot start the process now.
-        """
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-        await asyncio.shield(self._starting)
-
-    async def _start(self) -> None:
+    async def _start(self, timeout_s: float) -> None:
         try:
-            await self.process.start(self._startup_timeout_s)
+            await self.process.start(timeout_s)
         except Exception:
             self.end = "did not start"
             self.process.kill()
@@ -101,8 +92,7 @@ class _Worker:
     def kill(self) -> None:
         if self.end is None:
             self.end = "was ended"
-            if self._starting is not None:
-                self._starting.cancel()
+            self.starting.cancel()
             self.process.kill()
             self._fail_calls()
 
@@ -213,7 +203,7 @@ class EpisodeHost:
     async def _ready(self, worker: _Worker) -> None:
         """Environments that have loaded before are not to blame if they do not now: that costs an episode, no run."""
         try:
-            await worker.ready()
+            await asyncio.shield(worker.starting)
         except ConfigError as error:
             if not self._has_loaded:
                 raise

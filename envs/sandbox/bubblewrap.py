@@ -51,8 +51,10 @@ _GPUS = ("nvidia*", "dri", "kfd")
 _SHARED_MEMORY_BYTES = 64 << 20
 _OTHERS = ("/", "/home", "/root", "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108
 _MODULES = (".py", ".so")
-_HIDDEN_MEMORY = ("memfd_create", "shmget", "msgget")
 _MEMFD_SECRET = 447  # the same on every architecture; libseccomp before 2.5.3 does not know its name
+# Calls that fail as if the kernel had none: memory that no process shows, and clone3, of which no filter can see the
+# flags: libc then uses clone.
+_ABSENT_CALLS = ("memfd_create", _MEMFD_SECRET, "shmget", "msgget", "clone3")
 _CLONE_NEWUSER = 0x10000000
 _BYTES_PER_STEP = 8
 _TRIAL_TIMEOUT_S = 60.0
@@ -98,11 +100,7 @@ def syscall_filter() -> bytes:
     absent, refused = pyseccomp.ERRNO(errno.ENOSYS), pyseccomp.ERRNO(errno.EPERM)
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
     rules.set_attr(pyseccomp.Attr.ACT_BADARCH, absent)
-    for call in (
-        *_HIDDEN_MEMORY,
-        _MEMFD_SECRET,
-        "clone3",
-    ):  # of clone3 no filter can see the flags; libc then uses clone
+    for call in _ABSENT_CALLS:
         rules.add_rule(absent, call)
     for call in ("clone", "unshare"):
         rules.add_rule(refused, call, pyseccomp.Arg(0, pyseccomp.MASKED_EQ, _CLONE_NEWUSER, _CLONE_NEWUSER))

@@ -275,7 +275,10 @@ async def survives(trap: Trap) -> bool:
     """Is a process still alive that a program left behind? The dead need a moment; one look may miss a birth."""
     num_empty_looks = 0
     for _ in range(_MAX_LOOKS):
-        seen = any(trap.nap_s.encode() in line.split(b"\0")[:2] for line in _command_lines())
+        seen = False
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                seen |= trap.nap_s.encode() in path.read_bytes().split(b"\0")[:2]
         num_empty_looks = 0 if seen else num_empty_looks + 1
         if num_empty_looks == _EMPTY_LOOKS:
             return False
@@ -309,9 +312,3 @@ def lay_trap() -> Iterator[Trap]:
 def _is_bounded(result: SandboxResult) -> bool:
     """A byte that is no UTF-8 becomes a character of three."""
     return max(len(result.stdout.encode()), len(result.stderr.encode())) <= 3 * SMALL_LIMITS.max_output_kib << 10
-
-
-def _command_lines() -> Iterator[bytes]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            yield path.read_bytes()

@@ -64,12 +64,14 @@ class Isolation:
     """What the host allows.
 
     Attributes:
-        is_isolated: Programs run in namespaces of their own.
-        problem: Why not, else empty.
+        problem: Why programs do not run in namespaces of their own; empty if they do.
     """
 
-    is_isolated: bool
-    problem: str
+    problem: str = ""
+
+    @property
+    def is_isolated(self) -> bool:
+        return not self.problem
 
     def __str__(self) -> str:
         return "namespaces" if self.is_isolated else f"none ({self.problem})"
@@ -244,15 +246,13 @@ def try_isolation(config: SandboxConfig) -> Isolation:
     """Start a jail, to see what the host allows."""
     try:
         jail = Jail(config, config.limits.max_disk_mib, isolate=True)
+        try:
+            jail.wait_until_ready()
+        finally:
+            jail.end()
     except OSError as error:
-        return Isolation(is_isolated=False, problem=str(error))
-    try:
-        jail.wait_until_ready()
-    except OSError as error:
-        return Isolation(is_isolated=False, problem=str(error))
-    finally:
-        jail.end()
-    return Isolation(is_isolated=True, problem="")
+        return Isolation(str(error) or repr(error))
+    return Isolation()
 
 
 def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
@@ -308,9 +308,7 @@ class LocalSandbox:
         if self._is_closed:
             raise SandboxUnavailableError("sandbox: it has been closed")
         if self._isolation is None:
-            found = Isolation(is_isolated=False, problem="it was not asked for")
-            if self._isolate:
-                found = try_isolation(self._config)
+            found = try_isolation(self._config) if self._isolate else Isolation("it was not asked for")
             judge_isolation(found, self._config)
             self._isolation = found
         return self._isolation

@@ -136,6 +136,13 @@ async def test_programs_of_one_answer_run_in_turn_and_the_first_that_hits_a_limi
     assert [result.outcome for result in results] == ["exited", "exited", "wall_clock"]
 
 
+async def test_programs_of_one_answer_have_modules_of_their_own_though_they_are_imported_once(sandbox: Sandbox) -> None:
+    draws = "import math, random; print(math.pi, random.random()); math.pi = 3; random.seed = random.random = None"
+    results = await sandbox.run_in_turn([Program(draws)] * 3, LIMITS)
+    assert {result.stdout.split()[0] for result in results} == {"3.141592653589793"}
+    assert len({result.stdout.split()[1] for result in results}) == 3
+
+
 @needs_isolation
 async def test_each_answer_has_a_jail_of_its_own_which_is_started_ahead() -> None:
     sandbox = LocalSandbox(CONFIG)
@@ -309,7 +316,7 @@ async def test_without_isolation_untrusted_code_is_refused_unless_allowed(caplog
     assert [record.message for record in caplog.records if "no isolation" in record.message] == [
         "sandbox: this host allows no isolation (it was not asked for): programs run with limits only."
     ]
-    judge_isolation(Isolation(is_isolated=True, problem=""), SandboxConfig())
+    judge_isolation(Isolation(), SandboxConfig())
 
 
 def test_the_bwrap_of_the_system_is_used_if_it_is_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

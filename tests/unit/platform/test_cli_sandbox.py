@@ -26,7 +26,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "sandbox.md"
 
 @pytest.mark.parametrize("isolate", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_check_says_which_isolation_it_found_and_what_it_contains(isolate: bool, tmp_path: Path) -> None:
-    isolation = try_isolation(SandboxConfig()) if isolate else Isolation(is_isolated=False, problem="it was not asked")
+    isolation = try_isolation(SandboxConfig()) if isolate else Isolation("it was not asked")
     with (tmp_path / "said.txt").open("w+") as file:
         exit_code = run_sandbox_check(isolate=isolate, console=Console(file=file, width=200))
         file.seek(0)
