@@ -21,7 +21,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.keeper import how_it_ended
-from penstock.envs.missing_rights import jailed_variable
+from penstock.envs.missing_rights import JAILED_VARIABLE
 from penstock.envs.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
 from penstock.envs.rights import Grants, environment_for, grants_of_reward
@@ -166,7 +166,8 @@ class ChildProcess:
         jail: list[str] = []
         if grants is not None:
             jail = user_code_arguments(grants.read, self._temporary, has_network=grants.network)
-            environment |= {"TMPDIR": TMP, **jailed_variable(self._spec.section, has_network=grants.network)}
+            section = f"{self._spec.section} network" if grants.network else self._spec.section
+            environment |= {"TMPDIR": TMP, JAILED_VARIABLE: section}
         settings = {
             "module": self._spec.module,
             "serve": [str(connection.fileno()), *self._spec.arguments],

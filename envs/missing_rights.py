@@ -34,11 +34,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def jailed_variable(section: str, *, has_network: bool) -> dict[str, str]:
-    """The variable, for the environment."""
-    return {JAILED_VARIABLE: f"{section} network" if has_network else section}
-
-
 def _explain(error: BaseException, section: str, *, has_network: bool) -> str:
     if isinstance(error, KeyError) and _comes_from_environment(error.__traceback__):
         return f"variables of the environment need {section}.isolation.variables=[{str(error.args[0])[:60]}]"
