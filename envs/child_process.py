@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.config import RewardConfig
+from penstock.envs.config import IsolationConfig, RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.keeper import how_it_ended
 from penstock.envs.missing_rights import JAILED_VARIABLE
 from penstock.envs.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
-from penstock.envs.rights import Grants, environment_for, grants_of_reward
+from penstock.envs.rights import environment_for, grants_of_reward
 from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 
@@ -58,7 +58,7 @@ class ChildSpec:
     arguments: Sequence[str]
     max_memory_gib: float | None
     max_processes: int
-    grants: Grants | None
+    grants: IsolationConfig | None
     is_hello: Callable[[object], bool]
     is_reply: Callable[[object], bool]
 

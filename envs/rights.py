@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.envs.config import EnvConfig, IsolationConfig, RewardConfig
@@ -26,27 +25,12 @@ _BEGINNINGS = (
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-@dataclass(frozen=True, slots=True)
-class Grants:
-    """What jailed code may have.
-
-    Attributes:
-        network: The host's.
-        variables: Of the environment, beside the harmless ones.
-        read: Paths, absolute.
-    """
-
-    network: bool = False
-    variables: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
-
-
-def grants_of_reward(reward: RewardConfig) -> Grants | None:
-    """None: it is not jailed."""
+def grants_of_reward(reward: RewardConfig) -> IsolationConfig | None:
+    """What its jail gives, with what its arguments name, and with absolute paths; None: it is not jailed."""
     return _grants(reward.isolation, [reward.args, *(part.args for part in reward.parts.values())])
 
 
-def grants_of_episodes(env: EnvConfig) -> Grants | None:
+def grants_of_episodes(env: EnvConfig) -> IsolationConfig | None:
     """The same of an environment with all its streams, which share processes.
 
     Raises:
@@ -55,12 +39,12 @@ def grants_of_episodes(env: EnvConfig) -> Grants | None:
     return _grants(env.episode.isolation, [one.args for one in stream_factories(env).values()])
 
 
-def _grants(isolation: IsolationConfig | None, args: Iterable[Mapping[str, Any]]) -> Grants | None:
+def _grants(isolation: IsolationConfig | None, args: Iterable[Mapping[str, Any]]) -> IsolationConfig | None:
     if isolation is None:
         return None
     named = [os.path.expanduser(path) for path in isolation.read]  # noqa: PTH111
     named += [path for one in args for path in _paths_in(one)]
-    return Grants(isolation.network, isolation.variables, tuple(dict.fromkeys(map(os.path.abspath, named))))
+    return isolation.model_copy(update={"read": tuple(dict.fromkeys(map(os.path.abspath, named)))})
 
 
 def _paths_in(value: object) -> Iterator[str]:
@@ -74,7 +58,7 @@ def _paths_in(value: object) -> Iterator[str]:
         yield value
 
 
-def environment_for(grants: Grants | None) -> dict[str, str]:
+def environment_for(grants: IsolationConfig | None) -> dict[str, str]:
     """The environment of a process with user code."""
     if grants is None:
         return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_USER_CODE}

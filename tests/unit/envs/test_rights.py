@@ -16,7 +16,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig, RewardPartConfig, StreamConfig
-from penstock.envs.rights import Grants, environment_for, grants_of_episodes, grants_of_reward
+from penstock.envs.rights import environment_for, grants_of_episodes, grants_of_reward
 from penstock.envs.sandbox import bubblewrap
 from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
 from penstock.envs.scoring import RewardRunner
@@ -117,19 +117,19 @@ def failure(result: object) -> str:
 
 def test_who_is_jailed_has_what_is_granted_and_what_arguments_name() -> None:
     assert grants_of_reward(RewardConfig(fn=THEIRS)) is None
-    assert grants_of_reward(RewardConfig(fn=THEIRS, isolation=STRICT)) == Grants()
+    assert grants_of_reward(RewardConfig(fn=THEIRS, isolation=STRICT)) == IsolationConfig()
     isolation = IsolationConfig(network=True, variables=("MY_KEY",), read=("~/data",))
-    expected = Grants(network=True, variables=("MY_KEY",), read=(str(Path.home() / "data"),))
+    expected = IsolationConfig(network=True, variables=("MY_KEY",), read=(str(Path.home() / "data"),))
     assert grants_of_reward(RewardConfig(fn=THEIRS, isolation=isolation)) == expected
     parts = {"a": RewardPartConfig(fn=THEIRS, args={"rows": "/usr/share"}), "b": RewardPartConfig(fn=THEIRS)}
-    assert grants_of_reward(RewardConfig(parts=parts, isolation=STRICT)) == Grants(read=("/usr/share",))
+    assert grants_of_reward(RewardConfig(parts=parts, isolation=STRICT)) == IsolationConfig(read=("/usr/share",))
 
 
 def test_environments_share_processes_and_so_what_the_arguments_of_one_name() -> None:
     streams = {"a": StreamConfig(factory="my_env:Echo", args={"rows": "/usr/share"})}
     assert grants_of_episodes(EnvConfig(factory="arithmetic", streams=streams)) is None
     strict = EpisodeConfig(isolation=STRICT)
-    assert grants_of_episodes(EnvConfig(factory="arithmetic", streams=streams, episode=strict)) == Grants(
+    assert grants_of_episodes(EnvConfig(factory="arithmetic", streams=streams, episode=strict)) == IsolationConfig(
         read=("/usr/share",)
     )
 
@@ -137,7 +137,7 @@ def test_environments_share_processes_and_so_what_the_arguments_of_one_name() ->
 def test_what_arguments_name_may_be_read(tmp_path: Path) -> None:
     args = {"model": str(tmp_path), "more": [{"rows": str(tmp_path / "none")}], "text": "x\0y", "here": "."}
     grants = grants_of_reward(RewardConfig(fn=THEIRS, args=args, isolation=STRICT))
-    assert grants == Grants(read=(str(tmp_path),))
+    assert grants == IsolationConfig(read=(str(tmp_path),))
 
 
 def test_of_the_environment_harmless_names_and_those_granted_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_of_the_environment_harmless_names_and_those_granted_are_left(monkeypatc
     kept_back = {"OPENAI_API_KEY": "x", "CUDA_TOKEN": "x", "PENSTOCK_PASSWORD": "x", "WANDB_API_KEY": "x", "MINE": "1"}
     for name, value in {**given, **kept_back}.items():
         monkeypatch.setenv(name, value)
-    found = environment_for(Grants(variables=("MINE",)))
+    found = environment_for(IsolationConfig(variables=("MINE",)))
     assert given.items() <= found.items()
     assert {name for name in kept_back if name in found} == {"MINE"}
     assert {name for name in kept_back if name not in environment_for(None)} == {"WANDB_API_KEY"}
