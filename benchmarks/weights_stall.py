@@ -30,7 +30,7 @@ from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import PartialSum
 from penstock.weights.copies import copy_environment
 from penstock.weights.planner.plan import BUCKET_BYTES
-from penstock.weights.staging import Staging
+from penstock.weights.staging import stage
 from penstock.weights.streaming import Pieces
 from penstock.weights.transport.crossing import Announced, Arrival, Crossing, End, Sender
 from penstock.weights.transport.group import serve_store
@@ -70,14 +70,12 @@ class StreamingEngine(EngineProcess):
 
     def stage_from_slot(self, manifest: Any) -> None:
         """Of its own."""
-        self._staging = Staging(manifest, self._rank, CPU, BaseWeights(self._rank), self._live, self._slot)
-        self._staging.take()
+        self._staged = stage(manifest, self._rank, CPU, BaseWeights(self._rank), self._live, self._slot)
 
     def stage_pieces(self, manifest: Any) -> int:
         """Compare, to be streamed; extra memory in bytes."""
         base = BaseWeights(self._rank)
-        self._staging = Staging(manifest, self._rank, CPU, base, self._live, None, BUCKET_BYTES)
-        self._pieces = self._staging.take()
+        self._pieces = stage(manifest, self._rank, CPU, base, self._live, None, BUCKET_BYTES).values
         assert isinstance(self._pieces, Pieces)
         return self._pieces.extra_bytes
 

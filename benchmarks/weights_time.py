@@ -36,7 +36,7 @@ from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, vo
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelShape
-from penstock.weights.staging import Staging
+from penstock.weights.staging import stage
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
 
@@ -127,13 +127,14 @@ class EngineProcess:
 
     def stage(self, manifest: Any) -> float:
         """Seconds that mapping and checking the shard takes."""
-        self._staging = Staging(manifest, self._rank, torch.device("cpu"), BaseWeights(self._rank), self._live, None)
-        self._staging.take()
-        return self._staging.seconds
+        started = time.perf_counter()
+        self._staged = stage(manifest, self._rank, torch.device("cpu"), BaseWeights(self._rank), self._live, None)
+        return time.perf_counter() - started
 
     def swap(self) -> float:
         """Seconds that copying the shard into the live parameters takes."""
-        shard = self._staging.take()
+        shard = self._staged.values
+        assert isinstance(shard, dict)
         started = time.perf_counter()
         assert isinstance(shard, dict)
         for name, values in shard.items():

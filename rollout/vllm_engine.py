@@ -43,7 +43,7 @@ from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.vllm_layout import joined
-from penstock.rollout.vllm_worker import BACKEND, decode_entries, encode
+from penstock.rollout.vllm_worker import BACKEND
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DTYPE_BYTES, DType
@@ -196,31 +196,31 @@ class VllmEngine:
         async with self._updating:
             if self._ack is not None and manifest.version == self.version:
                 return self._ack
-            update = encode(manifest)
             started = time.monotonic()
-            entries = await self._stage(manifest, update)
+            entries = await self._stage(manifest)
             staged = time.monotonic()
-            checksum = await self._swap(replace(manifest, entries=entries), update)
+            checksum = await self._swap(replace(manifest, entries=entries))
             stall_s = time.monotonic() - staged
             self._ack = WeightAck(self.engine_id, manifest.version, checksum, staged - started, stall_s)
             return self._ack
 
-    async def _stage(self, manifest: WeightManifest, update: dict[str, Any]) -> tuple[TensorEntry, ...]:
+    async def _stage(self, manifest: WeightManifest) -> tuple[TensorEntry, ...]:
         """Let workers fetch and check their part while requests go on; returns what their parameters must be.
 
         Raises:
             WeightSyncError: If the engine cannot take it, or what arrived is not what was sent.
         """
-        refusals = await self._open().collective_rpc("penstock_stage", args=(update, self._spec.bucket_bytes))
+        arguments = pickle.dumps(manifest), self._spec.bucket_bytes
+        refusals = await self._open().collective_rpc("penstock_stage", args=arguments)
         if any(refusals):
             why = next(filter(None, refusals))
             raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {why}")
         if manifest.location == ON_THE_WAY:
             return manifest.entries
-        answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged", manifest.version)
-        return tuple(entry for _, _, rows in answers for entry in decode_entries(rows))
+        answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged")
+        return tuple(entry for *_, told in answers for entry in pickle.loads(told))  # noqa: S301 - from our own workers
 
-    async def _until_done(self, what: str, method: str, *arguments: Any) -> list[Any]:
+    async def _until_done(self, what: str, method: str) -> list[Any]:
         """Answers of all workers, once each has ended what it does beside decoding.
 
         They are asked again and again, because a call that waits in them would hold up decoding.
@@ -230,7 +230,7 @@ class VllmEngine:
         """
         started = time.monotonic()
         while True:
-            answers = await self._open().collective_rpc(method, args=arguments)
+            answers = await self._open().collective_rpc(method)
             if wrong := [error for _, error, *_ in answers if error]:
                 raise WeightSyncError(f"{self.engine_id}: {wrong[0]}")
             if all(is_done for is_done, *_ in answers):
@@ -241,19 +241,20 @@ class VllmEngine:
                 raise WeightSyncError(f"{what}: rank {late} of {self.engine_id} has not ended it after {limit}.")
             await asyncio.sleep(POLL_S)
 
-    async def _swap(self, manifest: WeightManifest, update: dict[str, Any]) -> int:
+    async def _swap(self, manifest: WeightManifest) -> int:
         """Freeze, take the new weights, read them back, resume; returns their checksum."""
         llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
         self.version, self._ack = UNPUBLISHED, None  # what fails from here on leaves it paused
         if manifest.location == ON_THE_WAY:
-            sums = [(bucket, rank, buffer, f"{checksum:x}") for bucket, rank, buffer, checksum in manifest.bucket_sums]
-            await llm.collective_rpc("penstock_stream", args=(manifest.version, sums))
+            await llm.collective_rpc("penstock_stream")
             await self._until_done(f"publish v{manifest.version}: streaming", "penstock_beside")
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-        answers = await llm.collective_rpc("penstock_live_checksums", args=(update,))
-        live = {(rank, name): int(value, 16) for rows, _ in answers for rank, name, value in rows}
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": manifest.version}))
+        answers = await llm.collective_rpc("penstock_live_checksums")
+        live: dict[tuple[int, str], int] = {}
+        for told, _ in answers:
+            live |= pickle.loads(told)  # noqa: S301 - from our own workers
         await llm.finish_weight_update(weight_version=str(manifest.version))  # also of a bad one: another may follow
         if wrong := [words for _, words in answers if words]:
             raise WeightSyncError(f"publish v{manifest.version}: {self.engine_id}: {wrong[0]}")

@@ -32,7 +32,6 @@ class LiveTensors:
 
     def __init__(self, model: torch.nn.Module, manifest: WeightManifest) -> None:
         self._parameters = dict(model.named_parameters())
-        self._is_sharded = manifest.num_shards > 0
         self._rows = {entry.name: entry.shape[0] for entry in manifest.entries if entry.shape}
         packed = cast("Mapping[str, Sequence[str]]", getattr(model, "packed_modules_mapping", {}))
         self._fused = {part: (fused, parts) for fused, parts in packed.items() for part in parts}
@@ -79,7 +78,7 @@ class LiveTensors:
         """Of the live tensor; of a square one as it was sent, if the loader has transposed it."""
         parameter, start, stop = self._places[entry.name]
         held = self._parameters[parameter]
-        if self._is_sharded or not held.ndim:
+        if not held.ndim:
             return tensor_checksum(held)
         rows = held[start:stop]
         checksum = tensor_checksum(rows)
@@ -90,8 +89,6 @@ class LiveTensors:
 
     def _place(self, entry: TensorEntry) -> tuple[str, int, int] | None:
         """Parameter and range of its rows."""
-        if self._is_sharded:
-            return (entry.name, 0, 0) if entry.name in self._parameters else None
         rows = self._rows.get(entry.name, 0)
         for name in (entry.name, "model.embed_tokens.weight" if entry.name == "lm_head.weight" else ""):
             if name in self._parameters:

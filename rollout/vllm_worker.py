@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,33 +22,64 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.dataflow.ports import AdaptedBox, AdapterManifest, BucketSum, TensorEntry, WeightManifest
+from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.vllm_layout import check_live, form_of, trace_rank
 from penstock.rollout.vllm_live import LiveTensors
 from penstock.weights.adapters import BaseWeights
+from penstock.weights.beside import Beside
+from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import DType
-from penstock.weights.staging import Staging
+from penstock.weights.staging import Staged, stage
 from penstock.weights.streaming import ON_THE_WAY, Pieces
-from penstock.weights.transport.crossing import Arrival, Beside, Crossing
+from penstock.weights.transport.crossing import Arrival, Crossing
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
 from penstock.weights.transport.shared_memory import read_version
 
 BACKEND = "penstock_shared_memory"
-EntryRow = tuple[str, str, list[int], str, int]
 
-_staging: dict[int, Staging] = {}
-"""The version that this worker is about to take."""
-_base: WeakKeyDictionary[torch.nn.Module, BaseWeights] = WeakKeyDictionary()
-"""What a model was loaded with, where versions come as adapters."""
-_slot: WeakKeyDictionary[torch.nn.Module, DeviceSlot] = WeakKeyDictionary()
-"""Where a model's versions are written, or arrive, if that is in device memory."""
-_broken: dict[int, str] = {}
-"""Why a version has come into this worker's parameters in part only."""
-_arrival: WeakKeyDictionary[torch.nn.Module, tuple[Arrival, Beside]] = WeakKeyDictionary()
-"""Where they arrive from other nodes, and what runs for that."""
+
+@dataclass(eq=False)
+class Update:
+    """A version that this worker is about to take.
+
+    Attributes:
+        staging: What fetches it, beside decoding.
+        staged: What that has fetched.
+        broken: Why it has come into the parameters in part only.
+    """
+
+    manifest: WeightManifest
+    staging: Beside = field(default_factory=Beside)
+    staged: Staged | None = None
+    broken: str = ""
+
+
+@dataclass(eq=False)
+class ModelState:
+    """What this worker keeps of the versions of its model, from call to call.
+
+    Attributes:
+        base: What the model was loaded with, where versions come as adapters.
+        arrival: Where versions arrive from other processes.
+        crossing: What runs for that, beside decoding.
+        has_joined: It has begun to meet them.
+        slot: Where versions are written, or arrive, if that is in device memory.
+        update: The newest.
+    """
+
+    base: BaseWeights
+    arrival: Arrival
+    crossing: Beside = field(default_factory=Beside)
+    has_joined: bool = False
+    slot: DeviceSlot | None = None
+    update: Update | None = None
+
+
+_states: WeakKeyDictionary[torch.nn.Module, ModelState] = WeakKeyDictionary()
+"""vLLM makes our transfer engine and our extension of its worker apart; the model is what they share."""
 
 
 def _keep_live_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001, FBT001 - vLLM's signature
@@ -66,14 +97,9 @@ class SharedMemoryInit(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """One whole version."""
+    """The version that `penstock_stage` was called with."""
 
     version: int
-    location: str
-    entries: list[EntryRow]
-    num_shards: int
-    adapter_entries: list[EntryRow] = field(default_factory=list)
-    adapter_boxes: list[Any] = field(default_factory=list)
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
@@ -91,20 +117,26 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         pass
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        manifest = decode(update_info)
-        _broken.clear()
-        if manifest.location == ON_THE_WAY:
+        update = _states[self.model].update
+        assert update is not None, "penstock_stage comes first"
+        assert update.manifest.version == update_info.version, f"{update.manifest.version} was staged"
+        if update.manifest.location == ON_THE_WAY:
             return  # it has arrived in the parameters themselves (penstock_stream)
-        staged = _staging.pop(manifest.version).take()
-        if isinstance(staged, Pieces):
+        assert update.staged is not None, "penstock_staged says when"
+        values = update.staged.values
+        if isinstance(values, Pieces):
             try:
-                staged.apply(flat_parameters(self.model))
+                values.apply(flat_parameters(self.model))
             except WeightSyncError as error:  # an error out of here would leave answers of other workers unread
-                _broken[manifest.version] = str(error)
-        elif manifest.num_shards:
-            swap_shard(self.model, staged)
+                update.broken = str(error)
+        elif update.manifest.num_shards:
+            with torch.no_grad():
+                live = flat_parameters(self.model)
+                for name, shard in values.items():
+                    copy_values(live[name], shard)
         else:
-            self.model.load_weights(iter(staged.items()))
+            self.model.load_weights(iter(values.items()))
+        update.staged = None
 
     def finish_weight_update(self) -> None:
         pass
@@ -114,41 +146,6 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
-
-
-def encode(manifest: WeightManifest) -> dict[str, Any]:
-    """A manifest in types that survive vLLM's message packing; checksums as hex, since they use all 64 bits."""
-    adapters = manifest.adapters
-    return {
-        "version": manifest.version,
-        "location": manifest.location,
-        "entries": _rows(manifest.entries),
-        "num_shards": manifest.num_shards,
-        "adapter_entries": _rows(adapters.entries) if adapters else [],
-        "adapter_boxes": [tuple(box) for box in adapters.boxes] if adapters else [],
-    }
-
-
-def _rows(entries: Sequence[TensorEntry]) -> list[EntryRow]:
-    return [(entry.name, entry.dtype, list(entry.shape), f"{entry.checksum:x}", entry.rank) for entry in entries]
-
-
-def decode(update: SharedMemoryUpdate) -> WeightManifest:
-    """Inverse of `encode`; sizes and checksums over all entries stay with the engine."""
-    adapters = None
-    if update.adapter_boxes:
-        boxes = tuple(AdaptedBox(*row) for row in update.adapter_boxes)
-        adapters = AdapterManifest(decode_entries(update.adapter_entries), boxes)
-    return WeightManifest(
-        update.version, update.location, decode_entries(update.entries), 0, 0, update.num_shards, adapters
-    )
-
-
-def decode_entries(rows: Sequence[EntryRow]) -> tuple[TensorEntry, ...]:
-    """Inverse of `_rows`."""
-    return tuple(
-        TensorEntry(name, dtype, tuple(shape), int(checksum, 16), rank) for name, dtype, shape, checksum, rank in rows
-    )
 
 
 def what_is_wrong(model: torch.nn.Module, manifest: WeightManifest, rank: int) -> str:
@@ -176,14 +173,6 @@ def _words(held: tuple[int, torch.dtype] | None) -> str:
     return "absent" if held is None else f"{held[0]} elements of {held[1]}"
 
 
-@torch.no_grad()
-def swap_shard(model: torch.nn.Module, shard: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's shard into the live parameters."""
-    live = flat_parameters(model)
-    for name, values in shard.items():
-        copy_values(live[name], values)
-
-
 def flat_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Name -> live parameter, flat."""
     return {name: parameter.detach().view(-1) for name, parameter in model.named_parameters()}
@@ -206,6 +195,15 @@ class WorkerExtension:
             return rank, str(refusal), b""
         return rank, "", pickle.dumps(traced)
 
+    @property
+    def penstock_state(self) -> ModelState:
+        """Of this worker's model."""
+        model = self.model_runner.get_model()
+        if model not in _states:
+            rank = get_tensor_model_parallel_rank()
+            _states[model] = ModelState(BaseWeights(rank), Arrival(rank, self.device))
+        return _states[model]
+
     def penstock_make_slot(
         self, buffers: Sequence[Mapping[str, int]], dtype: DType, num_writers: int
     ) -> tuple[int, str, list[tuple[str, bytes, int]]]:
@@ -213,82 +211,94 @@ class WorkerExtension:
 
         It is none of the memory that vLLM gives back when it sleeps: that is what is loaded and cached, in a pool.
         """
-        model, rank = self.model_runner.get_model(), get_tensor_model_parallel_rank()
+        state, rank = self.penstock_state, get_tensor_model_parallel_rank()
         try:
-            _slot[model] = slot_for(_slot.get(model), buffers[rank], TORCH_DTYPES[dtype], self.device)
+            state.slot = slot_for(state.slot, buffers[rank], TORCH_DTYPES[dtype], self.device)
         except WeightSyncError as refusal:
             return rank, str(refusal), []
-        handles = _slot[model].handles(num_writers)
+        handles = state.slot.handles(num_writers)
         return rank, "", [(handle.device, handle.rebuild, handle.checksum) for handle in handles]
 
     def penstock_join(self, crossing: bytes, replica: int) -> None:
         """Begin to meet everyone of a crossing (pickled), beside decoding."""
-        model, rank = self.model_runner.get_model(), get_tensor_model_parallel_rank()
-        if model not in _arrival:
-            _arrival[model] = Arrival(rank, self.device), Beside()
-        arrival, beside = _arrival[model]
+        state = self.penstock_state
+        state.has_joined = True
 
         def join() -> None:
             met: Crossing = pickle.loads(crossing)  # noqa: S301 - from the driver of this run
-            slot = arrival.join(met, replica, _slot.get(model))
-            if slot is not None:
-                _slot[model] = slot
+            state.slot = state.arrival.join(met, replica, state.slot) or state.slot
 
-        beside.begin(f"rank {rank} joins", join)
+        state.crossing.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
 
     def penstock_receive(self, version: int) -> None:
         """Begin to receive a version, beside decoding."""
-        arrival, beside = _arrival[self.model_runner.get_model()]
-        beside.begin(f"receive v{version}", partial(arrival.receive, version))
+        state = self.penstock_state
+        state.crossing.begin(f"receive v{version}", partial(state.arrival.receive, version))
 
-    def penstock_stream(self, version: int, sums: Sequence[tuple[int, int, str, str]]) -> None:
-        """Begin to receive a version into the live parameters; generation is paused."""
-        model = self.model_runner.get_model()
-        arrival, beside = _arrival[model]
-        expected = [BucketSum(bucket, rank, buffer, int(checksum, 16)) for bucket, rank, buffer, checksum in sums]
+    def penstock_stream(self) -> None:
+        """Begin to receive the version of `penstock_stage` into the live parameters; generation is paused."""
+        state = self.penstock_state
+        assert state.update is not None, "penstock_stage comes first"
+        manifest, live = state.update.manifest, flat_parameters(self.model_runner.get_model())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what still reads them was started on another stream
-        beside.begin(f"stream v{version}", partial(arrival.stream, version, expected, flat_parameters(model)))
+        stream = partial(state.arrival.stream, manifest.version, manifest.bucket_sums, live)
+        state.crossing.begin(f"stream v{manifest.version}", stream)
 
     def penstock_beside(self) -> tuple[bool, str]:
         """Whether that has ended, and why it failed, if it has."""
-        _, beside = _arrival[self.model_runner.get_model()]
-        return beside.is_done, beside.error()
+        crossing = self.penstock_state.crossing
+        return crossing.is_done, crossing.error()
 
-    def penstock_stage(self, update: Mapping[str, Any], bucket_bytes: int | None) -> str:
-        """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot."""
-        manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
-        _staging.clear()  # one that was given up
-        model = self.model_runner.get_model()
-        wrong = what_is_wrong(model, manifest, rank)
-        if not wrong and manifest.location == ON_THE_WAY:
-            return "" if model in _arrival else f"it is streamed, and rank {rank} has joined no crossing."
-        if not wrong:
-            # A second model would not fit on the device: the loader copies whole tensors one by one, and adapters are
-            # added up elsewhere where no more than a bucket may be staged.
-            in_main_memory = not manifest.num_shards or (manifest.adapters is not None and bucket_bytes is not None)
-            device = torch.device("cpu") if in_main_memory else self.device
-            base = _base.setdefault(model, BaseWeights(rank))
+    def penstock_stage(self, manifest: bytes, bucket_bytes: int | None) -> str:
+        """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot.
+
+        Args:
+            manifest: Pickled `WeightManifest`.
+            bucket_bytes: As in `stage`.
+        """
+        state, model, rank = self.penstock_state, self.model_runner.get_model(), get_tensor_model_parallel_rank()
+        announced: WeightManifest = pickle.loads(manifest)  # noqa: S301 - from the engine of this worker
+        update = state.update = Update(announced)
+        if wrong := what_is_wrong(model, announced, rank):
+            return wrong
+        if announced.location == ON_THE_WAY:
+            return "" if state.has_joined else f"it is streamed, and rank {rank} has joined no crossing."
+        # A second model would not fit on the device: the loader copies whole tensors one by one, and adapters are
+        # added up elsewhere where no more than a bucket may be staged.
+        in_main_memory = not announced.num_shards or (announced.adapters is not None and bucket_bytes is not None)
+        device = torch.device("cpu") if in_main_memory else self.device
+        live, slot = dict(model.named_parameters()), state.slot
+
+        def fetch() -> None:
+            update.staged = stage(announced, rank, device, state.base, live, slot, bucket_bytes)
+
+        update.staging.begin(f"stage v{announced.version}", fetch)
+        return ""
+
+    def penstock_staged(self) -> tuple[bool, str, bytes]:
+        """Whether that has ended, what is wrong with the version, if anything, and what its parameters must be.
+
+        The last is a pickled tuple of `TensorEntry`.
+        """
+        update = self.penstock_state.update
+        assert update is not None, "penstock_stage comes first"
+        is_done = update.staging.is_done
+        entries = update.staged.entries if is_done and update.staged is not None else ()
+        return is_done, update.staging.error(), pickle.dumps(entries)
+
+    def penstock_live_checksums(self) -> tuple[bytes, str]:
+        """Read live parameters back: pickled (rank, name) -> checksum of this worker's entries, and what is wrong."""
+        update, rank = self.penstock_state.update, get_tensor_model_parallel_rank()
+        assert update is not None, "penstock_stage comes first"
+        manifest, model, wrong = update.manifest, self.model_runner.get_model(), update.broken
+        if wrong:
+            found = {}
+        elif manifest.num_shards:
             live = dict(model.named_parameters())
-            slot = _slot.get(model)
-            _staging[manifest.version] = Staging(manifest, rank, device, base, live, slot, bucket_bytes)
-        return wrong
-
-    def penstock_staged(self, version: int) -> tuple[bool, str, list[EntryRow]]:
-        """Whether that has ended, what is wrong with the version, if anything, and what its parameters must be."""
-        staging = _staging[version]
-        if not staging.is_done:
-            return False, "", []
-        return True, staging.error(), _rows(staging.entries)
-
-    def penstock_live_checksums(self, update: Mapping[str, Any]) -> tuple[list[tuple[int, str, str]], str]:
-        """Read live parameters back: (rank, name, checksum in hex) of this worker's entries, and what is wrong."""
-        manifest, rank = decode(SharedMemoryUpdate(**update)), get_tensor_model_parallel_rank()
-        if manifest.version in _broken:
-            return [], _broken[manifest.version]
-        mine = replace(manifest, entries=tuple(entry for entry in manifest.entries if entry.rank == rank))
-        live = LiveTensors(self.model_runner.get_model(), mine)
-        unplaced = {entry.name for entry in live.unplaced}
-        sent = {name: tensor for name, tensor in read_version(manifest) if name in unplaced} if unplaced else {}
-        found, wrong = live.checksums(sent)
-        return [(rank, name, f"{checksum:x}") for name, checksum in found.items()], wrong
+            found = {one.name: tensor_checksum(live[one.name]) for one in manifest.entries if one.rank == rank}
+        else:
+            loaded = LiveTensors(model, manifest)
+            unplaced = {entry.name for entry in loaded.unplaced}
+            found, wrong = loaded.checksums({name: one for name, one in read_version(manifest) if name in unplaced})
+        return pickle.dumps({(rank, name): checksum for name, checksum in found.items()}), wrong

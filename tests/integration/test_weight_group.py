@@ -53,7 +53,7 @@ def relayed(tmp_path_factory: pytest.TempPathFactory) -> list[Story]:
     return told("relayed", tmp_path_factory.mktemp("group"), {0, 3})
 
 
-@pytest.mark.parametrize("chapter", ["v1", "v2", "bfloat16", "colocated"])
+@pytest.mark.parametrize("chapter", ["v1", "v2", "bfloat16", "anew"])
 def test_engines_hold_exactly_what_vllm_would_slice(exact: list[Story], chapter: str) -> None:
     assert [process[chapter]["wrong"] for process in exact] == [[]] * 4
 
@@ -103,16 +103,6 @@ def test_the_way_back_is_the_identity(exact: list[Story]) -> None:
     assert [process["back"]["wrong"] for process in exact] == [[]] * 4
     sent = {(rank - 2, int(peer)): n for rank in (2, 3) for peer, n in exact[rank]["back"]["sent"].items()}
     assert sent == BACK.bytes_per_link
-
-
-def test_in_one_process_only_what_it_lacks_is_sent_and_all_of_it_is_relayed(exact: list[Story]) -> None:
-    plan = plan_to(2, resident={0: 0, 1: 1})
-    shard_bytes = [4 * sum(copy.num_elements for copy in plan.copies if copy.dst_rank == rank) for rank in range(2)]
-    assert links_of(exact, "colocated") == {
-        **plan.bytes_per_link,
-        (0, 2): shard_bytes[0],
-        (1, 3): shard_bytes[1],
-    }
 
 
 def test_it_lives_beside_the_default_group(exact: list[Story]) -> None:

@@ -28,7 +28,7 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import Plan, make_plan
 from penstock.weights.planner.relay import Hop, relay_tree
 from penstock.weights.transport.group import LostPeerError, TransferGroup, connect_store
-from penstock.weights.transport.members import EngineRank, Members, Route
+from penstock.weights.transport.members import Members, Route
 from penstock.weights.transport.transfer import Transfer
 from tests.unit.weights.models import (
     PADDING,
@@ -52,7 +52,6 @@ MODEL, TENSORS = tensors_of("llama")
 FULL = numbered(TENSORS)
 ZERO3 = training_layout(TENSORS, num_replicas=2, is_partitioned=True)
 NAMES = ("engine-0", "engine-1", "engine-2")
-COLOCATED = Members(2, NAMES[:2], 2, {EngineRank(0, 0): 0, EngineRank(0, 1): 1})
 
 Flat = dict[str, torch.Tensor]
 Story = dict[str, Any]
@@ -62,8 +61,8 @@ def engine(tp: int) -> Layout:
     return engine_layout("llama", tp)
 
 
-def plan_to(tp: int, item_bytes: int = 4, resident: dict[int, int] | None = None) -> Plan:
-    return make_plan(ZERO3, engine(tp), item_bytes, bucket_bytes=BUCKET_BYTES, resident=resident)
+def plan_to(tp: int, item_bytes: int = 4) -> Plan:
+    return make_plan(ZERO3, engine(tp), item_bytes, bucket_bytes=BUCKET_BYTES)
 
 
 BACK = make_plan(engine(2), ZERO3, 4, bucket_bytes=BUCKET_BYTES)
@@ -140,8 +139,7 @@ def hops_of(members: Members) -> tuple[Hop, ...]:
 def publish(group: TransferGroup, version: int, tp: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """From ZeRO-3 to the engines, one after the other: what is wrong in this process, and bytes by peer."""
     members = group.members
-    resident = {member.rank: rank for member, rank in members.colocated.items()}
-    plan = plan_to(tp, dtype.itemsize, resident)
+    plan = plan_to(tp, dtype.itemsize)
     ranks = {members.engine(replica, rank): rank for replica in range(len(members.engines)) for rank in range(tp)}
     source = held(ZERO3, group.rank, version) if group.rank < 2 else {}
     is_engine = group.rank in ranks
@@ -205,7 +203,7 @@ def interrupted_publish(group: TransferGroup, version: int, victim: int, event: 
 
 
 def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Callable[[], None]) -> None:
-    """Two training ranks and one engine over two ranks; then the engine moves in with the trainer, and one joins."""
+    """Two training ranks and one engine over two ranks; then they meet anew."""
     if rank < 2:
         store = distributed.PrefixStore("default", connect_store(*store_at, START_S))
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -219,8 +217,8 @@ def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Ca
     wrong = differences(destination, buffers_of(ZERO3, FULL)[rank], 4) if rank < 2 else []
     done["back"] = {"wrong": wrong, "sent": dict(traffic.sent_bytes)}
     group.close()
-    group = join(store_at, COLOCATED, rank, 1, 8.0)
-    done["colocated"] = publish(group, 5, 2)
+    group = join(store_at, Members(2, NAMES[:1], 2), rank, 1, 8.0)
+    done["anew"] = publish(group, 5, 2)
     if rank < 2:
         ones = torch.ones(1)
         distributed.all_reduce(ones)

@@ -12,10 +12,8 @@ by bucket → landed, in one of two slots, while the version before may still be
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +21,7 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import BucketSum
+from penstock.weights.beside import on_own_stream
 from penstock.weights.checksum import PartialSum
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
@@ -163,7 +162,7 @@ class Sender:
         self._dtype = TORCH_DTYPES[crossing.transfer.dtype]
         self._sent = {copy.tensor for copy in crossing.transfer.plan.copies if copy.src_rank == self._rank}
         self._packs_on = self._device if crossing.on_devices else _MAIN_MEMORY
-        self._transfer = crossing.join(crossing.members.training(self._rank), self._device)
+        self._transfer = crossing.join(self._rank, self._device)
 
     def hold(self, tensors: Tensors, *, copies: bool) -> None:
         """Take a version.
@@ -206,19 +205,6 @@ class Sender:
         if self._transfer is not None:
             self._transfer.close()
         self._transfer = None
-
-
-@contextmanager
-def on_own_stream(device: torch.device) -> Iterator[None]:
-    """Work beside what else a GPU does, complete at the end; on the CPU as it is."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
 
 
 class _Joined(NamedTuple):
@@ -354,35 +340,3 @@ class Arrival:
         if self._transfer is not None:
             self._transfer.close()
         self._transfer = None
-
-
-class Beside:
-    """One job at a time in a thread, for processes that are polled."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error = ""
-
-    def begin(self, name: str, job: Callable[[], None]) -> None:
-        """Start a job; it begins once the one before has ended, which the time-outs of its legs see to."""
-        self._thread = threading.Thread(target=self._run, args=(self._thread, job), name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def error(self) -> str:
-        """Why the job failed, if it has."""
-        return self._error
-
-    def _run(self, before: threading.Thread | None, job: Callable[[], None]) -> None:
-        if before is not None:
-            before.join()
-        self._error = ""
-        try:
-            job()
-        except WeightSyncError as error:
-            self._error = str(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing of this version can be used
-            self._error = f"{type(error).__name__}: {error}"

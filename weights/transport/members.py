@@ -1,24 +1,15 @@
 """Who takes part in a transfer between processes, and which way it goes: pure, the same on every process.
 
-Group ranks: the training ranks first, then the ranks of each engine replica in relay order. An engine rank that lives
-in a training rank's process has that one's group rank.
+Group ranks: the training ranks first, then the ranks of each engine replica in relay order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.weights.planner.relay import Hop
-
-
-class EngineRank(NamedTuple):
-    """One tensor-parallel rank of one replica."""
-
-    replica: int
-    rank: int
 
 
 class Route(NamedTuple):
@@ -44,47 +35,27 @@ class Members:
         num_training: Training ranks.
         engines: Name of each replica.
         tp_size: Ranks of each replica.
-        colocated: Engine ranks that live in a training rank's process -> that training rank.
     """
 
     num_training: int
     engines: tuple[str, ...]
     tp_size: int = 1
-    colocated: Mapping[EngineRank, int] = field(default_factory=dict)
-
-    @cached_property
-    def _engine_ranks(self) -> Mapping[EngineRank, int]:
-        ranks: dict[EngineRank, int] = {}
-        next_rank = self.num_training
-        for replica in range(len(self.engines)):
-            for rank in range(self.tp_size):
-                member = EngineRank(replica, rank)
-                if member in self.colocated:
-                    ranks[member] = self.colocated[member]
-                else:
-                    ranks[member] = next_rank
-                    next_rank += 1
-        return ranks
 
     @property
     def world_size(self) -> int:
         """Processes."""
-        return self.num_training + len(self._engine_ranks) - len(self.colocated)
-
-    def training(self, rank: int) -> int:
-        """Group rank of a training rank."""
-        return rank
+        return self.num_training + len(self.engines) * self.tp_size
 
     def engine(self, replica: int, rank: int) -> int:
         """Group rank of a replica's tensor-parallel rank."""
-        return self._engine_ranks[EngineRank(replica, rank)]
+        return self.num_training + replica * self.tp_size + rank
 
     def name(self, group_rank: int) -> str:
         """What messages call a process."""
         if group_rank < self.num_training:
             return f"training rank {group_rank}"
-        member = next(member for member, rank in self._engine_ranks.items() if rank == group_rank)
-        return f"{self.engines[member.replica]} rank {member.rank}"
+        replica, rank = divmod(group_rank - self.num_training, self.tp_size)
+        return f"{self.engines[replica]} rank {rank}"
 
     def names(self, group_ranks: Sequence[int]) -> str:
         """Several of them."""

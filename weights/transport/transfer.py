@@ -52,7 +52,7 @@ class Message(NamedTuple):
     """Elements [start, stop) of a process's message buffer.
 
     Attributes:
-        peer: Group rank that it goes to or comes from; the process's own for what is local.
+        peer: Group rank that it goes to or comes from.
     """
 
     peer: int
@@ -68,13 +68,11 @@ class Step(NamedTuple):
         sends: Where in the outgoing buffer what is for whom.
         receives: Where in the incoming buffer what comes from whom.
         children: Group ranks that get the incoming buffer, as it is.
-        direct: Local copies that no one else needs: from tensor to tensor.
     """
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     children: tuple[int, ...]
-    direct: tuple[Copy, ...]
 
     @property
     def num_sent(self) -> int:
@@ -89,37 +87,32 @@ class Step(NamedTuple):
 
 def steps_of(plan: Plan, route: Route, group_rank: int) -> list[Step]:
     """A process's part of every bucket."""
-    places = [
-        (replica, rank)
-        for replica, ranks in enumerate(route.replicas)
-        for rank, member in enumerate(ranks)
-        if member == group_rank
-    ]
-    assert len(places) <= 1, f"group rank {group_rank} is {len(places)} destination ranks"
-    return [_step(plan, route, group_rank, places[0] if places else None, bucket) for bucket in plan.buckets]
+    assert not plan.resident, "what stays on a device is in no message"
+    place = next(
+        ((replica, ranks.index(group_rank)) for replica, ranks in enumerate(route.replicas) if group_rank in ranks),
+        None,
+    )
+    return [_step(route, group_rank, place, bucket) for bucket in plan.buckets]
 
 
-def _step(plan: Plan, route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[Copy, ...]) -> Step:
+def _step(route: Route, me: int, place: tuple[int, int] | None, bucket: tuple[Copy, ...]) -> Step:
     outgoing: dict[int, list[Copy]] = defaultdict(list)
     for copy in bucket:
-        to = route.replicas[0][copy.dst_rank]
-        assert (route.sources[copy.src_rank] == to) == plan.is_local(copy), f"{copy}: local in the plan or in the route"
-        if route.sources[copy.src_rank] == me != to:
-            outgoing[to].append(copy)
+        if route.sources[copy.src_rank] == me:
+            outgoing[route.replicas[0][copy.dst_rank]].append(copy)
     sends = tuple(_in_a_row(sorted(outgoing.items())))
     if place is None:
-        return Step(sends, (), (), ())
+        return Step(sends, (), ())
     replica, rank = place
-    mine: dict[int, list[Copy]] = defaultdict(list)
+    incoming: dict[int, list[Copy]] = defaultdict(list)
     for copy in sorted((copy for copy in bucket if copy.dst_rank == rank), key=lambda copy: copy.src_rank):
-        mine[route.sources[copy.src_rank]].append(copy)
-    children = tuple(route.replicas[hop.child][rank] for hop in route.hops if hop.parent == replica)
+        incoming[route.sources[copy.src_rank]].append(copy)
+    arriving = list(incoming.items())
     if replica:
         parents = [hop.parent for hop in route.hops if hop.child == replica]
-        inherited = [(route.replicas[parent][rank], copies) for parent in parents for copies in mine.values()]
-        return Step(sends, tuple(_in_a_row(inherited)), children if inherited else (), ())
-    direct = () if children else tuple(mine.pop(me, ()))
-    return Step(sends, tuple(_in_a_row(mine.items())), children if mine else (), direct)
+        arriving = [(route.replicas[parent][rank], copies) for parent in parents for _, copies in arriving]
+    children = tuple(route.replicas[hop.child][rank] for hop in route.hops if hop.parent == replica)
+    return Step(sends, tuple(_in_a_row(arriving)), children if arriving else ())
 
 
 def _in_a_row(parts: Iterable[tuple[int, list[Copy]]]) -> Iterator[Message]:
@@ -160,12 +153,6 @@ def by_peer(messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
     for peer, some in groupby(messages, key=lambda message: message.peer):
         part = list(some)
         yield peer, part[0].start, part[-1].stop
-
-
-def copy_directly(copy: Copy, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]) -> None:
-    """A local copy, without a message."""
-    box = strided_box(source[copy.source.buffer], copy.shape, copy.source)
-    strided_box(destination[copy.destination.buffer], copy.shape, copy.destination).copy_(box)
 
 
 def _parts(message: Message, buffer: torch.Tensor) -> Iterator[tuple[Copy, torch.Tensor]]:
@@ -250,8 +237,7 @@ class Transfer:
     """One process's part of every version that takes one route by one plan. Made once, used for every version.
 
     Attributes:
-        extra_bytes: Memory that it holds for messages; at most one bucket, and one more where one process is on both
-            sides.
+        extra_bytes: Memory that it holds for messages; at most one bucket.
     """
 
     def __init__(
@@ -264,7 +250,7 @@ class Transfer:
             plan: The same on all members, as are the next two; this is compared before each version.
             route: Where the plan's ranks are.
             dtype: Of the wire.
-            codec: What messages go through; None: as they are. Not for a process that is on both sides.
+            codec: What messages go through; None: as they are.
         """
         assert dtype.itemsize == plan.item_bytes, f"{dtype} on the wire, {plan.item_bytes} bytes in the plan"
         self._group = group
@@ -281,8 +267,7 @@ class Transfer:
         self._expected = Counter[int]()
         for step in self._steps:
             for message in (*step.sends, *step.receives):
-                if message.peer != group.rank:
-                    self._expected[message.peer] += (message.stop - message.start) * plan.item_bytes
+                self._expected[message.peer] += (message.stop - message.start) * plan.item_bytes
             for child in step.children:
                 self._expected[child] += step.num_received * plan.item_bytes
 
@@ -361,17 +346,11 @@ class Transfer:
         self._group.close()
 
     def _bucket(self, links: Links, number: int, step: Step, cargo: Cargo, traffic: Traffic) -> None:
-        me, source, destination = self._group.rank, cargo.source, cargo.destination
         for message in step.sends:
-            pack(message, source, self._outgoing)
+            pack(message, cargo.source, self._outgoing)
         sends = [(peer, self._outgoing[start:stop]) for peer, start, stop in by_peer(step.sends)]
-        receives = [(peer, self._incoming[start:stop]) for peer, start, stop in by_peer(step.receives) if peer != me]
+        receives = [(peer, self._incoming[start:stop]) for peer, start, stop in by_peer(step.receives)]
         exchange = links.exchange(sends, receives)
-        for message in step.receives:
-            if message.peer == me:
-                pack(message, source, self._incoming)
-        for copy in step.direct:
-            copy_directly(copy, source, destination)
         if traffic.sums is not None:
             for message in step.sends:
                 traffic.sums.extend(sums_of(message, self._outgoing))
@@ -383,7 +362,7 @@ class Transfer:
         relays = [(child, self._incoming[: step.num_received]) for child in step.children]
         relay = links.exchange(relays, []) if relays else Exchange([], [])
         for message in step.receives:
-            unpack(message, self._incoming, destination)
+            unpack(message, self._incoming, cargo.destination)
         self._finish([*exchange.sending, *relay.receiving, *relay.sending])
         for peer, tensor in [*sends, *relays]:
             traffic.sent_bytes[peer] += tensor.nbytes

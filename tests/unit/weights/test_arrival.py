@@ -4,7 +4,7 @@ import threading
 import time
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.transport.crossing import Beside
+from penstock.weights.beside import Beside
 
 WAIT_S = 10.0
 
