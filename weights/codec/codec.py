@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.model_config import DType
 
 Form = Literal["whole", "bitmap", "gaps", "int8"]
@@ -75,6 +74,7 @@ class SenderState:
 
     def keep(self, version: int, values: Tensor | None) -> None:
         """Note what receivers hold from now on."""
+        assert self.version is None or version > self.version, f"{self.buffer}: v{version} after v{self.version}"
         self.version = version
         if values is None or self.values is None:
             self.values = None if values is None else values.detach().clone()
@@ -100,30 +100,24 @@ class Codec(Protocol):
         """Encode a version and note in `state` what receivers will hold.
 
         Args:
-            current: `[n]` in the wire dtype, contiguous. Not changed.
+            current: `[n]` in the wire dtype, contiguous, of one size for all versions. Not changed.
             state: Of this buffer.
             version: Above the last one encoded.
-
-        Raises:
-            WeightSyncError: If the tensor is not flat, of no wire dtype, or of another size or dtype than before.
         """
         ...
 
-    def decode(self, encoded: Encoded, state: ReceiverState, previous: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Decode a version and note in `state` that it is held.
+    def decode(self, encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
+        """Decode a version in place and note in `state` that it is held.
 
         Args:
-            encoded: As it was sent, its parts on the device of `previous`.
+            encoded: As it was sent, its parts on the device of `held`.
             state: Of this buffer.
-            previous: `[n]` in the wire dtype: the version that the receiver holds. Anything, if it holds none.
-            out: Where to write; `previous` itself for in place, None for a new tensor.
-
-        Returns:
-            `[n]`, `out` if given.
+            held: `[n]` in the wire dtype: the version that the receiver holds, then the new one. Anything, if it holds
+                none.
 
         Raises:
-            WeightSyncError: If the receiver holds another version than the base, or if sizes or dtypes do not agree.
-                Nothing has been written then.
+            WeightSyncError: If the receiver holds another version than the base, or if parts are damaged. Nothing has
+                been written then.
         """
         ...
 
@@ -145,73 +139,41 @@ class FullCodec:
 
     @torch.no_grad()
     def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:
-        check_sendable(current, state, version)
         state.keep(version, None)  # nothing is compared later; a codec that compares starts with all elements
         return whole(current, state.buffer, version)
 
     @torch.no_grad()
-    def decode(self, encoded: Encoded, state: ReceiverState, previous: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return decode_whole(encoded, state, previous, out)
+    def decode(self, encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
+        decode_whole(encoded, state, held)
 
 
-def decode_whole(encoded: Encoded, state: ReceiverState, previous: Tensor, out: Tensor | None) -> Tensor:
+def decode_whole(encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
     """As `Codec.decode`, of the form `whole`.
 
     Raises:
         WeightSyncError: As `Codec.decode`, and if it has another form.
     """
-    check_receivable(encoded, state, previous)
+    check_base(encoded, state)
     if encoded.form != "whole":
         raise WeightSyncError(
             f"publish v{encoded.version}: {encoded.buffer} was sent as {encoded.form}, this receiver's codec does not "
             "read that. Give both sides the same codec."
         )
-    values = check_part(encoded, "values", encoded.num_elements)
-    target = torch.empty_like(previous) if out is None else out
-    target.copy_(values)
+    held.copy_(check_part(encoded, "values", encoded.num_elements))
     state.version = encoded.version
-    return target
 
 
-def check_sendable(current: Tensor, state: SenderState, version: int) -> None:
-    """What must hold before a version is encoded.
-
-    Raises:
-        WeightSyncError: As `Codec.encode`.
-    """
-    assert state.version is None or version > state.version, f"{state.buffer}: v{version} after v{state.version}"
-    if current.ndim != 1 or not current.is_contiguous() or current.dtype not in DTYPE_NAMES:
-        raise WeightSyncError(
-            f"publish v{version}: {state.buffer} is {tuple(current.shape)} {current.dtype}, codecs take flat "
-            f"contiguous tensors of {' or '.join(TORCH_DTYPES)}. Flatten it and cast it to the wire dtype before."
-        )
-    held = state.values
-    if held is not None and (held.shape != current.shape or held.dtype != current.dtype):
-        raise WeightSyncError(
-            f"publish v{version}: {state.buffer} has {current.numel()} elements of {current.dtype}, v{state.version} "
-            f"had {held.numel()} of {held.dtype}. The layout has changed: start with a new SenderState."
-        )
-
-
-def check_receivable(encoded: Encoded, state: ReceiverState, previous: Tensor) -> None:
-    """What must hold before a version is decoded.
+def check_base(encoded: Encoded, state: ReceiverState) -> None:
+    """A difference is to the version that the receiver holds.
 
     Raises:
-        WeightSyncError: As `Codec.decode`.
+        WeightSyncError: If it is to another.
     """
-    what = f"publish v{encoded.version}: {encoded.buffer}"
-    if state.buffer != encoded.buffer:
-        raise WeightSyncError(f"{what} arrived where {state.buffer} was expected. Sender and receiver differ in order.")
-    if previous.shape != (encoded.num_elements,) or previous.dtype != TORCH_DTYPES[encoded.dtype]:
-        raise WeightSyncError(
-            f"{what} was sent with {encoded.num_elements} elements of {encoded.dtype}, the receiver has "
-            f"{tuple(previous.shape)} {previous.dtype}. The two sides were planned for different layouts."
-        )
     if encoded.base_version is not None and encoded.base_version != state.version:
-        held = "no version" if state.version is None else f"v{state.version}"
+        holds = "no version" if state.version is None else f"v{state.version}"
         raise WeightSyncError(
-            f"{what} is the difference to v{encoded.base_version}, this receiver holds {held}: together they would be "
-            "weights of no version. Send it `full`."
+            f"publish v{encoded.version}: {encoded.buffer} is the difference to v{encoded.base_version}, this receiver "
+            f"holds {holds}: together they would be weights of no version. Send it `full`."
         )
 
 

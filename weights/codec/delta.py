@@ -30,8 +30,7 @@ from penstock.weights.codec.codec import (
     Encoded,
     ReceiverState,
     SenderState,
-    check_receivable,
-    check_sendable,
+    check_base,
     decode_whole,
     whole,
     words,
@@ -50,25 +49,21 @@ class DeltaCodec:
 
     @torch.no_grad()
     def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:
-        check_sendable(current, state, version)
         encoded = _difference(current, state, version)
         state.keep(version, current)
         return encoded
 
     @torch.no_grad()
-    def decode(self, encoded: Encoded, state: ReceiverState, previous: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def decode(self, encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
         if encoded.form == "whole" or encoded.form == "int8":
-            return decode_whole(encoded, state, previous, out)
-        check_receivable(encoded, state, previous)
+            decode_whole(encoded, state, held)
+            return
+        check_base(encoded, state)
         values = words(encoded.parts["values"])
         positions = unpack_positions(encoded.form, encoded.parts["positions"], encoded.num_elements)
         _check_positions(encoded, positions, values)
-        target = torch.empty_like(previous) if out is None else out
-        if target is not previous:
-            target.copy_(previous)
-        words(target).index_copy_(0, positions, values)
+        words(held).index_copy_(0, positions, values)
         state.version = encoded.version
-        return target
 
 
 def _difference(current: Tensor, state: SenderState, version: int) -> Encoded:

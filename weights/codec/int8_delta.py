@@ -24,9 +24,8 @@ from penstock.weights.codec.codec import (
     Encoded,
     ReceiverState,
     SenderState,
+    check_base,
     check_part,
-    check_receivable,
-    check_sendable,
     decode_whole,
     whole,
 )
@@ -51,7 +50,6 @@ class Int8DeltaCodec:
 
     @torch.no_grad()
     def encode(self, current: Tensor, state: SenderState, version: int) -> Encoded:
-        check_sendable(current, state, version)
         num_elements, held = current.numel(), state.values
         if held is None or self._num_bytes(num_elements) >= num_elements * current.element_size():
             state.keep(version, current)
@@ -67,16 +65,16 @@ class Int8DeltaCodec:
         return Encoded(state.buffer, version, base, dtype, num_elements, "int8", parts)
 
     @torch.no_grad()
-    def decode(self, encoded: Encoded, state: ReceiverState, previous: Tensor, *, out: Tensor | None = None) -> Tensor:
+    def decode(self, encoded: Encoded, state: ReceiverState, held: Tensor) -> None:
         if encoded.form != "int8":
-            return decode_whole(encoded, state, previous, out)
-        check_receivable(encoded, state, previous)
+            decode_whole(encoded, state, held)
+            return
+        check_base(encoded, state)
         scales = check_part(encoded, "scales", self._num_blocks(encoded.num_elements))
-        steps = previous.new_zeros((scales.numel(), self.block_elements), dtype=torch.int8)
+        steps = held.new_zeros((scales.numel(), self.block_elements), dtype=torch.int8)
         steps.view(-1)[: encoded.num_elements] = check_part(encoded, "steps", encoded.num_elements)
-        received = _moved(steps, scales, previous)
+        held.copy_(_moved(steps, scales, held))
         state.version = encoded.version
-        return received if out is None else out.copy_(received)
 
     def _num_bytes(self, num_elements: int) -> int:
         return num_elements + _SCALE_BYTES * self._num_blocks(num_elements)

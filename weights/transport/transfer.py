@@ -494,7 +494,7 @@ class CodedBuckets:
         if state.version is not None:
             repack(message, held, incoming)
         encoded = from_wire(header, payload, state.buffer, self._dtype, values.numel())
-        self._codec.decode(encoded, state, values, out=values)
+        self._codec.decode(encoded, state, values)
 
 
 def _first_sentence(text: str) -> str:

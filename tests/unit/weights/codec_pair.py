@@ -43,7 +43,7 @@ class Pair:
         self.version += 1
         encoded = self.codec.encode(current, self.sender, self.version)
         arrived = travelled(encoded, current.dtype)
-        assert self.codec.decode(arrived, self.receiver, self.live, out=self.live) is self.live
+        self.codec.decode(arrived, self.receiver, self.live)
         assert self.sender.version == self.receiver.version == encoded.version == self.version
         if self.sender.values is not None:
             assert same_bits(self.sender.values, self.live), "the sender does not know what the receiver has"

@@ -90,23 +90,6 @@ def test_every_size_arrives(codec: str, size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(pair.live, current, rtol=0, atol=4 / 254 + 2**-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_new_tensor_equals_the_one_decoded_in_place(codec: str, dtype: torch.dtype) -> None:
-    before = torch.linspace(-1, 1, 1000).to(dtype)
-    after = before.clone()
-    after[::30] += 1
-    pair = Pair(codec, before)
-    encoded = CODECS[codec].encode(after, pair.sender, 2)
-    previous, other = pair.live.clone(), torch.empty_like(before)
-    new = CODECS[codec].decode(encoded, ReceiverState("w", 1), pair.live)
-    assert same_bits(pair.live, previous)
-    assert CODECS[codec].decode(encoded, ReceiverState("w", 1), pair.live, out=other) is other
-    CODECS[codec].decode(encoded, pair.receiver, pair.live, out=pair.live)
-    assert same_bits(new, other)
-    assert same_bits(new, pair.live)
-
-
 # --- bytes ---
 
 
@@ -188,14 +171,14 @@ def test_a_receiver_that_missed_a_version_says_so_and_catches_up(codec: str) -> 
     late = CODECS[codec].encode(values + torch.eye(1000)[5], pair.sender, 3)
     before = pair.live.clone()
     with pytest.raises(WeightSyncError, match=r"publish v3: w is the difference to v2, .* holds v1: .* `full`"):
-        CODECS[codec].decode(late, pair.receiver, pair.live, out=pair.live)
+        CODECS[codec].decode(late, pair.receiver, pair.live)
     with pytest.raises(WeightSyncError, match="holds no version"):
         CODECS[codec].decode(missed, ReceiverState("w"), pair.live)
     assert same_bits(pair.live, before)
     assert pair.receiver.version == 1
     assert pair.sender.values is not None
     everything = whole(pair.sender.values, "w", 3)
-    CODECS[codec].decode(everything, pair.receiver, pair.live, out=pair.live)
+    CODECS[codec].decode(everything, pair.receiver, pair.live)
     assert pair.receiver.version == 3
     pair.version = 3
     pair.publish(values * 1.001)  # follows the stream of the others again
@@ -218,19 +201,9 @@ def test_after_full_the_next_delta_is_whole() -> None:
     assert pair.publish(torch.ones(100)).num_bytes == 0
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_a_form_that_a_codec_does_not_read_is_named() -> None:
     pair = Pair("delta", torch.zeros(100))
-    with pytest.raises(WeightSyncError, match=r"publish v2: w has 99 elements .* v1 had 100"):
-        pair.codec.encode(torch.zeros(99), pair.sender, 2)
-    with pytest.raises(WeightSyncError, match=r"\(10, 10\) torch.float32.* Flatten it"):
-        pair.codec.encode(torch.zeros(10, 10), pair.sender, 2)
-    with pytest.raises(WeightSyncError, match=r"torch.float16.* cast it"):
-        pair.codec.encode(torch.zeros(100, dtype=torch.float16), SenderState("w"), 2)
     encoded = pair.codec.encode(torch.eye(100)[0], pair.sender, 2)
-    with pytest.raises(WeightSyncError, match=r"100 elements of float32, the receiver has .* torch.bfloat16"):
-        pair.codec.decode(encoded, pair.receiver, torch.zeros(100, dtype=torch.bfloat16))
-    with pytest.raises(WeightSyncError, match="w arrived where v was expected"):
-        pair.codec.decode(encoded, ReceiverState("v", 1), pair.live)
     with pytest.raises(WeightSyncError, match=r"was sent as gaps, .* same codec"):
         CODECS["full"].decode(encoded, pair.receiver, pair.live)
 
@@ -240,7 +213,7 @@ def test_a_truncated_part_is_refused() -> None:
     encoded = pair.codec.encode(torch.ones(1000), pair.sender, 2)
     damaged = dataclasses.replace(encoded, parts={"values": torch.ones(1)})
     with pytest.raises(WeightSyncError, match=r"'values' arrived with shape \(1,\), expected were 1000"):
-        pair.codec.decode(damaged, pair.receiver, pair.live, out=pair.live)
+        pair.codec.decode(damaged, pair.receiver, pair.live)
     assert not pair.live.any()
 
 
@@ -250,7 +223,7 @@ def test_damaged_positions_are_refused_before_anything_is_written() -> None:
     positions = torch.tensor([7, 255, 255, 255, 227], dtype=torch.uint8)  # 7, and 1000 = 7 + 1 + 3 * 255 + 227
     damaged = dataclasses.replace(encoded, form="gaps", parts={**encoded.parts, "positions": positions})
     with pytest.raises(WeightSyncError, match=r"2 values for 2 positions in 7\.\.1000 of 1000"):
-        pair.codec.decode(damaged, pair.receiver, pair.live, out=pair.live)
+        pair.codec.decode(damaged, pair.receiver, pair.live)
     assert not pair.live.any()
 
 
