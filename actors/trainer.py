@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from penstock.dataflow.errors import TrainingError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport, WeightManifest
-from penstock.dataflow.trajectory import GroupRef
+from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec, free_port
@@ -56,22 +57,17 @@ class TrainerRank:
             self._outbound = private_directory(self._spec.publish_in)
         return ray.get_runtime_context().get_node_id()
 
-    def step(self, groups: list[GroupRef], version: int) -> StepReport:
+    def step(self, groups: Sequence[GroupRef], version: int) -> StepReport:
         """Train a batch, or the last part of one that was streamed."""
-        payloads, references, teachers = _fetched(groups)
-        min_versions = [group.min_version for group in groups]
-        return self._running().step(payloads, version, min_versions, references, teachers)
+        return self._running().step(payloads_of(groups), version)
 
-    def accumulate(self, groups: list[GroupRef], version: int) -> None:
+    def accumulate(self, groups: Sequence[GroupRef], version: int) -> None:
         """Add the gradient of a part of a batch whose rest is still being generated."""
-        payloads, references, teachers = _fetched(groups)
-        min_versions = [group.min_version for group in groups]
-        self._running().accumulate(payloads, version, min_versions, references, teachers)
+        self._running().accumulate(payloads_of(groups), version)
 
-    def prefetch(self, groups: list[GroupRef], version: int) -> None:
+    def prefetch(self, groups: Sequence[GroupRef], version: int) -> None:
         """Forward groups of a batch that is awaited. Collective."""
-        payloads, references, _ = _fetched(groups)
-        self._running().prefetch(payloads, version, references)
+        self._running().prefetch(payloads_of(groups), version)
 
     def learn(self, method: str, *arguments: Any) -> Any:
         """What `PolicyTrainer` has for given answers: supervised steps, preferences, measurements."""
@@ -184,9 +180,16 @@ class TrainerRank:
         return self._trainer
 
 
-def _fetched(groups: list[GroupRef]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Payloads, logprobs of the reference and of the teacher: all groups have the same of them."""
-    payloads = ray.get([group.handle for group in groups])
-    references = ray.get([group.reference for group in groups if group.reference is not None])
-    teachers = ray.get([group.teacher for group in groups if group.teacher is not None])
-    return payloads, references, teachers
+def payloads_of(groups: Sequence[GroupRef]) -> list[GroupPayload]:
+    """The groups, with what reference and teacher have said of their tokens."""
+    handles = [one for group in groups for one in (group.handle, group.reference, group.teacher) if one is not None]
+    found = dict(zip(handles, ray.get(handles), strict=True))
+    return [
+        replace(
+            found[group.handle],
+            min_version=group.min_version,
+            reference=found.get(group.reference),
+            teacher=found.get(group.teacher),
+        )
+        for group in groups
+    ]

@@ -240,10 +240,26 @@ def is_thread_part(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GroupPayload:
-    """The heavy part of a group. It lives in the object store; the controller holds a `GroupRef`."""
+    """The heavy part of a group. It lives in the object store; the controller holds a `GroupRef`.
+
+    What is below the trajectories is added where the group is trained. The arrays are `[n] float32`: one number for
+    each of its n sampled tokens, members one after another; None: there are none.
+
+    Attributes:
+        min_version: Tokens sampled before this version carry no loss weight.
+        reference: Logprobs of the reference policy.
+        teacher: Logprobs of a teacher.
+        proximal: Logprobs of the policy at the start of the step.
+        values: V of the critic before each token.
+    """
 
     group_id: GroupId
     trajectories: tuple[Trajectory, ...]
+    min_version: int = 0
+    reference: NDArray[np.float32] | None = None
+    teacher: NDArray[np.float32] | None = None
+    proximal: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True)  # not frozen, as `Trajectory`

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +40,12 @@ from penstock.trainer.spec import TrainerSpec
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
 
+def payload_of(group: GroupRef) -> GroupPayload:
+    """As `actors.trainer.payloads_of`, where handles are the things themselves."""
+    scores = {"reference": group.reference, "teacher": group.teacher}
+    return replace(group.handle, min_version=group.min_version, **scores)
+
+
 class InProcessTrainer:
     """One rank: `TrainerGroup` and `GroupForward`. Its thread keeps the order of the calls, as an actor does."""
 
@@ -55,18 +61,13 @@ class InProcessTrainer:
         self._trainer = await self._call(lambda: build_trainer(spec))
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        groups = [group async for group in batch]
-        payloads = [group.handle for group in groups]
-        oldest = [group.min_version for group in groups]
-        references = [group.reference for group in groups if group.reference is not None]
-        teachers = [group.teacher for group in groups if group.teacher is not None]
-        report = await self._call(lambda: self._trainer.step(payloads, self.version, oldest, references, teachers))
+        payloads = [payload_of(group) async for group in batch]
+        report = await self._call(lambda: self._trainer.step(payloads, self.version))
         self.version = report.version
         return report
 
     async def prefetch(self, group: GroupRef) -> None:
-        references = [] if group.reference is None else [group.reference]
-        await self._call(lambda: self._trainer.prefetch([group.handle], self.version, references))
+        await self._call(lambda: self._trainer.prefetch([payload_of(group)], self.version))
 
     async def save(self, path: str) -> None:
         await self._call(lambda: save_policy(self._trainer, path, self._spec.model_path))

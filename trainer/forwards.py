@@ -11,8 +11,9 @@ Shape legend: n sampled tokens of a group, members one after another.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,27 +27,18 @@ from penstock.trainer.critic import Critic
 from penstock.trainer.passes import Passes
 from penstock.trainer.work import Work
 
-PerToken = NDArray[np.float32]
-References = Sequence[PerToken]
 
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """Of one group, each `[n] float32`; None where the algorithm needs none.
+class Forwarded(NamedTuple):
+    """One group, with what its step needs.
 
     Attributes:
         version: Of the policy that it was computed with.
         seconds: That it took this rank.
-        values: V of the critic before each token.
-        proximal: Logprobs of the policy.
-        reference: Logprobs of the policy without its adapters.
     """
 
     version: int
     seconds: float
-    values: PerToken | None = None
-    proximal: PerToken | None = None
-    reference: PerToken | None = None
+    payload: GroupPayload
 
 
 @dataclass(slots=True)
@@ -64,22 +56,27 @@ class Prefetched:
     _num_taken_tokens: int = 0
     _seconds: float = 0.0
 
-    def keep(self, group_id: GroupId, forwarded: Forwarded) -> None:
+    def keep(self, forwarded: Forwarded) -> None:
         """A group was forwarded."""
-        self._kept[group_id] = forwarded
+        self._kept[forwarded.payload.group_id] = forwarded
         self._seconds += forwarded.seconds
 
-    def of(self, payloads: Sequence[GroupPayload], version: int) -> list[Forwarded | None]:
-        """What there is of each group of a batch, or of a part of it, that trains from `version`."""
-        found = [self._kept.get(payload.group_id) for payload in payloads]
-        valid = [one if one is not None and one.version == version else None for one in found]
-        for payload, one in zip(payloads, valid, strict=True):
+    def of(self, payloads: Sequence[GroupPayload], version: int) -> list[GroupPayload]:
+        """The groups of a batch, or of a part of it, that trains from `version`, with what there is of each."""
+        found = []
+        for payload in payloads:
             num_tokens = sum(trajectory.num_sampled_tokens for trajectory in payload.trajectories)
             self._num_tokens += num_tokens
-            if one is not None:
-                self._taken.add(payload.group_id)
-                self._num_taken_tokens += num_tokens
-        return valid
+            kept = self._kept.get(payload.group_id)
+            if kept is None or kept.version != version:
+                found.append(payload)
+                continue
+            self._taken.add(payload.group_id)
+            self._num_taken_tokens += num_tokens
+            reference = kept.payload.reference if payload.reference is None else payload.reference
+            values, proximal = kept.payload.values, kept.payload.proximal
+            found.append(replace(payload, values=values, proximal=proximal, reference=reference))
+        return found
 
     def forget(self) -> tuple[dict[str, float], float]:
         """Weights moved, or may have: nothing is kept any more.
@@ -114,71 +111,43 @@ class Forwards:
         """There is anything to compute before the loss."""
         return self._critic is not None or self._recomputes or self._is_own_reference
 
-    def ahead(self, payloads: Sequence[GroupPayload], version: int, references: References = ()) -> None:
-        """Compute and keep all that the step at `version` needs of these groups; `references`: they have theirs."""
+    def ahead(self, payloads: Sequence[GroupPayload], version: int) -> None:
+        """Compute and keep all that the step at `version` needs of these groups."""
         for payload in payloads if self.are_needed else ():
-            start, group = time.perf_counter(), [payload]
-            values = None if self._critic is None else self._critic.values(group)[0]
-            proximal = self._logprobs(group)[0] if self._recomputes else None
-            reference = self._reference_logprobs(group)[0] if self._is_own_reference and not references else None
-            seconds = time.perf_counter() - start
-            self._prefetched.keep(payload.group_id, Forwarded(version, seconds, values, proximal, reference))
+            start = time.perf_counter()
+            (forwarded,) = self._completed([payload])
+            if self._recomputes:
+                forwarded = replace(forwarded, proximal=self._logprobs([payload])[0])
+            self._prefetched.keep(Forwarded(version, time.perf_counter() - start, forwarded))
 
     def sequences(
-        self,
-        payloads: Sequence[GroupPayload],
-        version: int,
-        min_versions: Sequence[int] | None = None,
-        references: References = (),
-        normaliser: float | None = None,
-        teachers: References = (),
+        self, payloads: Sequence[GroupPayload], version: int, normaliser: float | None = None
     ) -> list[TrainingSequence]:
         """With advantages, and proximal logprobs if they are recomputed; what is there already is not computed again.
 
         Args:
             payloads: The groups of the batch, or of a part of it.
             version: Policy version before the step.
-            min_versions: As in `policy_sequences`.
-            references: As in `policy_sequences`.
             normaliser: As in `policy_sequences`; 1.0: it is not known yet.
-            teachers: As in `policy_sequences`.
 
         Raises:
             TrainingError: If groups came without logprobs of a reference or teacher that the algorithm needs.
         """
-        algorithm = self._algorithm
-        if algorithm.needs_reference and not references and not self._is_own_reference:
+        algorithm, spec = self._algorithm, self._passes.spec
+        lacks_reference = any(payload.reference is None for payload in payloads)
+        if algorithm.needs_reference and lacks_reference and not self._is_own_reference:
             asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
             raise TrainingError(
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
-        if algorithm.needs_teacher and not teachers:
+        if algorithm.needs_teacher and any(payload.teacher is None for payload in payloads):
             raise TrainingError(
                 f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
                 "one (teacher.path), or use a loss that learns from rewards."
             )
-        spec, found = self._passes.spec, self._prefetched.of(payloads, version)
-        if self._is_own_reference and not references:
-            there = [None if one is None else one.reference for one in found]
-            references = _completed(payloads, there, self._reference_logprobs)
-        values: References = ()
-        if self._critic is not None:
-            there = [None if one is None else one.values for one in found]
-            values = _completed(payloads, there, self._critic.values)
-        sequences = policy_sequences(
-            payloads,
-            algorithm,
-            spec.max_new_tokens,
-            min_versions,
-            normaliser,
-            references,
-            version,
-            values,
-            teachers,
-            spec.policy_id,
-            [None if one is None else one.proximal for one in found] if self._recomputes else (),
-        )
+        groups = self._completed(self._prefetched.of(payloads, version))
+        sequences = policy_sequences(groups, algorithm, spec.max_new_tokens, version, normaliser, spec.policy_id)
         missing = [index for index, one in enumerate(sequences) if one.proximal_logprobs is None]
         if not self._recomputes or not missing:
             return sequences
@@ -203,26 +172,29 @@ class Forwards:
         """The reference is the policy without its adapters."""
         return self._algorithm.needs_reference and bool(self._passes.backend.adapters)
 
-    def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[PerToken]:
+    def _completed(self, payloads: Sequence[GroupPayload]) -> list[GroupPayload]:
+        """With V of the critic and logprobs of the policy without its adapters, where they are needed and missing."""
+        groups = list(payloads)
+        if self._is_own_reference:
+            with self._passes.backend.adapters.off():
+                groups = _filled(groups, "reference", self._logprobs)
+        return groups if self._critic is None else _filled(groups, "values", self._critic.values)
+
+    def _logprobs(self, payloads: Sequence[GroupPayload]) -> list[NDArray[np.float32]]:
         """Per group `[n] float32`, of its n sampled tokens."""
         self._count(sampled_tokens(payloads))
         return self._passes.per_sampled_token(payloads)
-
-    def _reference_logprobs(self, payloads: Sequence[GroupPayload]) -> list[PerToken]:
-        """`_logprobs` without adapters."""
-        with self._passes.backend.adapters.off():
-            return self._logprobs(payloads)
 
     def _count(self, sequences: Sequence[TrainingSequence]) -> None:
         self._work.computed(sequences, self._passes.plan(sequences).shared_lengths, num_forwards=1)
 
 
-def _completed(
+def _filled(
     payloads: Sequence[GroupPayload],
-    there: Sequence[PerToken | None],
-    compute: Callable[[Sequence[GroupPayload]], list[PerToken]],
-) -> list[PerToken]:
+    name: Literal["reference", "values"],
+    compute: Callable[[Sequence[GroupPayload]], list[NDArray[np.float32]]],
+) -> list[GroupPayload]:
     """What is there, and in its gaps what `compute` says of those groups, all of them in one pass."""
-    missing = [payload for payload, one in zip(payloads, there, strict=True) if one is None]
-    computed = iter(compute(missing) if missing else ())
-    return [next(computed) if one is None else one for one in there]
+    missing = [payload for payload in payloads if getattr(payload, name) is None]
+    computed: Iterator[Any] = iter(compute(missing) if missing else ())
+    return [replace(one, **{name: next(computed)}) if getattr(one, name) is None else one for one in payloads]

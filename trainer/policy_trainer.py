@@ -35,7 +35,7 @@ from penstock.trainer.batches.sequences import (
     supervised_sequences,
 )
 from penstock.trainer.critic import Critic
-from penstock.trainer.forwards import Forwards, References
+from penstock.trainer.forwards import Forwards
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.rank_agreement import RankShare, agreement
@@ -64,27 +64,17 @@ class PolicyTrainer:
         self._num_steps = 0
         self._streamed: OpenUpdate | None = None
 
-    def step(
-        self,
-        payloads: Sequence[GroupPayload],
-        version: int,
-        min_versions: Sequence[int] | None = None,
-        references: References = (),
-        teachers: References = (),
-    ) -> StepReport:
+    def step(self, payloads: Sequence[GroupPayload], version: int) -> StepReport:
         """Train one batch; after `accumulate`, its last part: same gradient and report as of the whole (I9).
 
         Of a batch in parts the normaliser is known only now, so the sum of gradients is divided before it is clipped.
         Of several updates, each with its own normaliser, one that is not finite is skipped and the others go on.
 
         Args:
-            payloads: The batch's groups with rewards.
+            payloads: The batch's groups with rewards, and with logprobs of the reference and the teacher if the
+                algorithm needs them (`AlgorithmConfig.needs_reference`, `.needs_teacher`). With adapters the reference
+                is the policy without them.
             version: Policy version before the step.
-            min_versions: Per group, tokens sampled before this version carry no loss weight; None: none is trimmed.
-            references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; needed by
-                some algorithms (`AlgorithmConfig.needs_reference`). None are needed with adapters: the reference is
-                then the policy without them.
-            teachers: Likewise, of the teacher (`AlgorithmConfig.needs_teacher`).
 
         Returns:
             version + 1 and metrics, or the same version if every update with something to learn from was skipped.
@@ -93,12 +83,12 @@ class PolicyTrainer:
         streamed, self._streamed = self._streamed, None
         share = RankShare.at_start(self.backend) if streamed is None else streamed.share
         if streamed is not None:
-            sequences = self._forwards.sequences(payloads, version, min_versions, references, 1.0, teachers)
+            sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
             self._add(streamed, sequences, is_last=True)
             updates = [self._update(streamed)]
             metrics = summary(updates) | batch_metrics([*streamed.payloads, *payloads])
         else:
-            sequences = self._forwards.sequences(payloads, version, min_versions, references, None, teachers)
+            sequences = self._forwards.sequences(payloads, version)
             updates = []
             for part in mini_batches(sequences, self._algorithm, self._spec.max_new_tokens, version):
                 is_first = all(one.changed_nothing for one in updates)
@@ -123,22 +113,12 @@ class PolicyTrainer:
         metrics |= self._work.take(busy_s)
         return StepReport(version if is_skipped else version + 1, is_skipped, metrics, busy_s)
 
-    def accumulate(
-        self,
-        payloads: Sequence[GroupPayload],
-        version: int,
-        min_versions: Sequence[int] | None = None,
-        references: References = (),
-        teachers: References = (),
-    ) -> None:
+    def accumulate(self, payloads: Sequence[GroupPayload], version: int) -> None:
         """Add the gradient of a part of a batch, while the rest is still being generated; `step` ends the batch.
 
         Args:
-            payloads: Groups with rewards.
+            payloads: As in `step`, of a part of the batch.
             version: As in `step`.
-            min_versions: As in `step`.
-            references: As in `step`.
-            teachers: As in `step`.
 
         Raises:
             TrainingError: If a batch is several updates, whose mini-batches are of the whole batch, or has a critic.
@@ -154,14 +134,14 @@ class PolicyTrainer:
         if self._streamed is None:
             self._streamed = self._open(RankShare.at_start(self.backend))
         streamed = self._streamed
-        sequences = self._forwards.sequences(payloads, version, min_versions, references, 1.0, teachers)
+        sequences = self._forwards.sequences(payloads, version, normaliser=1.0)
         self._add(streamed, sequences, is_last=False)
         streamed.payloads.extend(payloads)
         streamed.busy_s += time.perf_counter() - start
 
-    def prefetch(self, payloads: Sequence[GroupPayload], version: int, references: References = ()) -> None:
+    def prefetch(self, payloads: Sequence[GroupPayload], version: int) -> None:
         """Forward groups whose batch is not complete yet, for the step from `version`: same gradient and report."""
-        self._forwards.ahead(payloads, version, references)
+        self._forwards.ahead(payloads, version)
 
     def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         """One step of −logprob, the mean over all response tokens of the batch.

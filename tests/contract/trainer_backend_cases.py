@@ -306,9 +306,9 @@ def wait_for_all_ranks() -> None:
 
 def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
     """The same batch in three parts."""
-    trainer.accumulate(batch[:1], version, [0])
-    trainer.accumulate(batch[1:3], version, [0, 0])
-    return trainer.step(batch[3:], version, [0])
+    trainer.accumulate(batch[:1], version)
+    trainer.accumulate(batch[1:3], version)
+    return trainer.step(batch[3:], version)
 
 
 def prefetched_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:

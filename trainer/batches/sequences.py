@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -75,15 +75,7 @@ class Member:
         return self.trajectory.behavior_logprobs[self.trajectory.loss_mask]
 
 
-def batch_members(
-    payloads: Sequence[GroupPayload],
-    algorithm: AlgorithmConfig,
-    min_versions: Sequence[int] | None,
-    references: Sequence[NDArray[np.float32]],
-    values: Sequence[NDArray[np.float32]] = (),
-    teachers: Sequence[NDArray[np.float32]] = (),
-    proximals: Sequence[NDArray[np.float32] | None] = (),
-) -> list[Member]:
+def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) -> list[Member]:
     """Everyone who is trained; answers that were cut off are masked or left out if `overlong` says so.
 
     Raises:
@@ -92,17 +84,9 @@ def batch_members(
     """
     if not payloads:
         raise TrainingError("trainer: a step was asked for with 0 groups; at least 1 is needed.")
-    floors = [0] * len(payloads) if min_versions is None else min_versions
-    per_token = zip(
-        _of_sequences(payloads, references, "reference logprobs"),
-        _of_sequences(payloads, values, "values"),
-        _of_sequences(payloads, teachers, "teacher logprobs"),
-        _of_sequences(payloads, proximals, "proximal logprobs"),
-        strict=True,
-    )
     members: list[Member] = []
     attempts, baselines = count(), dict[tuple[int, str | None], int]()
-    for group, (payload, floor) in enumerate(zip(payloads, floors, strict=True)):
+    for group, payload in enumerate(payloads):
         is_by_thread = has_thread_rewards(payload.trajectories)
         if is_by_thread and algorithm.reward_weights:
             raise TrainingError(
@@ -110,6 +94,13 @@ def batch_members(
                 "replace the reward of the trajectory, so its named parts have no baseline. Use reward_weights={}, or "
                 "one reward for all threads."
             )
+        per_token = zip(
+            _of_sequences(payload, payload.reference, "reference logprobs"),
+            _of_sequences(payload, payload.values, "values"),
+            _of_sequences(payload, payload.teacher, "teacher logprobs"),
+            _of_sequences(payload, payload.proximal, "proximal logprobs"),
+            strict=True,
+        )
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
             is_cut = trajectory.finish_reason == "length"
             sequences = trajectory.separate()
@@ -123,7 +114,7 @@ def batch_members(
                 if is_cut and algorithm.overlong == "drop":
                     continue
                 thread = one.threads[0].name if one.threads else MAIN_THREAD
-                carries_loss = is_new_enough(one, floor) & (not (is_cut and algorithm.overlong == "mask"))
+                is_masked = is_cut and algorithm.overlong == "mask"
                 members.append(
                     Member(
                         trajectory=one,
@@ -132,7 +123,7 @@ def batch_members(
                         attempt=next(attempts) if is_by_thread else shared,
                         num_overlong=one.num_sampled_tokens if is_by_thread else longest,
                         reward=float(one.reward if is_by_thread and one.reward is not None else reward),
-                        carries_loss=carries_loss,
+                        carries_loss=is_new_enough(one, payload.min_version) & (not is_masked),
                         reference=reference,
                         values=value,
                         teacher=teacher,
@@ -143,24 +134,18 @@ def batch_members(
 
 
 def _of_sequences(
-    payloads: Sequence[GroupPayload], per_group: Sequence[NDArray[np.float32] | None], what: str
-) -> Iterator[NDArray[np.float32] | None]:
-    """Each sequence's part of what there is per group, in order; None for each of a group of which there is nothing."""
-    counts = [[one.num_sampled_tokens for one in all_sequences([payload])] for payload in payloads]
-    if not per_group:
-        return iter([None] * sum(map(len, counts)))
-    wanted = [sum(of_group) for of_group in counts]
-    lengths = zip(wanted, per_group, strict=False)  # unequal numbers of groups are told below
-    found = [length if scores is None else len(scores) for length, scores in lengths]
-    if found != wanted or len(per_group) != len(payloads):
+    payload: GroupPayload, scores: NDArray[np.float32] | None, what: str
+) -> Sequence[NDArray[np.float32] | None]:
+    """Each sequence's part of what there is of a group's sampled tokens; None for each if there is nothing."""
+    counts = [one.num_sampled_tokens for one in all_sequences([payload])]
+    if scores is None:
+        return [None] * len(counts)
+    if len(scores) != sum(counts):
         raise ShapeError(
-            f"trainer: {sum(found)} {what} for {sum(wanted)} sampled tokens of {len(payloads)} groups. "
-            "There is one for every sampled token of every group, in order."
+            f"trainer: {len(scores)} {what} for {sum(counts)} sampled tokens of group {payload.group_id}. "
+            "There is one for every sampled token of a group, in order."
         )
-    return chain.from_iterable(
-        [None] * len(of_group) if scores is None else np.split(scores, np.cumsum(of_group)[:-1])
-        for of_group, scores in zip(counts, per_group, strict=True)
-    )
+    return np.split(scores, np.cumsum(counts)[:-1])
 
 
 def all_sequences(payloads: Sequence[GroupPayload]) -> list[Trajectory]:
@@ -273,14 +258,9 @@ def policy_sequences(
     payloads: Sequence[GroupPayload],
     algorithm: AlgorithmConfig,
     max_new_tokens: int,
-    min_versions: Sequence[int] | None = None,
-    normaliser: float | None = None,
-    references: Sequence[NDArray[np.float32]] = (),
     version: int = 0,
-    values: Sequence[NDArray[np.float32]] = (),
-    teachers: Sequence[NDArray[np.float32]] = (),
+    normaliser: float | None = None,
     policy_id: PolicyId = POLICY,
-    proximals: Sequence[NDArray[np.float32] | None] = (),
 ) -> list[TrainingSequence]:
     """One sequence per thread, with the advantages and the aggregation weight of its tokens.
 
@@ -288,21 +268,15 @@ def policy_sequences(
         payloads: The groups of the batch.
         algorithm: Which advantage and aggregation.
         max_new_tokens: The sampling limit, tokens.
-        min_versions: Per group, tokens sampled before this version carry no loss weight and do not count in
-            the normaliser; None: all sampled tokens do.
-        normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
-        references: Per group `[n] float32`, the reference policy's logprobs of its n sampled tokens; empty: none.
         version: Policy version before the step, from which staleness is counted.
-        values: Per group `[n] float32`, V of a critic before each of its n sampled tokens; empty: there is none.
+        normaliser: Of the aggregation, if these groups are not the whole batch; None: theirs.
         policy_id: Who is trained. What another policy sampled has no staleness: its lags are `OF_ANOTHER_POLICY`.
-        teachers: As `references`, of a teacher.
-        proximals: Per group `[n] float32`, proximal logprobs of its n sampled tokens where they are there already.
 
     Raises:
         TrainingError: If there is no group, a trajectory has no reward, or a named part of it is missing.
         ShapeError: If the reference or the teacher did not score every sampled token.
     """
-    members = batch_members(payloads, algorithm, min_versions, references, values, teachers, proximals)
+    members = batch_members(payloads, algorithm)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
     returns = gae_returns(rewards, algorithm) if rewards.values else None

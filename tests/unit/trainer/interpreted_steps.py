@@ -12,7 +12,7 @@ from penstock.dataflow.ids import PARTNER
 from penstock.dataflow.versions import Span
 from penstock.trainer import micro_batch_loss
 
-from .torch_trainer import trainer_of
+from .torch_trainer import scored, trainer_of
 
 # ε of AdamW far above the gradient: updates are proportional to it, so that weights compare gradients.
 PLAIN = {"lr": 1.0, "adam_epsilon": 1.0, "correction_cap": 1.3}
@@ -42,9 +42,9 @@ def step(policy: str, batch, *, in_parts: bool, **algorithm) -> tuple[dict[str, 
     trainer = trainer_of(policy, 40, **PLAIN, **algorithm)
     given = references(batch) if algorithm.get("kl_coefficient") else []
     if in_parts:
-        trainer.accumulate(batch[:1], VERSION, references=given[:1])
+        trainer.accumulate(scored(batch[:1], given[:1]), VERSION)
         batch, given = batch[1:], given[1:]
-    metrics = trainer.step(batch, VERSION, references=given).metrics
+    metrics = trainer.step(scored(batch, given), VERSION).metrics
     weights = {name: tensor.clone() for name, tensor in trainer.export_weights()}
     timed = ("trainer/step_s", "trainer/tokens_per_s_per_device", "trainer/tflops_per_device")
     return {name: value for name, value in metrics.items() if name not in timed}, weights

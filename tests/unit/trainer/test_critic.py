@@ -107,7 +107,7 @@ def test_the_policy_is_trained_with_the_critics_advantages(policy, judge, batch)
 
     model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32)
     trainer = ppo_trainer(policy, judge, 60)
-    sequences = trainer._forwards.sequences(batch, 0, None, (), None)
+    sequences = trainer._forwards.sequences(batch, 0)
     members = [one for group in batch for one in group.trajectories]
     with torch.no_grad():
         values = [values_of(model, one).double().numpy() for one in members]

@@ -13,7 +13,7 @@ from penstock.trainer.batches.sequences import Preference, mini_batches, policy_
 from penstock.trainer.build import save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 
-from .torch_trainer import VOCAB, trainer_of, trajectory
+from .torch_trainer import VOCAB, scored, trainer_of, trajectory
 
 PPO = compose_config(["experiment=arithmetic", "algorithm=ppo"])
 
@@ -37,7 +37,7 @@ def trained_on(trainer: PolicyTrainer, num_batches: int, rng: np.random.Generato
     assert critic is not None
     for version in range(num_batches):
         batch = fresh_batch(rng)
-        sequences = policy_sequences(batch, algorithm, 64, values=critic.values(batch))
+        sequences = policy_sequences(scored(batch, values=critic.values(batch)), algorithm, 64)
         for part in mini_batches(sequences, algorithm, 64, version):
             critic.update(part)
         found.append(critic.take_metrics(sequences)["critic/explained_variance"])

@@ -15,7 +15,7 @@ from penstock.trainer.config import LoraConfig
 from penstock.trainer.frozen_policy import FrozenPolicy
 from penstock.trainer.policy_trainer import PolicyTrainer
 
-from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, trainer_of
+from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of
 
 LORA = LoraConfig(rank=4, alpha=12)
 
@@ -91,7 +91,7 @@ def test_a_step_held_to_the_reference_needs_no_second_model(
     references = [frozen.logprobs(group) for group in batch]
     for version in range(2):
         report = mine.step(batch, version)
-        expected = theirs.step(batch, version, references=references)
+        expected = theirs.step(scored(batch, references), version)
         for name in ("loss/grad_norm", "loss/reference_kl"):
             assert report.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-7), name
     assert report.metrics["loss/reference_kl"] > 1e-4

@@ -10,7 +10,7 @@ import torch
 
 from penstock.trainer.passes import Passes
 
-from .torch_trainer import trainer_of
+from .torch_trainer import scored, trainer_of
 
 CHAINS = ["none", "decoupled", "tis_token", "tis_seq", "mis_token", "mis_seq_geo", "opsm", "f_tis", "veto"]
 CHAINS += [["mis_seq_geo", "veto"], ["decoupled", "opsm"]]
@@ -56,15 +56,15 @@ def test_a_behavior_logprob_skips_the_step_under_other_losses(policy, batch, los
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.1])
 def test_a_reference_logprob_skips_the_step_even_if_it_is_only_measured(policy, batch, kl_coefficient) -> None:
     trainer = trainer_of(policy, kl_coefficient=kl_coefficient, correction="none")
-    assert not trainer.step(batch, 0, references=scores(batch)).skipped
-    assert trainer.step(batch, 1, references=scores(batch, np.nan)).skipped
+    assert not trainer.step(scored(batch, scores(batch)), 0).skipped
+    assert trainer.step(scored(batch, scores(batch, np.nan)), 1).skipped
 
 
 @pytest.mark.parametrize("loss", ["distill", "ppo_clip"])
 def test_a_teacher_logprob_skips_the_step(policy, batch, loss) -> None:
     trainer = trainer_of(policy, loss=loss, correction="none")
-    assert not trainer.step(batch, 0, teachers=scores(batch)).skipped
-    assert trainer.step(batch, 1, teachers=scores(batch, np.inf)).skipped
+    assert not trainer.step(scored(batch, teachers=scores(batch)), 0).skipped
+    assert trainer.step(scored(batch, teachers=scores(batch, np.inf)), 1).skipped
 
 
 def test_a_recomputed_proximal_logprob_skips_the_step(policy, batch, monkeypatch) -> None:
@@ -103,4 +103,4 @@ def test_a_part_of_a_streamed_batch_skips_the_whole(policy, batch) -> None:
 def test_a_token_without_loss_does_not_count(policy, batch) -> None:
     """Trimmed: it is older than the bound, so nothing of it is trained."""
     batch[0].trajectories[0].behavior_logprobs[-1] = np.nan
-    assert not trainer_of(policy, correction="none").step(batch, 3, min_versions=[1, 0, 0]).skipped
+    assert not trainer_of(policy, correction="none").step(scored(batch, min_versions=[1, 0, 0]), 3).skipped

@@ -17,7 +17,7 @@ from penstock.trainer.config import OptimizerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.updates import learning_rate
 
-from .torch_trainer import logprobs_of, trainer_of, trajectory
+from .torch_trainer import logprobs_of, scored, trainer_of, trajectory
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "constant_length"])
@@ -119,7 +119,7 @@ def test_a_reward_that_is_not_finite_is_a_bad_step_whatever_the_loss(policy, bat
     trainer = trainer_of(policy, **settings)
     before = [tensor.clone() for _, tensor in trainer.export_weights()]
     sampled = [np.concatenate([one.behavior_logprobs[one.loss_mask] for one in group.trajectories]) for group in batch]
-    report = trainer.step(batch, 3, references=sampled if "online_dpo" in settings.values() else ())
+    report = trainer.step(scored(batch, sampled if "online_dpo" in settings.values() else ()), 3)
     assert (report.skipped, report.version) == (True, 3)
     assert all(torch.equal(tensor, old) for old, (_, tensor) in zip(before, trainer.export_weights(), strict=True))
 

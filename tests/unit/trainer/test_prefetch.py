@@ -14,7 +14,7 @@ from penstock.trainer.config import LoraConfig
 from penstock.trainer.forwards import Forwarded, Prefetched
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.tiers import each_of
-from tests.unit.trainer.torch_trainer import trainer_of
+from tests.unit.trainer.torch_trainer import scored, trainer_of
 
 KINDS = {
     "critic": {"advantage": "gae"},
@@ -102,10 +102,10 @@ def spoil(trainer: PolicyTrainer) -> None:
     """What would train something else, if it were used."""
     for group_id, one in trainer._forwards._prefetched._kept.items():
         worse = {
-            name: None if (found := getattr(one, name)) is None else found + 5.0
+            name: None if (found := getattr(one.payload, name)) is None else found + 5.0
             for name in ("values", "proximal", "reference")
         }
-        trainer._forwards._prefetched._kept[group_id] = Forwarded(one.version, one.seconds, **worse)
+        trainer._forwards._prefetched._kept[group_id] = one._replace(payload=replace(one.payload, **worse))
 
 
 @pytest.mark.parametrize("kind", ["critic", "proximal", "reference below adapters"])
@@ -163,7 +163,8 @@ def test_nor_other_updates_of_the_weights(policy, batch) -> None:
 def test_of_a_trimmed_group_only_the_tokens_with_loss_are_used(policy, batch) -> None:
     mine, plain = make(policy, "both"), make(policy, "both")
     mine.prefetch(batch[:2], 5)
-    reports = mine.step(batch, 5, [0, 3, 0]), plain.step(batch, 5, [0, 3, 0])
+    trimmed = scored(batch, min_versions=[0, 3, 0])
+    reports = mine.step(trimmed, 5), plain.step(trimmed, 5)
     assert_equal_training(mine, plain, reports)
 
 
@@ -177,17 +178,18 @@ def test_a_trainer_that_needs_none_of_it_does_nothing(policy, batch, monkeypatch
 
 def test_a_group_that_has_its_reference_gets_no_other(policy, batch) -> None:
     trainer = make(policy, "reference below adapters")
-    trainer.prefetch(batch[:1], 0, [np.zeros(1, np.float32)])
+    given = np.zeros(1, np.float32)
+    trainer.prefetch(scored(batch[:1], references=[given]), 0)
     (kept,) = trainer._forwards._prefetched._kept.values()
-    assert kept.reference is None
+    assert kept.payload.reference is given
 
 
 def test_accounts_are_of_one_step(batch) -> None:
     prefetched = Prefetched()
-    first, second, third = (group.group_id for group in batch)
-    for group_id, seconds, version in ((first, 1.0, 7), (second, 2.0, 6), (third, 4.0, 7)):
-        prefetched.keep(group_id, Forwarded(version, seconds))
-    assert [one is not None for one in prefetched.of(batch[:2], 7)] == [True, False]
+    ahead = [replace(group, values=np.zeros(1, np.float32)) for group in batch]
+    for group, seconds, version in zip(ahead, (1.0, 2.0, 4.0), (7, 6, 7), strict=True):
+        prefetched.keep(Forwarded(version, seconds, group))
+    assert [one.values is not None for one in prefetched.of(batch[:2], 7)] == [True, False]
     metrics, seconds = prefetched.forget()
     tokens = [sum(one.num_sampled_tokens for one in group.trajectories) for group in batch]
     assert metrics == {
@@ -197,4 +199,4 @@ def test_accounts_are_of_one_step(batch) -> None:
     }
     assert seconds == 7.0
     assert prefetched.forget() == (dict.fromkeys(metrics, 0.0), 0.0)
-    assert prefetched.of(batch, 7) == [None] * 3
+    assert [one.values for one in prefetched.of(batch, 7)] == [None] * 3

@@ -21,7 +21,7 @@ from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.tiny_policy import create_policy
 from tests.tiny_policy import SPECIAL_TOKENS
 
-from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, trainer_of
+from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of
 
 TARGET, REFERENCE = [-1.0, -2.5, -0.1], [-1.0, -1.5, -3.0]
 
@@ -68,7 +68,7 @@ def test_without_a_coefficient_the_reference_has_no_effect(
     policy: str, other_policy: str, batch: list[GroupPayload]
 ) -> None:
     held, free = trainer_of(policy), trainer_of(policy)
-    held.step(batch, 0, references=scores(other_policy, batch))
+    held.step(scored(batch, scores(other_policy, batch)), 0)
     free.step(batch, 0)
     assert torch.equal(weights_after(held), weights_after(free))
 
@@ -79,7 +79,7 @@ def weights_after(trainer: PolicyTrainer) -> torch.Tensor:
 
 def test_a_reference_equal_to_the_policy_changes_nothing(policy: str, batch: list[GroupPayload]) -> None:
     held, free = trainer_of(policy, kl_coefficient=1.0), trainer_of(policy)
-    report = held.step(batch, 0, references=scores(policy, batch))
+    report = held.step(scored(batch, scores(policy, batch)), 0)
     free.step(batch, 0)
     assert report.metrics["loss/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert float((weights_after(held) - weights_after(free)).abs().max()) < 1e-4
@@ -91,16 +91,16 @@ def test_the_policy_is_drawn_to_the_reference(
 ) -> None:
     trainer = trainer_of(policy, kl_coefficient=100.0, kl_estimator=estimator, correction="none")
     references = scores(other_policy, batch)
-    divergence = [trainer.step(batch, v, references=references).metrics["loss/reference_kl"] for v in range(30)]
+    divergence = [trainer.step(scored(batch, references), v).metrics["loss/reference_kl"] for v in range(30)]
     assert divergence[-1] < 0.5 * divergence[0]
 
 
 def test_a_streamed_batch_is_held_alike(policy: str, other_policy: str, batch: list[GroupPayload]) -> None:
     references = scores(other_policy, batch)
     whole, streamed = (trainer_of(policy, kl_coefficient=0.5) for _ in range(2))
-    expected = whole.step(batch, 0, references=references)
-    streamed.accumulate(batch[:2], 0, [0, 0], references[:2])
-    report = streamed.step(batch[2:], 0, [0], references[2:])
+    expected = whole.step(scored(batch, references), 0)
+    streamed.accumulate(scored(batch[:2], references[:2]), 0)
+    report = streamed.step(scored(batch[2:], references[2:]), 0)
     assert report.metrics["loss/reference_kl"] == pytest.approx(expected.metrics["loss/reference_kl"], rel=1e-5)
     assert report.metrics["loss/policy"] == pytest.approx(expected.metrics["loss/policy"], rel=1e-4)
     assert report.metrics["loss/grad_norm"] == pytest.approx(expected.metrics["loss/grad_norm"], rel=1e-4)
@@ -112,8 +112,8 @@ def test_trimmed_tokens_take_their_logprobs_with_them(policy: str, batch: list[G
 
     aged = [GroupPayload(group.group_id, tuple(map(age, group.trajectories))) for group in batch]
     references = scores(policy, aged)
-    whole = policy_sequences(aged, AlgorithmConfig(), 30, references=references)
-    trimmed = policy_sequences(aged, AlgorithmConfig(), 30, [4] * 3, references=references)
+    whole = policy_sequences(scored(aged, references), AlgorithmConfig(), 30)
+    trimmed = policy_sequences(scored(aged, references, min_versions=[4] * 3), AlgorithmConfig(), 30)
     pairs = [(a, b) for a, b in zip(whole, trimmed, strict=True) if 0 < len(b.targets) < len(a.targets)]
     assert pairs
     for before, after in pairs:
@@ -125,7 +125,7 @@ def test_missing_or_misfitting_logprobs_are_refused(policy: str, batch: list[Gro
     with pytest.raises(TrainingError, match=r"kl_coefficient=0\.1, but the groups came without"):
         trainer.step(batch, 0)
     with pytest.raises(ShapeError, match="reference logprobs for"):
-        trainer.step(batch, 0, references=[one[:-1] for one in scores(policy, batch)])
+        trainer.step(scored(batch, [one[:-1] for one in scores(policy, batch)]), 0)
 
 
 def test_a_reference_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from penstock.trainer.policy_model import PolicyModel
 from penstock.trainer.policy_trainer import PolicyTrainer
 
 from .test_preference_steps import PAIRS, make_pairs
-from .torch_trainer import VOCAB, trainer_of, trajectory
+from .torch_trainer import VOCAB, scored, trainer_of, trajectory
 
 CPU = torch.device("cpu")
 
@@ -113,8 +113,8 @@ ALGORITHMS = {
 def test_a_step_is_the_same(policy, shared_batch, name, max_tokens) -> None:
     sides = [trainer_of(policy, max_tokens, share_prompts=on, **ALGORITHMS[name]) for on in (False, True)]
     references = [np.concatenate(sides[0]._passes.per_sampled_token([one])) for one in shared_batch]
-    arguments = {"references": references if name == "online_dpo" else (), "version": 0}
-    expected, found = (gradient_and_metrics(side, shared_batch, **arguments) for side in sides)
+    groups = scored(shared_batch, references if name == "online_dpo" else ())
+    expected, found = (gradient_and_metrics(side, groups, version=0) for side in sides)
     assert (found[0] - expected[0]).norm() <= 1e-5 * expected[0].norm()
     assert expected[0].norm() > 0
     for metric, value in expected[1].items():

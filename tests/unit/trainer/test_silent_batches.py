@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from .torch_trainer import trainer_of
+from .torch_trainer import scored, trainer_of
 
 
 def weights_of(trainer) -> torch.Tensor:
@@ -56,15 +56,17 @@ def with_reward(member, reward: float):
 def test_its_tokens_are_measured_as_ever(policy, batch) -> None:
     """A divergence of coefficient 1e-30 makes it a step that has the same metrics."""
     silent = trainer_of(policy).step(equal_rewards(batch), 0).metrics
-    step = trainer_of(policy, kl_coefficient=1e-30).step(equal_rewards(batch), 0, references=scores(batch)).metrics
+    step = trainer_of(policy, kl_coefficient=1e-30).step(scored(equal_rewards(batch), scores(batch)), 0).metrics
     for name in silent:
         if name.startswith(("ratio/", "mismatch/", "loss/entropy", "reward/")):
             assert silent[name] == pytest.approx(step[name], rel=1e-5), name
 
 
 def test_a_divergence_or_a_teacher_is_something_to_learn_from(policy, batch) -> None:
-    held = trainer_of(policy, kl_coefficient=0.1).step(equal_rewards(batch), 0, references=scores(batch))
-    taught = trainer_of(policy, loss="distill", correction="none").step(equal_rewards(batch), 0, teachers=scores(batch))
+    held = trainer_of(policy, kl_coefficient=0.1).step(scored(equal_rewards(batch), scores(batch)), 0)
+    taught = trainer_of(policy, loss="distill", correction="none").step(
+        scored(equal_rewards(batch), teachers=scores(batch)), 0
+    )
     assert [one.metrics["trainer/silent_updates"] for one in (held, taught)] == [0, 0]
     assert min(one.metrics["loss/grad_norm"] for one in (held, taught)) > 0
 
@@ -72,10 +74,10 @@ def test_a_divergence_or_a_teacher_is_something_to_learn_from(policy, batch) -> 
 def test_no_pair_is_nothing_to_learn_from(policy, batch) -> None:
     trainer = trainer_of(policy, loss="online_dpo", correction="none", kl_coefficient=0.0)
     before = weights_of(trainer)
-    report = trainer.step(equal_rewards(batch), 0, references=scores(batch))
+    report = trainer.step(scored(equal_rewards(batch), scores(batch)), 0)
     assert (report.version, report.metrics["trainer/silent_updates"]) == (1, 1)
     assert torch.equal(weights_of(trainer), before)
-    assert trainer.step(batch, 1, references=scores(batch)).metrics["trainer/silent_updates"] == 0
+    assert trainer.step(scored(batch, scores(batch)), 1).metrics["trainer/silent_updates"] == 0
 
 
 def test_bad_numbers_make_it_a_bad_step(policy, batch) -> None:

@@ -14,7 +14,7 @@ from penstock.trainer.value_model import load_value_model
 from penstock.weights.model_config import ModelConfig
 from tests.tiny_policy import SPECIAL_TOKENS
 
-from .torch_trainer import MODEL, TEMPERATURE, VOCAB, trainer_of
+from .torch_trainer import MODEL, TEMPERATURE, VOCAB, scored, trainer_of
 
 DISTILL = {"loss": "distill", "correction": "none"}
 
@@ -69,7 +69,7 @@ def test_a_step_equals_a_plain_loop_over_both_models(policy, teacher, batch) -> 
     torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
     optimizer.step()
     trainer = trainer_of(policy, 60, lr=1.0, adam_epsilon=1.0, **DISTILL)
-    report = trainer.step(batch, 0, teachers=lessons(teacher, batch))
+    report = trainer.step(scored(batch, teachers=lessons(teacher, batch)), 0)
     moved = error = 0.0
     for (name, expected), (_, found) in zip(student.named_parameters(), trainer.export_weights(), strict=True):
         moved += float((expected.detach() - start[name]).square().sum())
@@ -81,7 +81,7 @@ def test_a_step_equals_a_plain_loop_over_both_models(policy, teacher, batch) -> 
 
 def test_the_policy_comes_to_agree_with_its_teacher(policy, teacher, batch) -> None:
     trainer, theirs = trainer_of(policy, 200, lr=3e-3, **DISTILL), lessons(teacher, batch)
-    divergence = [trainer.step(batch, v, teachers=theirs).metrics["loss/teacher_kl"] for v in range(20)]
+    divergence = [trainer.step(scored(batch, teachers=theirs), v).metrics["loss/teacher_kl"] for v in range(20)]
     assert divergence[-1] < 0.5 * divergence[0]
 
 

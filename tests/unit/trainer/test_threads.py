@@ -19,7 +19,7 @@ from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.frozen_policy import FrozenPolicy
 
 from .test_policy_trainer import gradient_of
-from .torch_trainer import MODEL, TEMPERATURE, VOCAB, logprobs_of, trainer_of, trajectory
+from .torch_trainer import MODEL, TEMPERATURE, VOCAB, logprobs_of, scored, trainer_of, trajectory
 
 LENGTHS = {"plan": [4, 5], "left": [9, 3], "right": [9, 7]}
 """Prompt (of the forks: all of plan) and response of each thread."""
@@ -125,15 +125,15 @@ def test_sampled_tokens_keep_their_order_versions_and_scores(policy, threads) ->
     assert [one.spans for one in parts] == [one.spans for one in threads[0]]
     assert (whole.oldest_version, whole.newest_version) == (0, 2)
     assert sum(one.num_sampled_tokens for one in parts) == whole.num_sampled_tokens
-    scored = FrozenPolicy.load(policy, MODEL, "cpu", 60, TEMPERATURE).logprobs(group(whole))
+    found = FrozenPolicy.load(policy, MODEL, "cpu", 60, TEMPERATURE).logprobs(group(whole))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     expected = np.concatenate([logprobs_of(model, one) for one in threads[0]])
-    np.testing.assert_allclose(scored, expected, atol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     payloads, count = [group(whole, joined(threads[1]))], whole.num_sampled_tokens + threads[1][0].num_sampled_tokens
     references = [np.arange(count, dtype=np.float32)]
-    every = policy_sequences(payloads, AlgorithmConfig(), 30, references=references)
+    every = policy_sequences(scored(payloads, references), AlgorithmConfig(), 30)
     assert np.concatenate([one.reference_logprobs for one in every]).tolist() == list(range(count))
-    sequences = policy_sequences(payloads, AlgorithmConfig(), 30, [1], references=references, version=3)
+    sequences = policy_sequences(scored(payloads, references, min_versions=[1]), AlgorithmConfig(), 30, 3)
     lags = [sorted(set(one.lags.tolist())) for one in sequences]
     assert lags == [[2], [1], [], [2]], "what is older than version 1 carries no loss, wherever it stands"
 

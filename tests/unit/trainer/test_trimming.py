@@ -13,7 +13,7 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.batches.sequences import loss_tokens, policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 
-from .torch_trainer import trainer_of
+from .torch_trainer import scored, trainer_of
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_only_tokens_at_or_above_the_floor_are_loss_tokens(aged: list[GroupPaylo
 
 
 def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None:
-    sequences = policy_sequences(aged, AlgorithmConfig(aggregation="token_mean"), 30, [4, 0, 6])
+    sequences = policy_sequences(scored(aged, min_versions=[4, 0, 6]), AlgorithmConfig(aggregation="token_mean"), 30)
     num_tokens = sum(len(sequence.targets) for sequence in sequences)
     assert sum(sequence.token_weight * len(sequence.targets) for sequence in sequences) == pytest.approx(1.0)
     assert all(sequence.token_weight == pytest.approx(1 / num_tokens) for sequence in sequences[:6])
@@ -45,7 +45,7 @@ def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None
 
 def test_advantages_are_those_of_the_whole_group(aged: list[GroupPayload]) -> None:
     whole = policy_sequences(aged, AlgorithmConfig(), 30)
-    trimmed = policy_sequences(aged, AlgorithmConfig(), 30, [4, 4, 4])
+    trimmed = policy_sequences(scored(aged, min_versions=[4, 4, 4]), AlgorithmConfig(), 30)
     trained = [(before, after) for before, after in zip(whole, trimmed, strict=True) if len(after.targets)]
     assert trained
     for before, after in trained:
@@ -67,7 +67,7 @@ def test_what_was_trimmed_changes_no_weight(policy: str, aged: list[GroupPayload
 
     def weights(payloads: list[GroupPayload]) -> torch.Tensor:
         trainer = trainer_of(policy)
-        trainer.step(payloads, 5, [4, 4, 4])
+        trainer.step(scored(payloads, min_versions=[4, 4, 4]), 5)
         return torch.cat([tensor.flatten() for _, tensor in trainer.export_weights()])
 
     assert torch.equal(weights(aged), weights(disturbed(below=True)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from penstock.dataflow.ids import TaskId, TrajectoryId
-from penstock.dataflow.trajectory import Trajectory
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
@@ -52,6 +54,16 @@ def trainer_of(
         critic=critic or CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
     )
     return build_trainer(spec)
+
+
+def scored(batch, references=(), teachers=(), min_versions=(), values=(), proximals=()) -> list[GroupPayload]:
+    """Groups with what has been said of their sampled tokens, and the oldest version that is trained."""
+    groups = list(batch)
+    given = {"reference": references, "teacher": teachers, "values": values, "proximal": proximals}
+    for name, of_groups in (given | {"min_version": min_versions}).items():
+        if len(of_groups):
+            groups = [replace(group, **{name: one}) for group, one in zip(groups, of_groups, strict=True)]
+    return groups
 
 
 def trajectory(name: str, prompt: list[int], response: list[int], rng, reward: float | None) -> Trajectory:

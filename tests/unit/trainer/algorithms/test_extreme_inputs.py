@@ -29,7 +29,7 @@ from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.rank_agreement import RankShare
 from penstock.trainer.updates import OpenUpdate
 from tests.tiers import by_tier
-from tests.unit.trainer.torch_trainer import trajectory
+from tests.unit.trainer.torch_trainer import scored, trajectory
 
 CPU = torch.device("cpu")
 VERSION, OLDEST = 6, 3
@@ -129,11 +129,18 @@ def inputs(seed: int) -> Inputs:
 def micro_batch_of(config: AlgorithmConfig, given: Inputs) -> tuple[MicroBatch, torch.Tensor]:
     """All of the batch in one micro-batch, and the logprobs of the policy at its loss tokens."""
     sequences = policy_sequences(
-        given.payloads, config, 7, [OLDEST] * len(LENGTHS),
-        references=given.reference if config.needs_reference else (), version=VERSION,
-        values=given.values if config.needs_critic else (),
-        teachers=given.teacher if config.needs_teacher else (), proximals=given.target,
-    )  # fmt: skip
+        scored(
+            given.payloads,
+            references=given.reference if config.needs_reference else (),
+            teachers=given.teacher if config.needs_teacher else (),
+            min_versions=[OLDEST] * len(LENGTHS),
+            values=given.values if config.needs_critic else (),
+            proximals=given.target,
+        ),
+        config,
+        7,
+        VERSION,
+    )
     plan = MicroBatchPlan(tuple((index,) for index, one in enumerate(sequences) if one.num_inputs), 16)
     micro_batch = collate(plan, sequences, device=CPU, needs_mask=False)
     # The policy's logprobs were laid out as the proximal ones, which are those of other tokens instead.
@@ -184,7 +191,9 @@ def test_the_combinations_hold_everything_there_is() -> None:
 def test_the_inputs_hold_rows_without_and_with_one_loss_token_and_ratios_of_90_nats() -> None:
     distances = []
     for given in map(inputs, range(NUM_INPUTS)):
-        sequences = policy_sequences(given.payloads, AlgorithmConfig(), 7, [OLDEST] * len(LENGTHS), version=VERSION)
+        sequences = policy_sequences(
+            scored(given.payloads, min_versions=[OLDEST] * len(LENGTHS)), AlgorithmConfig(), 7, VERSION
+        )
         assert {0, 1} < {len(one.targets) for one in sequences}
         members = [one for payload in given.payloads for one in payload.trajectories]
         behavior = np.concatenate([one.behavior_logprobs[one.loss_mask] for one in members])

@@ -16,7 +16,7 @@ from penstock.platform.config.checks_without_effect import CONDITIONS, check_wit
 from penstock.platform.config.compose import compose_all, compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.config import AlgorithmConfig
-from tests.unit.trainer.torch_trainer import trainer_of
+from tests.unit.trainer.torch_trainer import scored, trainer_of
 
 OWN = "tests.unit.trainer.algorithms.own"
 EXPERIMENTS = sorted(path.stem for path in (Path(__file__).parents[4] / "conf" / "experiment").glob("*.yaml"))
@@ -166,7 +166,7 @@ class Trained:
         if key not in self.known:
             trainer = trainer_of(self.policy, 60, **settings)
             for _ in range(2):
-                trainer.step(batch, version, references=scores, teachers=scores)
+                trainer.step(scored(batch, scores, scores), version)
             backends = [trainer.backend, *([trainer.critic.backend] if trainer.critic else [])]
             weights = [tensor.flatten() for backend in backends for _, tensor in backend.export_weights()]
             self.known[key] = torch.cat(weights)

@@ -20,7 +20,7 @@ from penstock.trainer.batches.sequences import batch_members, policy_sequences, 
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.tiers import some_of
-from tests.unit.trainer.torch_trainer import logprobs_of, trainer_of
+from tests.unit.trainer.torch_trainer import logprobs_of, scored, trainer_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[4] / "conf" / "algorithm").glob("*.yaml"))
 SEQUENCE = {"aggregation": "seq_mean_token_mean", "correction": "none"}
@@ -66,8 +66,8 @@ def gradient(trainer: PolicyTrainer, parts: list[tuple[list, list]]) -> torch.Te
     backend.optimizer_step = catch
     *firsts, (payloads, references) = parts
     for some, theirs in firsts:
-        trainer.accumulate(some, 5, references=theirs, teachers=theirs)
-    trainer.step(payloads, 5, references=references, teachers=references)
+        trainer.accumulate(scored(some, theirs, theirs), 5)
+    trainer.step(scored(payloads, references, references), 5)
     return caught[0]
 
 
@@ -99,7 +99,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
 def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, references) -> None:
     trainer = trainer_of(policy, 60, **settings_of(name))
     before = torch.cat([tensor.flatten().clone() for _, tensor in trainer.export_weights()])
-    reports = [trainer.step(aged, 5 + step, references=references, teachers=references) for step in range(3)]
+    reports = [trainer.step(scored(aged, references, references), 5 + step) for step in range(3)]
     after = torch.cat([tensor.flatten() for _, tensor in trainer.export_weights()])
     assert [report.version for report in reports] == [6, 7, 8]
     assert not torch.equal(before, after)
@@ -122,7 +122,7 @@ def test_the_pair_loss_of_a_batch_is_the_mean_over_its_pairs(policy, aged, refer
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    report = trainer_of(policy, 60, **settings_of("online_dpo")).step(aged, 5, references=references)
+    report = trainer_of(policy, 60, **settings_of("online_dpo")).step(scored(aged, references), 5)
     losses = []
     for group, scores in zip(aged, references, strict=True):
         drift, start = [], 0
@@ -139,7 +139,7 @@ def test_the_pair_loss_of_a_batch_is_the_mean_over_its_pairs(policy, aged, refer
 
 
 def test_a_batch_without_pairs_is_a_step_without_gradient(policy, aged, references) -> None:
-    report = trainer_of(policy, 60, **settings_of("online_dpo")).step(aged[1:2], 5, references=references[1:2])
+    report = trainer_of(policy, 60, **settings_of("online_dpo")).step(scored(aged[1:2], references[1:2]), 5)
     assert (report.skipped, report.metrics["loss/grad_norm"]) == (False, 0.0)
 
 
@@ -149,7 +149,7 @@ def test_pairs_beyond_the_token_budget_are_refused_with_both_numbers(policy, age
         ShapeError,
         match=r"max_tokens_per_micro_batch=32 is below 40 tokens: .* in parts of 8, 8, 24 tokens, .* at least 40",
     ):
-        trainer.step(aged, 5, references=references)
+        trainer.step(scored(aged, references), 5)
 
 
 @pytest.mark.parametrize("name", ["online_dpo", "reinforce_pp_kl", "mis_token"])
@@ -213,8 +213,8 @@ def test_staleness_is_counted_per_token_from_the_version_of_the_step(policy, age
 
 def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) -> None:
     config = AlgorithmConfig(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
-    whole = policy_sequences(aged, config, 30, references=references)
-    trimmed = policy_sequences(aged, config, 30, [4] * 3, references=references)
+    whole = policy_sequences(scored(aged, references), config, 30)
+    trimmed = policy_sequences(scored(aged, references, min_versions=[4] * 3), config, 30)
     pairs = [(a.advantages, b.advantages) for a, b in zip(whole, trimmed, strict=True) if len(b.targets) > 2]
     assert len(pairs) >= 3
     for before, after in pairs:  # other tokens are in the mean now, so compare what is between neighbours
@@ -224,7 +224,7 @@ def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) ->
 
 def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None:
     config = AlgorithmConfig(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
-    members = batch_members(aged, config, None, ())
+    members = batch_members(aged, config)
     found = reward_batch(members, config, max_new_tokens=30)
     lengths = [one.trajectory.num_sampled_tokens for one in members]
     expected = [one.reward - min(max((n - 10) / 20, 0), 1) for one, n in zip(members, lengths, strict=True)]
