@@ -24,7 +24,7 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
-from penstock.weights.transport.shared_memory import Slots, write_version
+from penstock.weights.transport.shared_memory import write_version
 from tests.command_line import run_cli
 from tests.composed_once import compose_choices_once
 from tests.tiers import IS_FULL
@@ -142,7 +142,7 @@ class TinyPublisher:
         self._tensors = tensors
         self._directory = directory
         self._transfer = ShardTransfer.between(TrainingSide(specs), engine, "float32", folder)
-        self.slots: Slots = (
+        self.slots: ShardFiles | OpenedSlots = (
             ShardFiles(self._transfer)
             if handles is None
             else OpenedSlots([mine for (mine,) in handles], self._transfer.buffers, range(engine.tp_size))

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.policy_loss import ClippedLoss, ClippedTokens, clipped_policy_loss
 from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
-from penstock.trainer.algorithms.metrics import TokenFacts, TokenMetrics
+from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossTerms, Objective
 from penstock.trainer.algorithms.tokens import MAX_LOG_RATIO
 from penstock.trainer.batches.collate import MicroBatch
@@ -75,21 +75,8 @@ def _weighted(
 ) -> Tensor:
     loss = (terms.terms * micro_batch.token_weights).sum()
     if micro_batch.num_tokens:
-        reference, teacher = micro_batch.reference_logprobs, micro_batch.teacher_logprobs
-        facts = TokenFacts(
-            target=target,
-            start=_start(target, micro_batch, update),
-            behavior=micro_batch.behavior_logprobs,
-            reference=reference,
-            teacher=reference if teacher is None else teacher,
-            entropies=entropies,
-            lags=micro_batch.lags,
-            token_weights=micro_batch.token_weights,
-            is_masked=terms.is_masked,
-            is_clipped_low=terms.is_clipped_low,
-            is_clipped_high=terms.is_clipped_high,
-        )
-        update.metrics.add(loss, facts)
+        start = _start(target, micro_batch, update)
+        update.metrics.add(loss, target, start, entropies, micro_batch, terms)
     return loss
 
 

@@ -87,7 +87,9 @@ class BaseWeights:
         if not self._kept:
             self._check_base(manifest, live)
             self._kept = {name: live[name].detach().to("cpu", copy=True).view(-1) for name in boxes}
-        adapters = _arrived(manifest, manifest.adapters)
+        sent = manifest.adapters.entries
+        adapters = dict(read_version(replace(manifest, entries=sent)))
+        check_arrived(adapters, sent, manifest.version)
         return {name: _sum(self._kept[name], boxes[name], adapters, device) for name in boxes}
 
     def _check_base(self, manifest: WeightManifest, live: Mapping[str, torch.Tensor]) -> None:
@@ -109,12 +111,6 @@ def entries_of(manifest: WeightManifest, rank: int, merged: Mapping[str, torch.T
         for entry in manifest.entries
         if entry.rank == rank
     )
-
-
-def _arrived(manifest: WeightManifest, adapters: AdapterManifest) -> dict[str, torch.Tensor]:
-    tensors = dict(read_version(replace(manifest, entries=adapters.entries)))
-    check_arrived(tensors, adapters.entries, manifest.version)
-    return tensors
 
 
 def _sum(

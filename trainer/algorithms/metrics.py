@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,43 +20,15 @@ from torch import Tensor
 
 from penstock.kernels.policy_loss import BY_LAG, MAXIMA, SUMS
 from penstock.trainer.algorithms.kl import k3
+from penstock.trainer.algorithms.objective import LossTerms
 from penstock.trainer.algorithms.tokens import clamped_exp
+from penstock.trainer.batches.collate import MicroBatch
 
 OF_ANOTHER_POLICY = -1
 """In place of a staleness: the token was sampled by another policy of the run."""
 LAG_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
 _LAST_LAGS = (OF_ANOTHER_POLICY, 0, 1, 3)
 """Largest staleness, versions, of each bucket but the last."""
-
-
-class TokenFacts(NamedTuple):
-    """One micro-batch, per loss token, `[T]`.
-
-    Attributes:
-        target: Logprobs under the policy as it is.
-        start: Logprobs at the start of the batch; None: not known any more, or measured before.
-        behavior: Logprobs recorded by the engine.
-        reference: Logprobs of the reference policy; anything if there is none.
-        teacher: Likewise, of the teacher.
-        entropies: Of the policy, nats.
-        lags: `int64`, staleness in versions, or `OF_ANOTHER_POLICY`.
-        token_weights: Of the aggregation.
-        is_masked: `bool`, rejected by a correction.
-        is_clipped_low: `bool`, a lower bound of the loss acted.
-        is_clipped_high: `bool`, an upper one did.
-    """
-
-    target: Tensor
-    start: Tensor | None
-    behavior: Tensor
-    reference: Tensor
-    teacher: Tensor
-    entropies: Tensor
-    lags: Tensor
-    token_weights: Tensor
-    is_masked: Tensor
-    is_clipped_low: Tensor
-    is_clipped_high: Tensor
 
 
 class TokenMetrics:
@@ -79,40 +51,53 @@ class TokenMetrics:
         self._by_lag += by_lag
 
     @torch.no_grad()
-    def add(self, loss: Tensor, facts: TokenFacts) -> None:
-        """Add one micro-batch; `loss` is the scalar Σ weight · term of it."""
-        is_measured = facts.start is not None
-        log_ratio = (facts.behavior[:0] if facts.start is None else facts.start - facts.behavior).double()
-        weights, is_own = clamped_exp(log_ratio), (facts.lags[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
+    def add(
+        self,
+        loss: Tensor,
+        target: Tensor,
+        start: Tensor | None,
+        entropies: Tensor,
+        micro_batch: MicroBatch,
+        terms: LossTerms,
+    ) -> None:
+        """Add one micro-batch.
+
+        Args:
+            loss: The scalar Σ weight · term.
+            target: `[T]` logprobs under the policy as it is.
+            start: `[T]` logprobs at the start of the batch; None: not known any more, or measured before.
+            entropies: `[T]` of the policy, nats.
+            micro_batch: What was recorded of the tokens, their staleness and their weights.
+            terms: Which of them were rejected or clipped.
+        """
+        behavior, reference, lags = micro_batch.behavior_logprobs, micro_batch.reference_logprobs, micro_batch.lags
+        teacher = reference if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs
+        token_weights, is_masked = micro_batch.token_weights.double(), terms.is_masked
+        log_ratio = (behavior[:0] if start is None else start - behavior).double()
+        weights, is_own = clamped_exp(log_ratio), (lags[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
         weight, distance = weights * is_own, log_ratio.abs() * is_own
         sums = (
-            torch.tensor(float(len(facts.target)), device=loss.device),
+            torch.tensor(float(len(target)), device=loss.device),
             is_own.sum(),
             loss,
-            facts.entropies.double().sum(),
+            entropies.double().sum(),
             weight.sum(),
             weight.square().sum(),
-            facts.is_masked.sum(),
-            facts.is_clipped_low.sum(),
-            facts.is_clipped_high.sum(),
+            is_masked.sum(),
+            terms.is_clipped_low.sum(),
+            terms.is_clipped_high.sum(),
             distance.sum(),
             ((weights - log_ratio - 1.0) * is_own).sum(),
-            k3(facts.target, facts.reference).double().sum(),
-            k3(facts.target, facts.teacher).double().sum(),
-            facts.token_weights.double().sum(),
-            facts.token_weights.double().masked_fill(facts.is_masked, 0.0).sum(),
+            k3(target, reference).double().sum(),
+            k3(target, teacher).double().sum(),
+            token_weights.sum(),
+            token_weights.masked_fill(is_masked, 0.0).sum(),
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
-        if is_measured and len(weights):
-            buckets, k3_of = torch.bucketize(facts.lags, self.last_lags), weights - log_ratio - 1.0
-            per_token = (
-                torch.ones_like(weights),
-                weights,
-                facts.is_masked.double(),
-                weights.square(),
-                log_ratio.abs(),
-                k3_of,
-            )
+        if len(weights):
+            buckets, k3_of = torch.bucketize(lags, self.last_lags), weights - log_ratio - 1.0
+            ones, squares = torch.ones_like(weights), weights.square()
+            per_token = (ones, weights, is_masked.double(), squares, log_ratio.abs(), k3_of)
             self._by_lag.index_add_(0, buckets, torch.stack(per_token, dim=1))
             self._maxima[: len(MAXIMA)] = torch.maximum(
                 self._maxima[: len(MAXIMA)], torch.stack([weight.max(), distance.max()])

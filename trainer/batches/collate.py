@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
 _PADDING_SEGMENT = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ModelInputs:
+class ModelInputs(NamedTuple):
     """Arguments of `PolicyModel.forward`.
 
     Attributes:
@@ -39,14 +39,7 @@ class ModelInputs:
 
     def call(self, model: Callable[..., tuple[Tensor, Tensor]], temperature: float) -> tuple[Tensor, Tensor]:
         """Call a (wrapped) `PolicyModel` with these."""
-        return model(
-            input_ids=self.input_ids,
-            position_ids=self.position_ids,
-            attention_mask=self.attention_mask,
-            target_index=self.target_index,
-            target_ids=self.target_ids,
-            temperature=temperature,
-        )
+        return model(**self._asdict(), temperature=temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +77,19 @@ class MicroBatch:
     old_values: Tensor | None = None
     returns: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+
+
+_PER_TOKEN = (
+    "behavior_logprobs",
+    "advantages",
+    "token_weights",
+    "reference_logprobs",
+    "lags",
+    "segments",
+    "proximal_logprobs",
+    "teacher_logprobs",
+)
+"""Columns of a micro-batch that sequence parallelism cuts."""
 
 
 def collate(
@@ -224,21 +230,16 @@ def sequence_share(micro_batch: MicroBatch, rank: int, size: int) -> MicroBatch:
     is_mine = (inputs.target_index >= stretch.start) & (inputs.target_index < stretch.stop)
     if not micro_batch.num_tokens or not is_mine.any():
         empty = empty_micro_batch(input_ids.device)
-        return replace(empty, inputs=replace(empty.inputs, input_ids=input_ids, position_ids=position_ids))
+        return replace(empty, inputs=empty.inputs._replace(input_ids=input_ids, position_ids=position_ids))
+    places, target_ids = inputs.target_index[is_mine] - stretch.start, inputs.target_ids[is_mine]
+    columns = {name: getattr(micro_batch, name) for name in _PER_TOKEN}
+    mine: dict[str, Any] = {name: one[is_mine] for name, one in columns.items() if one is not None}
+    is_mine_there = is_mine.cpu().numpy()
     return replace(
         micro_batch,
-        inputs=ModelInputs(
-            input_ids, position_ids, None, inputs.target_index[is_mine] - stretch.start, inputs.target_ids[is_mine]
-        ),
-        behavior_logprobs=micro_batch.behavior_logprobs[is_mine],
-        advantages=micro_batch.advantages[is_mine],
-        token_weights=micro_batch.token_weights[is_mine],
-        reference_logprobs=micro_batch.reference_logprobs[is_mine],
-        lags=micro_batch.lags[is_mine],
-        segments=micro_batch.segments[is_mine],
-        sequence_index=micro_batch.sequence_index[is_mine.cpu().numpy()],
-        token_index=micro_batch.token_index[is_mine.cpu().numpy()],
-        num_tokens=int(is_mine.sum()),
-        proximal_logprobs=None if micro_batch.proximal_logprobs is None else micro_batch.proximal_logprobs[is_mine],
-        teacher_logprobs=None if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs[is_mine],
+        inputs=ModelInputs(input_ids, position_ids, None, places, target_ids),
+        sequence_index=micro_batch.sequence_index[is_mine_there],
+        token_index=micro_batch.token_index[is_mine_there],
+        num_tokens=len(places),
+        **mine,
     )

@@ -30,6 +30,7 @@ from penstock.weights.layout.algebra import (
     intersect,
     row_major,
     subtract,
+    whole,
 )
 
 aten = torch.ops.aten
@@ -98,7 +99,7 @@ class Trace(TorchDispatchMode):
         self.sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in self._shapes.items()}
         for name, tensor in self.sources.items():
             storage = self._storage(tensor)
-            storage.pieces = [_Piece(_whole(storage.shape), View(name, 0, row_major(storage.shape)))]
+            storage.pieces = [_Piece(whole(storage.shape), View(name, 0, row_major(storage.shape)))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +136,7 @@ class Trace(TorchDispatchMode):
                 )
             flat = View(name, -int(parameter.storage_offset()), row_major(storage.shape))
             for piece in storage.pieces:
-                held = flat.at(_whole(storage.shape), piece.box)
+                held = flat.at(whole(storage.shape), piece.box)
                 shape = self._shapes[piece.source.buffer]
                 for box, view in _boxes(shape, extents(piece.box), piece.source, held):
                     found[piece.source.buffer].append(Shard(rank, box, view))
@@ -301,10 +302,6 @@ def _row_major_where_free(shard: Shard) -> View:
         if sizes[axis] == 1:
             strides[axis] = 1 if axis == len(sizes) - 1 else strides[axis + 1] * sizes[axis + 1]
     return shard.view._replace(strides=tuple(strides))
-
-
-def _whole(shape: Shape) -> Box:
-    return tuple((0, extent) for extent in shape)
 
 
 def _view(tensor: torch.Tensor) -> View:

@@ -44,21 +44,15 @@ def missing_pieces(source: Layout, destination: Layout, resident: Mapping[int, i
         owned = source.shards.get(tensor)
         if owned is None:
             raise WeightSyncError(f"weights: the training side has no {tensor}, which the engine needs.")
-        by_box = _by_box(owned)
+        by_box: dict[Box, dict[int, View]] = defaultdict(dict)  # replicas together: each box once, with all its owners
+        for shard in owned:
+            by_box[shard.box][shard.rank] = shard.view
         for shard in wanted:
-            yield from _cover(tensor, shard, by_box, resident.get(shard.rank))
-
-
-def _by_box(shards: Iterable[Shard]) -> list[tuple[Box, dict[int, View]]]:
-    """Replicas together: each box once, with all its owners."""
-    owners: dict[Box, dict[int, View]] = defaultdict(dict)
-    for shard in shards:
-        owners[shard.box][shard.rank] = shard.view
-    return list(owners.items())
+            yield from _cover(tensor, shard, by_box.items(), resident.get(shard.rank))
 
 
 def _cover(
-    tensor: str, shard: Shard, by_box: list[tuple[Box, dict[int, View]]], resident: int | None
+    tensor: str, shard: Shard, by_box: Iterable[tuple[Box, Mapping[int, View]]], resident: int | None
 ) -> Iterator[Piece]:
     missing = [shard.box]
     for box, owners in sorted(by_box, key=lambda item: resident not in item[1]):  # what is here already comes first

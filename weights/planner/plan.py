@@ -118,7 +118,11 @@ def make_plan(
     order = {name: index for index, name in enumerate(destination.shards)}
     chosen.sort(key=lambda one: (order[one.piece.tensor], one.piece.dst_rank, one.piece.destination.offset))
     largest = max(bucket_bytes // item_bytes, 1)
-    copies = [_as_copy(part) for one in chosen for part in _at_most(one, largest)]
+    copies = [
+        Copy(piece.tensor, extents(piece.box), src_rank, piece.sources[src_rank], piece.dst_rank, piece.destination)
+        for one in chosen
+        for piece, src_rank in _at_most(one, largest)
+    ]
     return Plan(item_bytes, bucket_bytes, resident, tuple(_buckets(copies, largest)))
 
 
@@ -136,12 +140,6 @@ def lower_bound_bytes(
                 missing = [rest for part in missing for rest in subtract(part, box)]
             total += sum(map(volume, missing)) * item_bytes
     return total
-
-
-def _as_copy(one: Assignment) -> Copy:
-    piece = one.piece
-    source = piece.sources[one.src_rank]
-    return Copy(piece.tensor, extents(piece.box), one.src_rank, source, piece.dst_rank, piece.destination)
 
 
 def _at_most(one: Assignment, largest: int) -> Iterable[Assignment]:

@@ -108,7 +108,7 @@ def slot_for(
 
 
 class OpenedSlots:
-    """`Slots` of one engine, opened by a training rank. It holds one version: the number makes no difference."""
+    """The slots of one engine, opened by a training rank. It holds one version: the number makes no difference."""
 
     def __init__(
         self, handles: Sequence[SlotHandle], sizes: Sequence[Mapping[str, int]], engine_ranks: Collection[int]
@@ -134,9 +134,11 @@ class OpenedSlots:
         self._buffers = {rank: cut_slot(slot, sizes[rank]) for rank, slot in opened.items()}
 
     def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:  # noqa: ARG002 - one of all versions
+        """Name -> flat tensor: where to write what an engine rank needs of a version."""
         return self._buffers[engine_rank]
 
     def complete(self) -> None:
+        """Wait until what was written is there for other processes."""
         _synchronize(self._devices)
 
 

@@ -30,8 +30,8 @@ from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
 from penstock.weights.strided import strided_box
-from penstock.weights.transport.device_memory import DeviceSlot
-from penstock.weights.transport.shared_memory import Slots, cut_slot, reserve, slot_size
+from penstock.weights.transport.device_memory import DeviceSlot, OpenedSlots
+from penstock.weights.transport.shared_memory import cut_slot, reserve, slot_size
 
 IN_DEVICE_MEMORY = "device"
 """`WeightManifest.location` of a version that is in the slots of the engine's own devices."""
@@ -125,7 +125,7 @@ def resident_ranks(training_at: Sequence[str], engine_at: Sequence[str]) -> dict
 
 
 class ShardFiles:
-    """`Slots` as files, mapped as they are needed; the engines of a node share them."""
+    """Slots as files, mapped as they are needed; the engines of a node share them."""
 
     def __init__(self, transfer: ShardTransfer) -> None:
         """Make the files, if no other process has.
@@ -160,7 +160,7 @@ class ShardWriter:
         progress: How far it is, for messages; may be read by another thread.
     """
 
-    def __init__(self, transfer: ShardTransfer, rank: int, slots: Slots) -> None:
+    def __init__(self, transfer: ShardTransfer, rank: int, slots: ShardFiles | OpenedSlots) -> None:
         self.progress = "not begun"
         self._dtype = TORCH_DTYPES[transfer.dtype]
         self._copies = copies_of(transfer, rank)

@@ -15,7 +15,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -119,18 +118,6 @@ def read_version(manifest: WeightManifest, device: str | torch.device = "cpu") -
             )
         for entry in manifest.entries:
             yield entry.name, file.get_tensor(entry.name)
-
-
-class Slots(Protocol):
-    """The slots of an engine, or of all engines of a node, as a writer has them."""
-
-    def buffers(self, version: int, engine_rank: int) -> Mapping[str, torch.Tensor]:
-        """Name -> flat tensor: where to write what an engine rank needs of a version."""
-        ...
-
-    def complete(self) -> None:
-        """Wait until what was written is there for other processes."""
-        ...
 
 
 def slot_size(sizes: Mapping[str, int], dtype: torch.dtype) -> int:

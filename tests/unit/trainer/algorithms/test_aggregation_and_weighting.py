@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch
 
 from penstock.trainer.algorithms.aggregation import batch_normaliser, is_low_entropy, lag_factors, token_weights
 from penstock.trainer.algorithms.catalog import names
-from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenFacts, TokenMetrics
+from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics
+from penstock.trainer.algorithms.objective import LossTerms
 
 COUNTS = np.array([3, 1, 0, 4])
 EXPECTED = {
@@ -19,6 +22,20 @@ EXPECTED = {
     "seq_mean_token_sum": [1 / 4, 1 / 4, 0.0, 1 / 4],
     "constant_length": [1 / 40, 1 / 40, 0.0, 1 / 40],
 }
+
+
+def measure(
+    metrics: TokenMetrics, loss: float, start, behavior, reference, teacher, entropies, lags, weights, masked, low, high
+) -> None:
+    """Add tokens of the first update, where the policy is that of the start."""
+    tokens: Any = SimpleNamespace(
+        behavior_logprobs=behavior,
+        reference_logprobs=reference,
+        teacher_logprobs=teacher,
+        lags=lags,
+        token_weights=weights,
+    )
+    metrics.add(torch.tensor(loss), start, start, entropies, tokens, LossTerms(start, masked, low, high))
 
 
 @pytest.mark.parametrize("mode", names("aggregation"))
@@ -62,8 +79,8 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
     lags = np.array([0, 0, 1, 2, 3, 4, 9, 0, 1, 3, 0])
     metrics = TokenMetrics(torch.device("cpu"))
     for part in (slice(0, 4), slice(4, 11)):
-        columns = (start, start, behavior, reference, teacher, entropies, lags, weights, masked, low, high)
-        metrics.add(torch.tensor(0.25), TokenFacts(*(torch.tensor(column[part]) for column in columns)))
+        columns = (start, behavior, reference, teacher, entropies, lags, weights, masked, low, high)
+        measure(metrics, 0.25, *(torch.tensor(column[part]) for column in columns))
     w = np.exp(start - behavior)
     expected = {
         "loss/policy": 0.5,
@@ -112,8 +129,8 @@ def test_what_another_policy_sampled_is_measured_apart() -> None:
     is_other = np.arange(8) < 3
     lags = np.where(is_other, OF_ANOTHER_POLICY, 1)
     metrics = TokenMetrics(torch.device("cpu"))
-    columns = (start, start, behavior, start, start, zeros, lags, zeros, masked, zeros > 0, zeros > 0)
-    metrics.add(torch.tensor(0.0), TokenFacts(*map(torch.tensor, columns)))
+    columns = (start, behavior, start, start, zeros, lags, zeros, masked, zeros > 0, zeros > 0)
+    measure(metrics, 0.0, *map(torch.tensor, columns))
     found = metrics.reduce(lambda values, _: values).metrics()
     w, distance = np.exp(start - behavior), np.abs(start - behavior)
     own = {
