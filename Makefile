@@ -58,9 +58,10 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 # Tests that start Ray, vLLM or DeepSpeed (marked `integration`) run one after the other, beside the others, of which two
 # run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over. A pytest that
 # Ctrl-C has ended exits with 2.
+INTEGRATION := tests/chaos tests/contract tests/integration
 define pytest_in_two
 	@set -m; report=$$(mktemp); \
-	$(BIN)/pytest -m "$(1)integration" $(2) >"$$report" 2>&1 & started=$$!; \
+	$(BIN)/pytest -m "$(1)integration" $(2) $(INTEGRATION) >"$$report" 2>&1 & started=$$!; \
 	trap 'kill -INT $$started; wait $$started; cat "$$report"; exit 130' INT TERM; \
 	failed=0; $(BIN)/pytest -m "$(1)not integration" $(2) -n 2 --dist worksteal || failed=$$?; \
 	[ $$failed -ne 2 ] || kill -INT $$started; \

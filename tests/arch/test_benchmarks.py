@@ -80,6 +80,7 @@ def test_what_make_bench_starts_can_be_imported(program: list[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.full
 def test_every_benchmark_that_documents_name_can_be_imported() -> None:
     scripts = named_in_documents()
     assert len(scripts) > 8

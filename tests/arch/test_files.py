@@ -46,3 +46,13 @@ def test_decision_records_are_numbered_and_at_most_60_lines() -> None:
     records = sorted((ROOT / "docs" / "adr").glob("*.md"))
     assert [int(path.name[:4]) for path in records] == list(range(1, len(records) + 1))
     assert [path.name for path in records if len(path.read_text(encoding="utf-8").splitlines()) > 60] == []
+
+
+def test_tests_that_start_ray_or_vllm_lie_where_make_looks_for_them() -> None:
+    (line,) = (
+        line for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines() if "INTEGRATION :=" in line
+    )
+    marked = [path for path in python_files("tests") if "pytest.mark." + "integration" in path.read_text("utf-8")]
+    elsewhere = [path for path in marked if "/".join(path.relative_to(ROOT).parts[:2]) not in line.split()]
+    assert len(marked) > 10
+    assert [path.name for path in elsewhere] == ["small_run.py"], "whose marks are on tests in tests/integration"

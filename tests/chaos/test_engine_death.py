@@ -33,7 +33,7 @@ def test_a_killed_engine_costs_no_trajectory(
         "rollout/engine=torch",
         f"rollout.num_engines={engines}",
         f"rollout.max_engine_restarts={restarts}",
-        "rollout.engine.journal_interval_tokens=4",
+        "rollout.engine.journal_interval_tokens=1",
         "rollout.engine.max_num_seqs=2",  # generation is the bottleneck by far: the engine is busy when it dies
         f"dataflow.batch_groups={BATCH}",
         f"total_steps={STEPS}",
@@ -42,6 +42,7 @@ def test_a_killed_engine_costs_no_trajectory(
         wait_for_line(process, f" 2/{STEPS}", 120)
         found = [child for child in psutil.Process(process.pid).children(recursive=True) if is_engine(child)]
         assert len(found) == engines, found
+        wait_until_it_works(found[0])
         found[0].kill()
         stdout, stderr = process.communicate(timeout=180)
     finally:
@@ -61,6 +62,14 @@ def test_a_killed_engine_costs_no_trajectory(
     assert read_metric(run_dir, "flow/resumed_trajectories")[-1] > 0
     assert "fenced off" in stdout + stderr
     assert "Traceback" not in stderr, stderr
+
+
+def wait_until_it_works(engine: psutil.Process) -> None:
+    """It has nothing to generate while the trainer is further behind than the bound on staleness allows."""
+    for _ in range(600):
+        if engine.cpu_percent(interval=0.05) > 20:
+            return
+    raise AssertionError("the engine did nothing for 30 s")
 
 
 def is_engine(process: psutil.Process) -> bool:

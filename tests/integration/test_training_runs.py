@@ -62,9 +62,11 @@ def test_the_demo_learns_asynchronously_and_accounts_for_everything(
 @pytest.mark.parametrize(
     ("name", "sides"),
     [
-        (
+        ("zero3_into_vllm", ["trainer.zero_stage=3"]),
+        pytest.param(
             "zero3_adapters_into_two_workers",
             ["rollout.engine.tensor_parallel_size=2", "trainer.zero_stage=3", *ADAPTERS],
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "autotp_into_the_slots_of_two_workers",
@@ -106,7 +108,6 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
 
 
 OVERLAPPED = [
-    "rollout.num_engines=2",
     "algorithm.kl_coefficient=0.05",
     "trainer.num_ranks=2",
     "trainer.zero_stage=3",
@@ -115,16 +116,27 @@ OVERLAPPED = [
     "weights.overlap=true",
     "tracker=[jsonl,wandb,tensorboard]",
 ]
+STREAMED_PAIRS = [
+    "algorithm=online_dpo",
+    "dataflow.stream_micro_batches=true",
+    "trainer.max_tokens_per_micro_batch=256",
+    "rollout/engine=torch",
+]
 
 
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
         (
-            "zero3_two_ranks_overlapped_by_a_landing_into_two_engines_all_trackers_held_to_a_reference",
+            "zero3_two_ranks_overlapped_by_a_landing_all_trackers_held_to_a_reference",
             [*OVERLAPPED, "rollout/engine=torch"],
         ),
-        pytest.param("the_same_with_two_vllm_engines", OVERLAPPED, marks=pytest.mark.full),
+        pytest.param(
+            "the_same_into_two_engines",
+            [*OVERLAPPED, "rollout/engine=torch", "rollout.num_engines=2"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param("the_same_with_two_vllm_engines", [*OVERLAPPED, "rollout.num_engines=2"], marks=pytest.mark.full),
         pytest.param(
             "two_torch_engines_gathered_recomputing_kv_streaming_micro_batches_rewards_on_a_pool",
             [
@@ -150,15 +162,11 @@ OVERLAPPED = [
             ],
             marks=pytest.mark.full,
         ),
-        (
+        ("preference_pairs_of_a_streamed_batch", STREAMED_PAIRS),
+        pytest.param(
             "preference_pairs_of_a_streamed_batch_over_two_ranks",
-            [
-                "algorithm=online_dpo",
-                "dataflow.stream_micro_batches=true",
-                "trainer.max_tokens_per_micro_batch=256",
-                "trainer.num_ranks=2",
-                "rollout/engine=torch",
-            ],
+            [*STREAMED_PAIRS, "trainer.num_ranks=2"],
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -11,9 +11,10 @@ from penstock.platform.cli_weights import plan_report
 from penstock.platform.config.compose import compose_config
 from penstock.weights.model_config import ModelShape
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"
-)
+pytestmark = [
+    pytest.mark.integration,  # vLLM is imported
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed (extras cpu or cuda)"),
+]
 
 
 @pytest.mark.parametrize(
