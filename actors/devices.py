@@ -79,17 +79,14 @@ async def reserve_devices(bundles: Sequence[int], accelerator_type: str | None, 
                 devices = await asyncio.gather(*(_ask(group, index, count) for index, count in enumerate(bundles)))
     except TimeoutError:
         remove_placement_group(group)
+        of_type = f", and needs those of type {accelerator_type}" if accelerator_type else ""
         raise PlacementError(
             f"cluster: {sum(bundles)} GPUs, {max(bundles)} at a time on one node, could not be reserved within "
             f"{timeout_s:.0f} s. Ray has {ray.available_resources().get('GPU', 0):g} of "
-            f"{ray.cluster_resources().get('GPU', 0):g} GPUs free{_of_type(accelerator_type)}. Use fewer "
+            f"{ray.cluster_resources().get('GPU', 0):g} GPUs free{of_type}. Use fewer "
             "trainer.num_ranks or rollout.num_engines, or a smaller rollout.engine.tensor_parallel_size."
         ) from None
     return SharedDevices(group, tuple(tuple(of_bundle) for of_bundle in devices))
-
-
-def _of_type(accelerator_type: str | None) -> str:
-    return f", and needs those of type {accelerator_type}" if accelerator_type else ""
 
 
 def _ask(group: PlacementGroup, bundle: int, count: int) -> Any:

@@ -44,7 +44,17 @@ def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0)
     waiting = _Waiting(max_requeues)
     ledger = Ledger(sink=waiting.follow)
     for event in _until(entries, version):
-        _apply(ledger, event)
+        if event.state is GroupState.GENERATING:
+            record = ledger.admit(event.task_id, event.group_size, event.stream, event.requeues)
+            if record.group_id != event.group_id:
+                raise CheckpointError(
+                    f"ledger: the journal admits group {event.group_id} where {record.group_id} is next: entries are "
+                    "missing. Resume from an older checkpoint, or start anew."
+                )
+        elif event.reason is None:
+            ledger.move(event.group_id, event.state)
+        else:
+            ledger.end(event.group_id, event.state, event.reason)
     for record in tuple(ledger.live()):
         ledger.end(record.group_id, GroupState.DROPPED, Reason.ROLLBACK)
     ledger.sink = None
@@ -125,17 +135,3 @@ def decode(lines: Iterable[bytes]) -> Iterator[JournalEntry]:
             group_id, state, reason = fields
             admission = admissions.pop(group_id) if state in TERMINAL else admissions[group_id]
             yield replace(admission, state=GroupState(state), reason=None if reason is None else Reason(reason))
-
-
-def _apply(ledger: Ledger, event: LedgerEvent) -> None:
-    if event.state is GroupState.GENERATING:
-        record = ledger.admit(event.task_id, event.group_size, event.stream, event.requeues)
-        if record.group_id != event.group_id:
-            raise CheckpointError(
-                f"ledger: the journal admits group {event.group_id} where {record.group_id} is next: entries are "
-                "missing. Resume from an older checkpoint, or start anew."
-            )
-    elif event.reason is None:
-        ledger.move(event.group_id, event.state)
-    else:
-        ledger.end(event.group_id, event.state, event.reason)

@@ -176,8 +176,14 @@ class TaskLine:
                 f"{ledger.admitted_by_stream[stream.name]} tasks. The run needs more: train() has to be endless "
                 "(start over when the data ends), or lower total_steps."
             ) from None
-        size, limit = self._size(task, stream.name), self._limit(task, stream.name)
-        return QueuedTask(task, stream.name, size, max_new_tokens=limit)
+        size = self.group_size if self.sizing is None else self.sizing.group_size(task, stream.name)
+        if self.sizing is not None and not MIN_GROUP_SIZE <= size <= self.group_size:
+            raise PenstockError(
+                f"dataflow: group_size({task.task_id}) gave {size}; room is reserved for dataflow.group_size="
+                f"{self.group_size} trajectories, and fewer than {MIN_GROUP_SIZE} share no baseline. "
+                f"Return {MIN_GROUP_SIZE}..{self.group_size}."
+            )
+        return QueuedTask(task, stream.name, size, max_new_tokens=self._limit(task, stream.name))
 
     def requeue(self, queued: QueuedTask, ledger: Ledger) -> None:
         """Put a task whose group was dropped behind a window of others."""
@@ -239,18 +245,6 @@ class TaskLine:
         if weights != self._weights:
             self._weights = weights
             self._base = Counter(ledger.admitted_by_stream)
-
-    def _size(self, task: Task, stream: str) -> int:
-        if self.sizing is None:
-            return self.group_size
-        size = self.sizing.group_size(task, stream)
-        if not MIN_GROUP_SIZE <= size <= self.group_size:
-            raise PenstockError(
-                f"dataflow: group_size({task.task_id}) gave {size}; room is reserved for dataflow.group_size="
-                f"{self.group_size} trajectories, and fewer than {MIN_GROUP_SIZE} share no baseline. "
-                f"Return {MIN_GROUP_SIZE}..{self.group_size}."
-            )
-        return size
 
     def _limit(self, task: Task, stream: str) -> int | None:
         return None if self.lengths is None else self.lengths.of(task, stream)

@@ -83,7 +83,10 @@ class Recording:
         sampled = spoken.reasoning + spoken.answer
         text, thought = sampled if reader is None else reader.finish(sampled), None
         if marks is not None:
-            text, thought = _parted(ReasoningReader(marks, heard), text)
+            parted = ReasoningReader(marks, heard)
+            parted.read(text)
+            parted.finish()
+            text, thought = parted.answer, parted.thought
         return Answer(
             text=text,
             sampled_text=sampled,
@@ -182,13 +185,6 @@ class TurnReader:
             thought, text = self._thinking.read(text)
         if text or tokens or thought:
             self._exchange.say(Piece(text, tokens, thought))
-
-
-def _parted(reader: ReasoningReader, text: str) -> tuple[str, str]:
-    """The answer, and what was thought before it, without marks."""
-    reader.read(text)
-    reader.finish()
-    return reader.answer, reader.thought
 
 
 def _with_text(codec: TokenCodec, token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[SampledToken, ...]:

@@ -58,13 +58,23 @@ class Threads:
         if len(self._order) + len(said) > self._budget.max_turns:
             what = f"asks for {len(said)} turns, the episode has {self._budget.max_turns} (env.episode.max_turns)"
             return self._is_over("max_turns", what)
-        heard = [(one, self._encoded(one)) for one in said]
-        longest = max(self._num_tokens_before(one) + len(token_ids) for one, token_ids in heard)
+        heard: list[tuple[Observation, Dialogue | None, tuple[int, ...]]] = []
+        for one in said:
+            before = self.dialogues.get(one.thread if one.fork_of is None else one.fork_of)
+            if before is None:
+                token_ids = self._codec.encode_prompt(one.content)
+            else:
+                content = one.messages if before.is_chat else one.text
+                token_ids = self._codec.encode_observation(content, before.token_ids[-1])
+            heard.append((one, before, token_ids))
+        longest = max(len(ids) + (0 if before is None else before.num_tokens) for _, before, ids in heard)
         if longest >= self._budget.max_tokens:
             limit = f"the budget of the episode is {self._budget.max_tokens} (env.episode.max_tokens)"
             return self._is_over("max_tokens", f"the prompt has {longest} tokens, {limit}")
-        opened = {one.thread: self._open(one, ids) for one, ids in heard if one.thread not in self.dialogues}
-        for one, token_ids in heard:
+        # Forks first: they begin with what was there before the thread that they fork hears more.
+        new = [one for one in heard if one[0].thread not in self.dialogues]
+        opened = {one.thread: self._open(one, before, token_ids) for one, before, token_ids in new}
+        for one, _, token_ids in heard:
             if one.thread in self.dialogues:
                 self.dialogues[one.thread].observed(token_ids, self._codec.decode(token_ids))
         self.dialogues |= opened
@@ -90,23 +100,9 @@ class Threads:
             raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
         return end
 
-    def _before(self, said: Observation) -> Dialogue | None:
-        """Whose tokens it goes behind."""
-        return self.dialogues.get(said.thread if said.fork_of is None else said.fork_of)
-
-    def _num_tokens_before(self, said: Observation) -> int:
-        before = self._before(said)
-        return 0 if before is None else before.num_tokens
-
-    def _encoded(self, said: Observation) -> tuple[int, ...]:
-        before = self._before(said)
-        if before is None:
-            return self._codec.encode_prompt(said.content)
-        return self._codec.encode_observation(said.messages if before.is_chat else said.text, before.token_ids[-1])
-
-    def _open(self, said: Observation, token_ids: tuple[int, ...]) -> Dialogue:
+    def _open(self, said: Observation, before: Dialogue | None, token_ids: tuple[int, ...]) -> Dialogue:
         """A new thread, with a seed of its own: two with one prompt would else draw the same tokens."""
-        before, name, opening = self._before(said), said.thread, self._codec.decode(token_ids)
+        name, opening = said.thread, self._codec.decode(token_ids)
         seed = self._sampling.seed
         if seed is not None and name != MAIN_THREAD:
             seed = derive_seed(seed, zlib.crc32(name.encode()))
