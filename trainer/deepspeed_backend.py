@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from math import prod
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.lora import Adapter, Adapters, merged
 from penstock.trainer.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
 from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
-from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, save_model
+from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, evaluating, save_model
 from penstock.weights.layout.algebra import Shape, TensorSpec, volume
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
@@ -87,8 +87,7 @@ class DeepSpeedBackend:
         self._clips_here = clips_here
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs, extra = inputs.call(self._engine, temperature)
-        return logprobs, extra
+        return inputs.call(self._engine, temperature)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
@@ -124,14 +123,8 @@ class DeepSpeedBackend:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self._engine.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._engine.train()
+    def evaluation(self) -> AbstractContextManager[None]:
+        return evaluating(self._engine)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         adapters = self.gathered_adapters()

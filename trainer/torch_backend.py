@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,8 +42,7 @@ class TorchBackend:
         self._clip_norm = clip_norm
 
     def forward(self, inputs: ModelInputs, temperature: float) -> tuple[Tensor, Tensor]:
-        logprobs, extra = inputs.call(self._model, temperature)
-        return logprobs, extra
+        return inputs.call(self._model, temperature)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         del is_last
@@ -62,14 +61,8 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
 
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._model.train()
+    def evaluation(self) -> AbstractContextManager[None]:
+        return evaluating(self._model)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         adapters = self.gathered_adapters()
@@ -95,6 +88,17 @@ class TorchBackend:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Within it a model, wrapped or not, keeps no graph."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
 
 
 def save_model(hf_model: Any, weights: dict[str, Tensor], adapters: dict[str, Adapter], path: str) -> None:

@@ -129,7 +129,7 @@ def error_of(action: Callable[[], object]) -> str:
 def join(
     store_at: tuple[str, int], members: Members, rank: int, generation: int, timeout_s: float = START_S
 ) -> TransferGroup:
-    return TransferGroup.join(store_at, members, rank, timeout_s=timeout_s, generation=generation)
+    return TransferGroup(store_at, members, rank, timeout_s=timeout_s, generation=generation)
 
 
 def hops_of(members: Members) -> tuple[Hop, ...]:

@@ -91,7 +91,7 @@ class Crossing:
             WeightSyncError: If someone does not come, who is named.
         """
         members = self.members
-        group = TransferGroup.join(
+        group = TransferGroup(
             self.store_at,
             members,
             group_rank,

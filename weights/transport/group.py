@@ -235,20 +235,7 @@ class TransferGroup:
     """
 
     def __init__(
-        self, store: Store, members: Members, rank: int, timeout_s: float, device: torch.device, links: Links
-    ) -> None:
-        """See `join`."""
-        self.members = members
-        self.rank = rank
-        self.timeout_s = timeout_s
-        self.device = device
-        self._store = store
-        self._links: Links | None = links
-        self._num_meetings = 0
-
-    @classmethod
-    def join(
-        cls,
+        self,
         store_at: tuple[str, int],
         members: Members,
         rank: int,
@@ -256,7 +243,7 @@ class TransferGroup:
         timeout_s: float,
         generation: int = 0,
         device: str | torch.device = "cpu",
-    ) -> TransferGroup:
+    ) -> None:
         """Meet all members and connect to them.
 
         Args:
@@ -270,15 +257,18 @@ class TransferGroup:
         Raises:
             WeightSyncError: If someone does not come, who is named.
         """
-        device = torch.device(device)
-        store = PrefixStore(f"group{generation}", connect_store(*store_at, timeout_s))
+        self.members = members
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.device = torch.device(device)
+        self._num_meetings = 0
+        self._store = PrefixStore(f"group{generation}", connect_store(*store_at, timeout_s))
         what = f"weights: {members.name(rank)} joins group {generation}"
         with boundary(WeightSyncError, what):
-            missing, _ = meet(store, "join", rank, members.world_size, "", timeout_s)
+            missing, _ = meet(self._store, "join", rank, members.world_size, "", timeout_s)
             if missing:
                 raise WeightSyncError(f"{what}: {_absent(members, missing, timeout_s)}")
-            links = connect(store, rank, members.world_size, timeout_s, device, store_at)
-        return cls(store, members, rank, timeout_s, device, links)
+            self._links: Links | None = connect(self._store, rank, members.world_size, timeout_s, self.device, store_at)
 
     @property
     def links(self) -> Links:

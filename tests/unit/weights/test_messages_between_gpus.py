@@ -121,7 +121,7 @@ def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec:
     route = members.to_engines(relay_tree([f"node {name}" for name in ENGINES], fanout=1))
 
     def publish(rank: int) -> None:
-        group = TransferGroup.join((HOST, store.port), members, rank, timeout_s=TIMEOUT_S, device=GPU)
+        group = TransferGroup((HOST, store.port), members, rank, timeout_s=TIMEOUT_S, device=GPU)
         transfer = Transfer(group, plan, route, torch.float32, None if codec is None else CODECS[codec])
         is_engine = rank >= NUM_TRAINING
         live = staging_buffers(layout.buffers[0], torch.float32, GPU) if is_engine else {}
