@@ -7,11 +7,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.rollout.tokenizers import character_tokenizer
+from penstock.trainer.tiny_policy import create_policy
+from penstock.weights.model_config import ModelConfig
 from tests.chaos.processes import start_train, wait_for_line
 from tests.command_line import read_metric, read_summary
+from tests.tiny_policy import tiny_shape
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
+SHAPE = tiny_shape(vocab_size=32, hidden_size=64, head_dim=32)
 STEPS, BATCH = 6, 12
 
 
@@ -22,19 +27,23 @@ STEPS, BATCH = 6, 12
         pytest.param(1, 2, id="the_only_one", marks=pytest.mark.full),  # one is started anew in test_publish_faults.py
     ],
 )
-def test_a_killed_engine_costs_no_trajectory(
-    engines: int, restarts: int, workspace: Path, train_overrides: list[str]
-) -> None:
-    name = f"killed_one_of_{engines}"
+def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, workspace: Path, tmp_path: Path) -> None:
+    name, policy = f"killed_one_of_{engines}", tmp_path / "policy"
+    # Untrained, it answers with 30 tokens, not with 4: there is something to keep.
+    create_policy(ModelConfig(max_context_tokens=128, shape=SHAPE), character_tokenizer(), str(policy), seed=0)
     process = start_train(
         workspace,
-        *train_overrides,
+        "experiment=arithmetic",
+        f"model.path={policy}",
+        *(f"model.shape.{key}={str(value).lower()}" for key, value in SHAPE.model_dump().items()),
+        "evaluation.num_tasks=8",
+        "evaluation.every_steps=0",
         f"name={name}",
         "rollout/engine=torch",
         f"rollout.num_engines={engines}",
         f"rollout.max_engine_restarts={restarts}",
         "rollout.engine.journal_interval_tokens=1",
-        "rollout.engine.max_num_seqs=2",  # generation is the bottleneck by far: the engine is busy when it dies
+        "rollout.engine.max_num_seqs=8",  # generation is the bottleneck: the engine is busy when it dies
         f"dataflow.batch_groups={BATCH}",
         f"total_steps={STEPS}",
     )
