@@ -31,7 +31,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[("keep_kv", "host"), ("recompute_kv", "device")])
+MODES = [("keep_kv", "host"), pytest.param(("recompute_kv", "device"), marks=pytest.mark.full)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=MODES)
 async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> AsyncIterator[Harness]:
     async with open_harness(TorchEngine, CONFIG, *request.param) as harness:
         yield harness

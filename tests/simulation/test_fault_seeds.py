@@ -16,7 +16,7 @@ from tests.tiers import by_tier, each_of
 
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
 
-SEEDS_PER_MODE = by_tier(25, full=250)
+SEEDS_PER_MODE = by_tier(15, full=250)
 DEFAULT_ETA = DataflowConfig.model_fields["max_staleness"].default
 FAULTS = {
     "engine crash",
