@@ -68,7 +68,7 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-test: setup  ## Run the tests of every day (13 minutes on two cores)
+test: setup  ## Run the tests of every day (9 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
