@@ -12,9 +12,9 @@ from penstock.platform.simulator.simulation import Seams, simulate
 
 
 @pytest.mark.full
-def test_a_live_group_holds_at_most_20_kib_beyond_what_asyncio_takes() -> None:
+def test_a_live_group_holds_at_most_24_kib_beyond_what_asyncio_takes() -> None:
     group_kib, bare_kib = held_kib()
-    assert group_kib - bare_kib <= 20.0, f"{group_kib:.2f} KiB per group of {GROUP_SIZE}, {bare_kib:.2f} bare"
+    assert group_kib - bare_kib <= 24.0, f"{group_kib:.2f} KiB per group of {GROUP_SIZE}, {bare_kib:.2f} bare"
 
 
 def test_a_completion_takes_no_more_calls_with_more_live_groups() -> None:
