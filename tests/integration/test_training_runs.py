@@ -26,9 +26,9 @@ ADAPTERS = [
 SMALL = ["dataflow.batch_groups=8", "total_steps=3", "evaluation.num_tasks=32"]
 
 
-# Greedy accuracy rose by 0.29 to 0.31 with seeds 0 to 2 of the run (n = 1 each), and the reward by 0.06 to 0.07.
+# Greedy accuracy rose by 0.33 to 0.38 in 30 steps with seeds 0 to 2 of the run (n = 1 each), at twice the learning rate
+# by 0.2 to 0.4.
 LEARNING = [
-    "trainer.optimizer.lr=1e-4",
     "trainer.optimizer.warmup_steps=5",
     "total_steps=30",
     "evaluation.every_steps=10",
@@ -241,8 +241,8 @@ def test_a_policy_learns_from_pairs_of_its_own_answers(workspace: Path, train_ov
         assert right[pair["prompt"], pair["chosen"]] > right[pair["prompt"], pair["rejected"]]
     data = ["env=dataset", "env.args.path=runs/answers/pairs.jsonl", "preference.eval_pairs=1"]
     short = ["preference.num_steps=2", "preference.batch_size=8", "trainer.backend=torch", "name=dpo"]
-    (policy,) = (one for one in train_overrides if one.startswith("model.path="))
-    learnt = run_cli("dpo", "experiment=arithmetic_preference", policy, *data, *short, cwd=workspace)
+    policy = [one for one in train_overrides if one.startswith("model.")]
+    learnt = run_cli("dpo", "experiment=arithmetic_preference", *policy, *data, *short, cwd=workspace)
     assert learnt.returncode == 0, learnt.stderr
     assert read_metric(workspace / "runs" / "dpo", "preference/loss")[0] == pytest.approx(np.log(2), rel=1e-5)
     (architecture,) = json.loads((workspace / "runs" / "dpo" / "policy" / "config.json").read_text())["architectures"]
