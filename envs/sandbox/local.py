@@ -349,6 +349,8 @@ class LocalSandbox:
         taken = self._spare.popleft() if self._spare else Jail(self._config, max_disk_mib, isolate=isolate)
         self._busy.add(taken)
         self._most_busy = max(self._most_busy, len(self._busy))
-        while len(self._spare) < self._most_busy:
-            self._spare.append(Jail(self._config, max_disk_mib, isolate=isolate))
+        # Those after it are not needed now: a machine that cannot start them at the moment takes nothing from this one.
+        with contextlib.suppress(OSError):
+            while len(self._spare) < self._most_busy:
+                self._spare.append(Jail(self._config, max_disk_mib, isolate=isolate))
         return taken

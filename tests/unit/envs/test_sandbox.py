@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from penstock.dataflow.errors import ConfigError
 from penstock.envs import process_tree
 from penstock.envs.keeper import how_it_ended
-from penstock.envs.sandbox import runner
+from penstock.envs.sandbox import local, runner
 from penstock.envs.sandbox.bubblewrap import find_bwrap
 from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
 from penstock.envs.sandbox.contract import (
@@ -34,7 +35,7 @@ from penstock.envs.sandbox.contract import (
     decode_job,
     encode_job,
 )
-from penstock.envs.sandbox.local import Isolation, LocalSandbox, judge_isolation, try_isolation
+from penstock.envs.sandbox.local import Isolation, Jail, LocalSandbox, judge_isolation, try_isolation
 from penstock.envs.sandbox.open_sandbox import open_sandbox
 from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.envs.sandbox.service import make_service
@@ -155,6 +156,27 @@ async def test_each_answer_has_a_jail_of_its_own_which_is_started_ahead() -> Non
     ready = sandbox._spare[0]
     await run(sandbox, "print(1)")
     assert ready not in sandbox._spare
+    await sandbox.close()
+
+
+async def test_a_machine_that_can_start_no_spare_jail_now_runs_the_program_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sandbox = LocalSandbox(CONFIG, isolate=False)
+    await sandbox.start()
+    started: list[Jail] = []
+
+    def only_one(*given: Any, **named: Any) -> Jail:
+        if started:
+            raise OSError("no processes left")
+        started.append(Jail(*given, **named))
+        return started[0]
+
+    monkeypatch.setattr(local, "Jail", only_one)
+    result = await sandbox.run(Program("print(1)"), LIMITS)
+    assert result.stdout == "1\n"
+    assert (len(sandbox._spare), len(sandbox._busy)) == (0, 0)
+    assert started[0]._process.poll() is not None
     await sandbox.close()
 
 
