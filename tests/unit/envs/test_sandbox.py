@@ -317,13 +317,14 @@ def test_a_jail_dies_with_the_process_that_started_it() -> None:
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-async def test_no_working_directory_is_left(isolate: bool) -> None:
+async def test_no_working_directory_is_left(isolate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others have theirs in the usual place
     sandbox = LocalSandbox(CONFIG, isolate=isolate)
     for code in ("open('x', 'w')", "import os; os.kill(os.getpid(), 9)"):
         await run(sandbox, code)
     await sandbox.run(Program("open('x', 'w')\nwhile True: pass"), Limits(wall_s=0.1))
     await sandbox.close()
-    assert list(Path(tempfile.gettempdir()).glob("penstock-sandbox-*")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_without_isolation_untrusted_code_is_refused_unless_allowed(caplog: pytest.LogCaptureFixture) -> None:
