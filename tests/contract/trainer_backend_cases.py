@@ -337,6 +337,9 @@ def main() -> None:
         (folder / "-".join(map(str, ["ranks", *ranks]))).write_bytes(
             pickle.dumps({dataclasses.astuple(case): result for case, result in results.items()})
         )
+    if torch.distributed.is_initialized():  # a thread of gloo that still runs at the exit aborts the process
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
