@@ -43,7 +43,7 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
         f"rollout.num_engines={engines}",
         f"rollout.max_engine_restarts={restarts}",
         "rollout.engine.journal_interval_tokens=1",
-        "rollout.engine.max_num_seqs=8",  # generation is the bottleneck: the engine is busy when it dies
+        "rollout.engine.max_num_seqs=2",  # generation is by far the bottleneck: the engine has requests when it dies
         f"dataflow.batch_groups={BATCH}",
         f"total_steps={STEPS}",
     )
