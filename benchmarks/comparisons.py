@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.platform.cli_simulate import parse_seeds
+from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.sweep import STEADY_STEPS, Bias, enough_steps, must_complete, rounded, steady_step_s
 

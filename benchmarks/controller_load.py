@@ -29,9 +29,9 @@ from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
-from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.lifecycle import collect_rarely
-from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.metrics.flow_stats import FlowStats
+from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.lifecycle import collect_rarely
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks

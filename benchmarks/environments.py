@@ -41,7 +41,7 @@ from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Environment, Observation
 from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.generated_tasks import GeneratedTasks
-from penstock.platform.observability.memory import pss_bytes
+from penstock.platform.metrics.memory_sampler import pss_bytes
 from penstock.rollout.dialogue import EpisodeBudget, PartialTurn
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer

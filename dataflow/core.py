@@ -1,6 +1,6 @@
 """The dataflow core: it decides who may start, who trains next and what everything ends as.
 
-Sans-I/O: it never waits, sleeps or logs, and has no clock. A driver (platform/flow.py over Ray
+Sans-I/O: it never waits, sleeps or logs, and has no clock. A driver (platform/run/flow.py over Ray
 actors, or the simulator in virtual time) tells it what happened and asks what may happen next. The cost
 of an event does not grow with the number of live groups.
 

@@ -104,7 +104,7 @@ class RolloutConfig(BaseModel):
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
         max_resumes: Interruptions that one trajectory survives, going on from its tokens (rollout/runner.py).
         max_engine_restarts: Times that an engine which was lost, or fenced off, is started anew; it gets the version in
-            service before it serves (platform/engine_restarts.py). Colocated engines are not.
+            service before it serves (platform/run/engine_restarts.py). Colocated engines are not.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
             (rollout/routing.py).
     """

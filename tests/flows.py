@@ -12,8 +12,8 @@ from penstock.dataflow.ports import GroupForward, LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimits, TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
-from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.observability.flow_stats import FlowStats
+from penstock.platform.metrics.flow_stats import FlowStats
+from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.runner import TrajectoryRunner
 from penstock.rollout.tokenizers import TokenCodec, character_tokenizer

@@ -27,11 +27,11 @@ from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.envs.scoring import RewardRunner
-from penstock.platform import launch
+from penstock.platform.cluster.actor_factory import engine_specs, model_path, trainer_spec
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
-from penstock.platform.roles import engine_specs, model_path, trainer_spec
-from penstock.platform.run_dir import prepare_run_dir
+from penstock.platform.run import launch
+from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.trainer.build import build_trainer, save_policy

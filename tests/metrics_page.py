@@ -1,10 +1,10 @@
-"""docs/metrics.md, rendered from platform/observability/metrics.yaml: python -m tests.metrics_page > docs/metrics.md"""
+"""docs/metrics.md, rendered from platform/metrics/catalog.yaml: python -m tests.metrics_page > docs/metrics.md"""
 
 from __future__ import annotations
 
 import sys
 
-from penstock.platform.observability.hub import catalog
+from penstock.platform.metrics.hub import catalog
 
 _FAMILIES = {
     "reward": "What the policy earns.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.platform.cli_algorithms import is_arxiv
+from penstock.platform.cli.algorithms import is_arxiv
 from penstock.trainer.algorithms.catalog import ALGORITHMS, Algorithm
 
 _SETTINGS = {

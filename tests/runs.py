@@ -8,10 +8,10 @@ from pathlib import Path
 
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
-from penstock.platform.engine_monitor import EngineMonitor
-from penstock.platform.evaluation import Evaluation
-from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
-from penstock.platform.run import Run, Side
+from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.platform.run.evaluation import Evaluation
+from penstock.platform.run.run import Run, Side
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import instruments, run_config
 from penstock.rollout.pool import EnginePool

@@ -21,7 +21,7 @@ class WeightsConfig(BaseModel):
             force one, and send all weights: `shared_memory` (files that the engines of a node map), `cuda_ipc` (into
             memory of the engines' own devices, within a node), `process_group` (NCCL between GPUs, gloo between CPUs),
             `gather` (whole tensors through training rank 0 and the engine's own loader, for models whose layout is not
-            known; to other nodes they go through Ray's object store). platform/transports.py has the table.
+            known; to other nodes they go through Ray's object store). platform/cluster/weight_routes.py has the table.
         codec: What crosses nodes by a process group: everything, what has changed (bit-exact), or the difference in 8
             bits (not exact; engines of one device only, since replicated parameters would differ between devices).
         overlap: Training goes on once a version has left the training ranks, while engines take it. Until the first of
@@ -35,7 +35,7 @@ class WeightsConfig(BaseModel):
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
-            (platform/ratio_probe.py); 0 never does.
+            (platform/run/logprob_parity.py); 0 never does.
         timeout_s: Longest wait for one publish, seconds, before the slow engines are fenced off.
         drain_timeout_s: Longest wait for the running requests of an engine to end, seconds, in `drain` and
             `multi_version`; then they are frozen for the swap as with `keep_kv`.

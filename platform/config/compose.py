@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.config.checks import check_config
+from penstock.platform.checks.configuration import check_config
 from penstock.platform.config.field_errors import describe_errors, locate, nearest_choice, nearest_key
 from penstock.platform.config.findings import Command, Finding
 from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups, shadowed_files, sort_overrides

@@ -27,17 +27,17 @@ from penstock.dataflow.ledger import Ledger, LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.streams import TaskLine, TaskStream
-from penstock.platform import controller
-from penstock.platform.colocation import TakesTurns
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
-from penstock.platform.engine_monitor import EngineMonitor
-from penstock.platform.evaluation import Evaluator
-from penstock.platform.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.observability.flow_stats import FlowStats
-from penstock.platform.observability.hub import MetricsHub
-from penstock.platform.observability.memory import MemorySampler
-from penstock.platform.observability.trajectory_table import BadBatches, TrajectoryTable
-from penstock.platform.run import Instruments, Run, Side
+from penstock.platform.metrics.flow_stats import FlowStats
+from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.run import controller
+from penstock.platform.run.colocation import TakesTurns
+from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.run import Instruments, Run, Side
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import RATES, FaultLevel, SimulationConfig
 from penstock.platform.simulator.durable import DurableState, Restored

@@ -32,7 +32,7 @@ POSITION_BITS = 12
 _POSITIONS = 1 << POSITION_BITS
 TAIL_EVENTS = 40
 EVALUATION = "eval"
-"""Where the ids of evaluation trajectories begin (platform/evaluation.py)."""
+"""Where the ids of evaluation trajectories begin (platform/run/evaluation.py)."""
 
 
 class InvariantError(PenstockError):

@@ -39,7 +39,7 @@ def make_targets() -> frozenset[str]:
 
 @cache
 def is_penstock_command(name: str) -> bool:
-    program = [sys.executable, "-c", "from penstock.platform.cli import main; main()", name, "--help"]
+    program = [sys.executable, "-c", "from penstock.platform.cli.main import main; main()", name, "--help"]
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(program, capture_output=True, check=False, timeout=60, env=environment).returncode == 0
 

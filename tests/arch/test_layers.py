@@ -31,7 +31,7 @@ DOORS: dict[str, Callable[[str], bool]] = {
     "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_layout.py", "rollout/vllm_worker.py"},
     "deepspeed": lambda path: path == "trainer/deepspeed_backend.py",
     "peft": lambda path: path == "trainer/lora.py",
-    "wandb": lambda path: path.startswith("platform/trackers/"),
+    "wandb": lambda path: path.startswith("platform/metrics/trackers/"),
     "triton": lambda path: path.startswith("kernels/"),
     "hydra": lambda path: path.startswith("platform/"),
     "omegaconf": lambda path: path.startswith("platform/"),
@@ -123,9 +123,9 @@ PLANTED = {
     "trainer/step.py": ("import penstock.rollout.pool", "trainer/ may not import from rollout/"),
     "trainer/other_backend.py": ("import deepspeed", "deepspeed has its own room"),
     "trainer/loss.py": ("import triton.language as tl", "triton has its own room"),
-    "actors/engine.py": ("import_module('penstock.platform.run')", "actors/ may not import from platform/"),
+    "actors/engine.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
     "actors/config.py": ("from omegaconf import DictConfig", "omegaconf has its own room"),
-    "platform/run.py": ("import wandb", "wandb has its own room"),
+    "platform/run/run.py": ("import wandb", "wandb has its own room"),
     "platform/short.py": ("from dataflow.core import Dataflow", "write penstock.dataflow.core.Dataflow"),
 }
 
@@ -147,8 +147,8 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
     [
         ("rollout/vllm_engine.py", "import vllm"),
         ("trainer/deepspeed_backend.py", "import deepspeed"),
-        ("platform/trackers/wandb.py", "import wandb"),
-        ("platform/hardware.py", "import platform\nimport ray"),
+        ("platform/metrics/trackers/wandb.py", "import wandb"),
+        ("platform/cluster/hardware.py", "import platform\nimport ray"),
         ("kernels/logprob.py", "import triton, torch"),
         ("actors/engine.py", "from penstock.rollout.pool import Pool\nfrom penstock.trainer import config"),
     ],

@@ -1,4 +1,4 @@
-"""Metric names written in the code are declared in the catalog (platform/observability/metrics.yaml)."""
+"""Metric names written in the code are declared in the catalog (platform/metrics/catalog.yaml)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
 
-from penstock.platform.observability import hub
-from penstock.platform.observability.hub import catalog
+from penstock.platform.metrics import hub
+from penstock.platform.metrics.hub import catalog
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ("actors", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MOST = 8
 TO_THE_ENGINE = [
-    ("platform/run.py", "publish"),
+    ("platform/run/run.py", "publish"),
     ("actors/publisher.py", "publish"),
     ("actors/engine_client.py", "update_weights"),
     ("actors/engine.py", "update_weights"),
@@ -31,7 +31,7 @@ TO_TORCH = [
     ("rollout/torch_engine.py", "_swap"),
 ]
 FROM_THE_TRAINER = [
-    ("platform/run.py", "publish"),
+    ("platform/run/run.py", "publish"),
     ("actors/publisher.py", "publish"),
     ("actors/crossing.py", "begin"),
     ("actors/trainer_client.py", "ask"),

@@ -19,7 +19,7 @@ from vulture.core import Vulture
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
-COMMANDS = "penstock.platform.cli"
+COMMANDS = "penstock.platform.cli.main"
 IMPORT_PATH = re.compile(r"\bpenstock(?:\.\w+)+(?::\w+)?")
 IN_THE_PACKAGE = re.compile(r"(\w+):(\w+)")
 DECORATORS = ["@*.command", "@*.callback", "@model_validator", "@field_validator", "@field_serializer", "@*.jit"]
@@ -40,7 +40,7 @@ ALLOWED = {
     "kernels/float32_head.py:__class__": "how the forward of a module of torch is changed",
     "platform/config/compose.py:compose_config": "benchmarks and tests compose without looking at the machine",
     "platform/config/schema.py:jsonl": "a tracker that is always on, which users may name as the others",
-    "platform/observability/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
+    "platform/metrics/summary.py:*": "fields of summary.json, written by dataclasses.asdict",
     "platform/simulator/virtual_loop.py:*": "what it gives asyncio's loop instead of a selector and a clock",
     "rollout/tokenizers.py:pre_tokenizer": "an attribute of the tokenizers library",
     "rollout/vllm_engine.py:log_engine_initialized": "vLLM calls it",
@@ -48,7 +48,7 @@ ALLOWED = {
     "rollout/vllm_layout.py:static_forward_context": "vLLM reads it",
     "rollout/vllm_worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",
     "trainer/deepspeed_backend.py:_hf_config": "kept, since transformers has a weak reference to it",
-    "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/learning_run.py unpacks",
+    "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/run/offline_training.py unpacks",
     "trainer/passes.py:sampled_accuracy": "the same",
     "weights/layout/tracing.py:types": "a parameter of torch's __torch_dispatch__",
     "weights/transport/group.py:_timeout": "an attribute of torch's process group",
@@ -211,8 +211,8 @@ def test_what_is_allowed_is_there_and_needs_to_be_allowed(unused: list[str]) -> 
 LIVING = {
     "conf/__init__.py": "",
     "conf/reward/form.yaml": "reward: {fn: penstock.envs.named.by_conf}",
-    "platform/cli.py": "from penstock.platform import launch as start\n\nstart.train()\n",
-    "platform/launch.py": """
+    "platform/cli/main.py": "from penstock.platform.run import launch as start\n\nstart.train()\n",
+    "platform/run/launch.py": """
 from penstock.trainer.step import Step
 
 def train():
@@ -250,7 +250,7 @@ PLANTED = {
         "envs/named.py:forgotten",
     ),
     "one named like a method that is used": ("envs/named.py", "\ndef run():\n    pass\n", "envs/named.py:run"),
-    "a dead class": ("platform/launch.py", "\nclass Forgotten:\n    pass\n", "platform/launch.py:Forgotten"),
+    "a dead class": ("platform/run/launch.py", "\nclass Forgotten:\n    pass\n", "platform/run/launch.py:Forgotten"),
     "a dead method": (
         "trainer/step.py",
         "\nclass Other:\n    def forgotten(self): ...\n\nOther()\n",

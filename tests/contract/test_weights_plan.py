@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 from pydantic import ValidationError
 
-from penstock.platform.cli_weights import plan_report
+from penstock.platform.cli.weights import plan_report
 from penstock.platform.config.compose import compose_config
 from penstock.weights.model_config import ModelShape
 

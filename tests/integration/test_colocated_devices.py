@@ -15,10 +15,16 @@ import ray
 from penstock.actors.cluster import engine_actor, trainer_ranks
 from penstock.actors.devices import reserve_devices
 from penstock.dataflow.errors import PlacementError
+from penstock.platform.cluster.actor_factory import (
+    engine_specs,
+    resources,
+    share_devices,
+    torch_environment,
+    trainer_spec,
+)
+from penstock.platform.cluster.placement import plan_placement, shared_bundles
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.placement import plan_placement, shared_bundles
-from penstock.platform.roles import engine_specs, resources, share_devices, torch_environment, trainer_spec
 
 from .logical_gpus import ray_with_gpus
 

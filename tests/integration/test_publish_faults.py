@@ -24,7 +24,7 @@ from penstock.actors.trainer_client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
-from penstock.platform.engine_restarts import EngineRestarts
+from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.pool import EnginePool

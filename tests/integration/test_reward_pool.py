@@ -11,9 +11,9 @@ import ray
 
 from penstock.actors.reward_client import RewardClient
 from penstock.dataflow.errors import PlacementError
+from penstock.platform.cluster.actor_factory import reward_workers, rewards_are_loaded
 from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.roles import reward_workers, rewards_are_loaded
 from tests.answers import pair
 
 from .logical_gpus import ray_with_gpus

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.platform.observability.trajectory_table import read_trajectories
+from penstock.platform.metrics.trajectory_table import read_trajectories
 from tests.command_line import read_metric, read_summary, run_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]

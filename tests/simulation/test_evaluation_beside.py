@@ -8,7 +8,7 @@ import pytest
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import GenerateRequest
-from penstock.platform.evaluation import Evaluation
+from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.engine import SimulatedEngine, TokenStream
 from penstock.platform.simulator.simulation import Seams, Simulation, simulate

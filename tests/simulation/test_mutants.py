@@ -25,8 +25,8 @@ from penstock.dataflow.streams import TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
-from penstock.platform.flow import Flow
-from penstock.platform.group_run import GroupRun
+from penstock.platform.run.flow import Flow
+from penstock.platform.run.group_run import GroupRun
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.durable import DurableState

@@ -19,8 +19,8 @@ from benchmarks.comparisons import (
     with_train_share,
 )
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.cli import app
-from penstock.platform.cli_simulate import parse_seeds
+from penstock.platform.cli.main import app
+from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.simulator.config import parse_simulation
 
 SMALL = ["profile=short", "pools=2x8+1", "batch=2", "group_size=2", "steps=4"]

@@ -1,6 +1,6 @@
 """Which algorithms go together: everything in one section that cannot work, and why. Pure and light: no torch.
 
-What also depends on other sections (streaming, expiry, token budget) is in platform/config/checks_algorithm.py.
+What also depends on other sections (streaming, expiry, token budget) is in platform/checks/algorithm.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.config.compose import compose_config
-from penstock.platform.flow_parts import make_filters, make_task_line
+from penstock.platform.run.flow_builder import make_filters, make_task_line
 from tests.answers import answered
 
 TASK = Task(TaskId("t"), "?")

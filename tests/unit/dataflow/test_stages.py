@@ -13,7 +13,7 @@ from penstock.dataflow.stages import GatedStages, Stage, stage_violations
 from penstock.dataflow.streams import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.config.compose import compose_config
-from penstock.platform.flow_parts import make_task_line
+from penstock.platform.run.flow_builder import make_task_line
 
 OVERRIDES = ["experiment=arithmetic_stages", "env.streams.easy.gate_groups=4"]
 

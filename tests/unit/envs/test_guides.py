@@ -87,7 +87,7 @@ def tiered(line: str) -> Any:
 
 @pytest.mark.parametrize("line", map(tiered, HERE))
 def test_the_commands_of_the_guides_do_what_they_say(folder: Path, line: str) -> None:
-    from penstock.platform.cli import app
+    from penstock.platform.cli.main import app
 
     words = HERE[line]
     if words[0] in TRAINING | {"sweep"} and "--dry-run" not in words:

@@ -20,7 +20,7 @@ from penstock.envs.environment import Action
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.math_tasks import math_verify_reward
 from penstock.envs.reasoning import ReasoningReader, split_turn
-from penstock.platform.observability.trajectory_table import trajectory_row
+from penstock.platform.metrics.trajectory_table import trajectory_row
 from penstock.rollout.dialogue import EpisodeBudget
 from penstock.rollout.episodes import EpisodePlayer
 from penstock.rollout.group_task import GroupTask

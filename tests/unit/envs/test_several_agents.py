@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def invoke(*words: str) -> tuple[int, str]:
-    from penstock.platform.cli import app
+    from penstock.platform.cli.main import app
 
     result = CliRunner().invoke(app, ["env", *words], env={"COLUMNS": "250"})
     return result.exit_code, result.output
@@ -36,7 +36,7 @@ def test_check_plays_games_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_play_asks_each_side_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.platform.cli_env import run_env_play
+    from penstock.platform.cli.env import run_env_play
 
     monkeypatch.syspath_prepend(EXAMPLES)
     console = Console(record=True, width=200)

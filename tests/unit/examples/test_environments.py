@@ -23,9 +23,9 @@ from penstock.envs.environment import Action, Done
 from penstock.envs.episode_child import call_environment
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.registry import factory_path
-from penstock.platform.cli import app
+from penstock.platform.checks.load import load_config
+from penstock.platform.cli.main import app
 from penstock.platform.config.compose import compose_config
-from penstock.platform.config.load import load_config
 from tests.answers import answered
 
 SOURCES: list[Callable[[int], GeneratedTasks]] = [

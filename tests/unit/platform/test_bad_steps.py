@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataflow.errors import TrainingError
-from penstock.platform import controller, mismatch_trend
-from penstock.platform.observability.trajectory_table import MAX_KEPT, BadBatches
+from penstock.platform.metrics.trajectory_table import MAX_KEPT, BadBatches
+from penstock.platform.run import controller, mismatch_trend
 from tests.runs import GROUPS, STEPS, run_of
 
 

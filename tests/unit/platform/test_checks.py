@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.config.checks import check_config
-from penstock.platform.config.checks_flow import DROP_BIAS
+from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.flow import DROP_BIAS
 from penstock.platform.config.compose import compose_config
 
 POLICIES = Path(__file__).parents[3] / "docs" / "concepts" / "policies.md"

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform import hardware
-from penstock.platform.config.load import load_config
+from penstock.platform.checks.load import load_config
+from penstock.platform.cluster import hardware
 
 PLUGIN = """
 from penstock.dataflow.trajectory import Task
@@ -60,7 +60,7 @@ def overrides(tmp_path, monkeypatch):
     policy.mkdir()
     shape = {"vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": True}
     (policy / "config.json").write_text(json.dumps(shape))
-    monkeypatch.setattr("penstock.platform.config.checks_tasks.NUM_MEASURED_TASKS", 4)
+    monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
     monkeypatch.setattr("penstock.rollout.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec())
     return ["experiment=arithmetic", f"model.path={policy}", "env.factory=my_plugin:Source", "env.args={}"]
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.loading import load_reward
-from penstock.platform.config.checks_tasks import TaskSample, check_reward
+from penstock.platform.checks.tasks import TaskSample, check_reward
 
 REWARDS = """
 def needs_solution(trajectory, solution, scale=1.0): return 1.0

@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.dataflow.errors import TrainingError
-from penstock.platform import cli, hardware, learning_run
-from penstock.platform.lifecycle import Interrupted
+from penstock.platform.cli import main as cli
+from penstock.platform.cluster import hardware
+from penstock.platform.run import offline_training as learning_run
+from penstock.platform.run.lifecycle import Interrupted
 from penstock.trainer.algorithms.catalog import ALGORITHMS
 
 
@@ -35,7 +37,7 @@ def loaded_with(module: str, heavy: set[str]) -> str:
 
 def test_help_is_light():
     heavy = {"torch", "ray", "vllm", "hydra", "transformers", "pydantic"}
-    assert loaded_with("penstock.platform.cli", heavy) == "[]"
+    assert loaded_with("penstock.platform.cli.main", heavy) == "[]"
 
 
 def test_a_simulation_loads_no_models():

@@ -9,8 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.envs.sandbox.bubblewrap import why_no_jails
-from penstock.platform.cli import app
-from penstock.platform.cli_env import run_env_play
+from penstock.platform.cli.env import run_env_play
+from penstock.platform.cli.main import app
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PLANTED = """

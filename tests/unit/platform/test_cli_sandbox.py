@@ -19,7 +19,7 @@ from penstock.envs.sandbox.contract import Limits, Program, SandboxUnavailableEr
 from penstock.envs.sandbox.hostile import HOSTILE_CASES
 from penstock.envs.sandbox.local import Isolation, try_isolation
 from penstock.envs.sandbox.remote import RemoteSandbox
-from penstock.platform.cli_sandbox import run_sandbox_check
+from penstock.platform.cli.sandbox import run_sandbox_check
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "sandbox.md"
 
@@ -68,7 +68,7 @@ async def test_the_service_asks_for_its_token_and_ends_the_program_of_a_client_t
                "sandbox.allow_unisolated=true", "sandbox.limits.wall_s=60"]  # fmt: skip
     paths = os.pathsep.join(filter(None, sys.path))
     service = subprocess.Popen(  # noqa: ASYNC220  before anything else
-        [sys.executable, "-c", "from penstock.platform.cli import main; main()", *command],
+        [sys.executable, "-c", "from penstock.platform.cli.main import main; main()", *command],
         stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": paths},
     )  # fmt: skip
     url, nap = f"http://127.0.0.1:{port}", f"718.{os.getpid()}"

@@ -10,7 +10,7 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupRef, stream_of
-from penstock.platform.colocation import TakesTurns
+from penstock.platform.run.colocation import TakesTurns
 from penstock.rollout.pool import EnginePool
 
 

@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from penstock.platform import doctor, hardware
-from penstock.platform.doctor import Diagnosis
+from penstock.platform.cli import doctor
+from penstock.platform.cli.doctor import Diagnosis
+from penstock.platform.cluster import hardware
 
 
 def test_every_core_pin_is_read_from_our_own_requirements(monkeypatch):

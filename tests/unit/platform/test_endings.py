@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.dataflow.errors import TrainingError
-from penstock.platform import controller
-from penstock.platform.evaluation import Evaluation
+from penstock.platform.run import controller
+from penstock.platform.run.evaluation import Evaluation
 from tests.runs import STEPS, Evaluator, run_of
 
 

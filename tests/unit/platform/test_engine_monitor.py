@@ -8,7 +8,7 @@ import pytest
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
-from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.rollout.pool import EnginePool
 from tests.agents import SayingEngine
 

@@ -14,7 +14,7 @@ from penstock.actors.exports import Departure, GatherExport
 from penstock.actors.publisher import ActorWeightPublisher
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
-from penstock.platform.engine_restarts import EngineRestarts
+from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from tests.unit.actors.test_publisher import FakeTrainer, Receiver

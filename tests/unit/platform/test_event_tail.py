@@ -6,8 +6,8 @@ from pathlib import Path
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
-from penstock.platform.lifecycle import write_failure
-from penstock.platform.observability.flow_stats import EVENTS_KEPT, EventTail
+from penstock.platform.metrics.flow_stats import EVENTS_KEPT, EventTail
+from penstock.platform.run.lifecycle import write_failure
 
 
 def test_the_newest_events_are_kept_oldest_first(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
-from penstock.platform.flow import Flow
+from penstock.platform.run.flow import Flow
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups, tasks, train_all
 

@@ -14,10 +14,10 @@ from penstock.dataflow.ports import Score
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.dataflow.streams import LengthLimits, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
-from penstock.platform import flow as shipping
 from penstock.platform.config.schema import FilterConfig
-from penstock.platform.flow import Flow
-from penstock.platform.flow_parts import make_filters
+from penstock.platform.run import flow as shipping
+from penstock.platform.run.flow import Flow
+from penstock.platform.run.flow_builder import make_filters
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import make_flow, next_groups, tasks, train_all
 

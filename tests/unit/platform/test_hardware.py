@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from penstock.platform import hardware
+from penstock.platform.cluster import hardware
 
 GIB = 1 << 30
 

@@ -18,7 +18,7 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.streams import TaskStream
 from penstock.dataflow.trajectory import Task
-from penstock.platform.flow import Flow
+from penstock.platform.run.flow import Flow
 from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.local_engine import EngineSpec
 from penstock.weights.model_config import ModelConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.platform.observability.console import RunConsole, format_duration
-from penstock.platform.observability.hub import MetricsHub, catalog, undeclared
-from penstock.platform.observability.summary import LedgerCounts, RunSummary
+from penstock.platform.metrics.console import RunConsole, format_duration
+from penstock.platform.metrics.hub import MetricsHub, catalog, undeclared
+from penstock.platform.metrics.summary import LedgerCounts, RunSummary
 from tests.metrics_page import render_markdown
 
 ROOT = Path(__file__).resolve().parents[3]

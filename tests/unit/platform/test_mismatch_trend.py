@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.platform.mismatch_trend import FLOOR_NAT, METRIC, SOURCE, WINDOW_STEPS, MismatchTrend
+from penstock.platform.run.mismatch_trend import FLOOR_NAT, METRIC, SOURCE, WINDOW_STEPS, MismatchTrend
 
 
 def followed(values: list[float], max_lag: int = 0) -> tuple[list[float], list[str]]:

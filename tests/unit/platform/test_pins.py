@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from penstock.platform.doctor import MIN_NVIDIA_DRIVER
+from penstock.platform.cli.doctor import MIN_NVIDIA_DRIVER
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "tests" / "data" / "torch_cuda_requires.txt"

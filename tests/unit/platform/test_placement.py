@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.platform.config.compose import compose_config
-from penstock.platform.memory import (
+from penstock.platform.cluster.memory import (
     GIB,
     engine_memory,
     kv_cache_gib,
@@ -14,8 +13,9 @@ from penstock.platform.memory import (
     staged_gib,
     trainer_memory,
 )
-from penstock.platform.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
-from penstock.platform.transports import way_of
+from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
+from penstock.platform.cluster.weight_routes import way_of
+from penstock.platform.config.compose import compose_config
 
 TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
 """Than what stays of it and an engine."""

@@ -13,12 +13,12 @@ from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Episode, GroupRef, Thread, Trajectory, Turn
 from penstock.dataflow.versions import Span
-from penstock.platform.observability.flow_stats import SAMPLES_PER_STEP, FlowStats
-from penstock.platform.observability.report import write_report
-from penstock.platform.observability.run_record import read_run
-from penstock.platform.observability.summary import LedgerCounts, RunSummary, write_staleness, write_summary
-from penstock.platform.observability.trajectory_table import TrajectoryTable, read_trajectories
-from penstock.platform.trackers.jsonl import JsonlTracker
+from penstock.platform.metrics.flow_stats import SAMPLES_PER_STEP, FlowStats
+from penstock.platform.metrics.report import write_report
+from penstock.platform.metrics.run_record import read_run
+from penstock.platform.metrics.summary import LedgerCounts, RunSummary, write_staleness, write_summary
+from penstock.platform.metrics.trackers.jsonl import JsonlTracker
+from penstock.platform.metrics.trajectory_table import TrajectoryTable, read_trajectories
 
 HOSTILE = "</td></script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>"
 

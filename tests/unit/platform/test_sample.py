@@ -7,7 +7,7 @@ import numpy as np
 from penstock.dataflow.ids import TaskId, TrajectoryId
 from penstock.dataflow.trajectory import Episode, FinishReason, Trajectory, Turn
 from penstock.dataflow.versions import Span
-from penstock.platform.sample import ranked_pairs
+from penstock.platform.run.sample import ranked_pairs
 
 
 def answer(

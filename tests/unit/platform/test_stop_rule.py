@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.platform.learning_run import StopRule
+from penstock.platform.run.offline_training import StopRule
 from penstock.trainer.config import SftConfig
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.platform.observability.atomic_file import write_atomically
-from penstock.platform.observability.memory import MemorySampler, pss_bytes
-from penstock.platform.observability.summary import (
+from penstock.platform.metrics.atomic_file import write_atomically
+from penstock.platform.metrics.memory_sampler import MemorySampler, pss_bytes
+from penstock.platform.metrics.summary import (
     LedgerCounts,
     RunSummary,
     first_and_last_mean,

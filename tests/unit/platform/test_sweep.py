@@ -13,12 +13,9 @@ import pytest
 from rich.console import Console
 
 from penstock.dataflow.errors import ConfigError, PenstockError
-from penstock.platform import sweep
-from penstock.platform.config.compose import to_yaml
-from penstock.platform.config.findings import Command
-from penstock.platform.config.load import LoadedConfig, load_config
-from penstock.platform.config.schema import RunConfig
-from penstock.platform.sweep import (
+from penstock.platform.checks.load import LoadedConfig, load_config
+from penstock.platform.cli import sweep
+from penstock.platform.cli.sweep import (
     Grid,
     Result,
     check_cells,
@@ -29,7 +26,10 @@ from penstock.platform.sweep import (
     run_sweep,
     write_results,
 )
-from penstock.platform.trackers.jsonl import JsonlTracker
+from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.trackers.jsonl import JsonlTracker
 
 TWO = ["experiment=arithmetic", "dataflow.max_staleness=0,2"]
 

@@ -12,10 +12,10 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.config.schema import TensorboardTrackerConfig, TrackerConfig, WandbTrackerConfig
-from penstock.platform.trackers.base import BackgroundTracker, TrackerError
-from penstock.platform.trackers.build import build_trackers
-from penstock.platform.trackers.jsonl import JsonlTracker, read_metrics
-from penstock.platform.trackers.wandb import resolve_mode
+from penstock.platform.metrics.trackers.base import BackgroundTracker, TrackerError
+from penstock.platform.metrics.trackers.build import build_trackers
+from penstock.platform.metrics.trackers.jsonl import JsonlTracker, read_metrics
+from penstock.platform.metrics.trackers.wandb import resolve_mode
 
 
 class ListTracker:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import EngineLoad
-from penstock.platform.engine_monitor import EngineMonitor
+from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.rollout.concurrency import CUT, HIGH_USAGE, LOW_USAGE, STEP, ConcurrencyLimit
 from penstock.rollout.pool import EnginePool
 from tests.fakes import FakeEngine

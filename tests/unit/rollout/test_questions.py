@@ -19,7 +19,7 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
 from penstock.envs.environment import EndpointAccess
 from penstock.platform.config.compose import compose_config
-from penstock.platform.serving import answer_questions, episode_player
+from penstock.platform.run.serving import answer_questions, episode_player
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool
 from penstock.rollout.recording import PolicyAnswers

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.platform.config.checks import check_config
-from penstock.platform.config.checks_without_effect import CONDITIONS, check_without_effect
+from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.without_effect import CONDITIONS, check_without_effect
 from penstock.platform.config.compose import compose_all, compose_config
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.config import AlgorithmConfig

@@ -1,0 +1,266 @@
+"""Cross-field checks of roles against pools: devices, slots, estimated memory, and how weights travel between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from difflib import get_close_matches
+from math import ceil
+
+from penstock.platform.cluster.memory import GIB, kv_cache_gib, sequence_kv_gib
+from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement
+from penstock.platform.cluster.weight_routes import GROUP_WAYS, way_of
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
+from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
+from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
+
+_MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
+
+
+def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Run every check of roles against pools that concerns `command`. The pools must exist."""
+    too_few = list(check_device_counts(config, command))
+    yield from too_few or check_memory(config, command)
+    if command not in WITHOUT_ENGINES:
+        yield from check_engine_device(config)
+        yield from check_kv_cache(config)
+        yield from check_tensor_parallel(config)
+    if command == "train":
+        yield from check_colocated(config)
+        yield from check_weights(config)
+
+
+def check_pools(config: RunConfig) -> Iterator[Finding]:
+    """The pools that roles name must exist; the other checks need them."""
+    cluster, pools = config.cluster, list(config.cluster.pools)
+    roles = [("cluster.trainer_pool", cluster.trainer_pool), ("cluster.rollout_pool", cluster.rollout_pool)]
+    roles += [(f"{role}.pool", pool) for role in FROZEN_ROLES if (pool := config.frozen(role).pool) is not None]
+    roles += [] if config.reward.pool is None else [("reward.pool", config.reward.pool)]
+    for key, name in roles:
+        if name not in pools:
+            close = get_close_matches(name, pools, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            yield error(f"{key}={name} is no pool.{hint} Pools: {', '.join(pools) or 'none'}.", "cluster.pools")
+
+
+def check_colocated(config: RunConfig) -> Iterator[Finding]:
+    """Roles that take turns need one pool and on-policy data."""
+    cluster = config.cluster
+    if not cluster.colocated:
+        return
+    if config.dataflow.max_staleness:
+        yield error(
+            f"cluster.colocated=true needs dataflow.max_staleness=0, not {config.dataflow.max_staleness}: trainer "
+            "and engines take turns on their devices, so nothing can be generated ahead and the run would wait for "
+            "ever. Use dataflow=synchronous, or cluster.colocated=false."
+        )
+    asked_by = {
+        "reference": ("algorithm.kl_coefficient", f"{config.algorithm.kl_coefficient:g}"),
+        "teacher": ("algorithm.loss", config.algorithm.loss),
+    }
+    for role in FROZEN_ROLES:
+        name, (key, value) = config.frozen_pool(role), asked_by[role]
+        if config.num_frozen(role) and name == cluster.trainer_pool and cluster.pools[name].device == "gpu":
+            yield error(
+                f"cluster.colocated=true with {key}={value}: trainer and engines fill the GPUs of {name} in turns, and "
+                f"the {role} works while they do. Give it a pool of its own ({role}.pool; a CPU pool will do for small "
+                "policies)."
+            )
+    if (pool := config.reward.pool) == cluster.trainer_pool and cluster.pools[pool].device == "gpu":
+        yield error(
+            f"cluster.colocated=true with reward.pool={pool}: trainer and engines fill the GPUs of {pool} in turns, "
+            "and reward workers score while they do. Give them a pool of their own, a CPU pool, or reward.pool=null."
+        )
+    if cluster.trainer_pool != cluster.rollout_pool:
+        yield error(
+            f"cluster.colocated=true needs one pool, not trainer_pool={cluster.trainer_pool} and "
+            f"rollout_pool={cluster.rollout_pool}: they share devices. Name the same pool twice."
+        )
+
+
+def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """One process per GPU, two when colocated. CPU slots may be shared by any number of processes."""
+    cluster = config.cluster
+    roles: dict[str, Counter[str]] = {}
+    for placement in plan_placement(config, command):
+        if placement.pool is not None and placement.device == "gpu":
+            roles.setdefault(placement.pool, Counter())[placement.role] += placement.num_slots
+    for pool, counts in roles.items():
+        is_shared = cluster.colocated and command == "train" and pool == cluster.trainer_pool
+        needed = max(counts.values()) if is_shared else counts.total()
+        count = cluster.pools[pool].count
+        if needed > count:
+            words = " and ".join(f"{number} for {_named(role)}" for role, number in counts.items())
+            yield error(
+                f"cluster.pools.{pool}.count={count} is too small, needed are {words}: {needed} GPUs in all. Use fewer "
+                "ranks, engines or reward workers, a smaller rollout.engine.tensor_parallel_size, or a larger pool.",
+                "cluster",
+                "trainer.num_ranks",
+                "rollout.num_engines",
+                "rollout.engine",
+                "reward.num_workers",
+                "reward.pool",
+            )
+
+
+def check_engine_device(config: RunConfig) -> Iterator[Finding]:
+    """Flash attention does not exist on a CPU, nor bit-for-bit repeatable decoding anywhere else."""
+    name, engine = config.cluster.rollout_pool, config.rollout.engine
+    if config.cluster.pools[name].device == "gpu":
+        if isinstance(engine, TorchEngineConfig) and engine.deterministic:
+            yield error(
+                f"rollout.engine.deterministic=true needs a CPU, {name} is a GPU pool: fixed shapes make a CPU's sums "
+                "repeatable, and a GPU's kernels may add in another order each time. Use deterministic=false, or "
+                "cluster=local_cpu.",
+                "rollout.engine",
+            )
+        return
+    if config.model.attention == "flash_attention_2":
+        yield error(
+            f"model.attention=flash_attention_2 needs GPUs, {name} is a CPU pool. Use model.attention=sdpa.", "cluster"
+        )
+
+
+def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
+    """The cache of one engine holds at least one trajectory of full length, else its queue never moves."""
+    engine, pool = config.rollout.engine, config.cluster.pools[config.cluster.rollout_pool]
+    context = config.model.max_context_tokens
+    if not isinstance(engine, VllmEngineConfig):
+        return
+    block = 128 if pool.device == "cpu" else 16  # vLLM's, tokens
+    needed = sequence_kv_gib(config) * ceil(context / block) * block / context
+    available = kv_cache_gib(config, pool) * engine.tensor_parallel_size
+    if available < needed:
+        yield error(
+            f"rollout.engine.kv_cache_gib: the KV cache of an engine, {_size(available)}, does not hold one trajectory "
+            f"of model.max_context_tokens={context}, {_size(needed)}: the engine could never finish it. Raise "
+            "kv_cache_gib (or gpu_memory_utilization), or shorten the context.",
+            "rollout.engine",
+            "model",
+            "cluster.pools",
+        )
+
+
+def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """The estimate of every device, and of the CPU pools, is within what the pool states."""
+    placements = plan_placement(config, command)
+    for name, load in device_load_gib(config, placements).items():
+        pool = config.cluster.pools[name]
+        if load > pool.memory_gib:
+            yield error(
+                f"cluster.pools.{name}.memory_gib={pool.memory_gib:g}, but its fullest GPU needs about {load:.1f} GiB. "
+                "Use a higher zero_stage with more ranks, gradient_checkpointing=true, offload_optimizer=true, a "
+                "smaller trainer.max_tokens_per_micro_batch or a smaller rollout.engine.kv_cache_gib.",
+                *_MEMORY_KEYS,
+            )
+    cpu_pools = sorted({p.pool for p in placements if p.pool is not None and p.device == "cpu"})
+    load, allowed = host_load_gib(placements), sum(config.cluster.pools[name].memory_gib for name in cpu_pools)
+    if cpu_pools and load > allowed:
+        yield error(
+            f"cluster.pools.{cpu_pools[0]}.memory_gib={allowed:g}, but {len(placements)} processes need about "
+            f"{load:.1f} GiB of main memory. Use fewer engines, ranks or reward workers, a smaller "
+            "trainer.max_tokens_per_micro_batch, or raise memory_gib if the machine has it.",
+            *_MEMORY_KEYS,
+        )
+
+
+def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
+    """The policy can be split over the devices of an engine, and what arrives there compared."""
+    tp_size = config.rollout.engine.tensor_parallel_size
+    if tp_size == 1:
+        return
+    shape = config.model.shape
+    sizes = {
+        "num_heads": shape.num_heads,
+        "num_kv_heads": tp_size if tp_size % shape.num_kv_heads == 0 else shape.num_kv_heads,  # fewer are replicated
+        "intermediate_size": shape.expert_size or shape.intermediate_size,
+        "vocab_size, padded to a multiple of 64,": -(-shape.vocab_size // 64) * 64,
+    }
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % tp_size]
+    if uneven:
+        yield error(
+            f"rollout.engine.tensor_parallel_size={tp_size} does not divide {' and '.join(uneven)} of model.shape: "
+            "vLLM cannot split the model so. Use a number of devices that divides them.",
+            "rollout.engine",
+        )
+
+
+def check_weights(config: RunConfig) -> Iterator[Finding]:
+    """How versions travel, and how engines take them: few checks, since `weights.transport` decides most."""
+    weights, cluster, tp_size = config.weights, config.cluster, config.rollout.engine.tensor_parallel_size
+    way, mode = way_of(config), weights.update_mode
+    devices = {cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool)}
+    drains, streams = mode in ("drain", "multi_version"), weights.staging == "bucket"
+    if drains and cluster.colocated:
+        yield error(
+            f"weights.update_mode={mode} with cluster.colocated=true: the engines sleep while the trainer computes, so "
+            "at a publish no request runs that could be drained, and no engine may serve meanwhile. Use "
+            "weights.update_mode=keep_kv."
+        )
+    if mode == "multi_version" and config.rollout.num_engines < 2:
+        yield error(
+            f"weights.update_mode=multi_version with rollout.num_engines={config.rollout.num_engines}: while one "
+            "engine is updated the others serve, and there are none. Use 2 or more engines, or "
+            "weights.update_mode=drain."
+        )
+    if weights.overlap and drains:
+        yield error(
+            f"weights.overlap=true with weights.update_mode={mode}: requests that start wait for the first engine to "
+            "have the version, which would be until its requests have ended, and its slots would stand empty. Use "
+            "keep_kv or recompute_kv."
+        )
+    if weights.overlap and cluster.colocated:
+        yield error(
+            "weights.overlap=true with cluster.colocated=true: the engines sleep while the trainer computes. Use "
+            "weights.overlap=false."
+        )
+    if weights.overlap and streams:
+        yield error(
+            "weights.staging=bucket with weights.overlap=true: engines stand still while a version comes, and the "
+            "trainer would no longer have it. Use weights.staging=shard, or weights.overlap=false."
+        )
+    if weights.codec != "full" and streams:
+        yield error(
+            f"weights.staging=bucket with weights.codec={weights.codec}: a difference needs the version before, which "
+            "a broken stream has written over. Use weights.staging=shard, or weights.codec=full."
+        )
+    if mode == "multi_version" and way == "live_parameters":
+        yield error(
+            "weights.staging=bucket with weights.update_mode=multi_version: by a process group a version comes to all "
+            "engines at once, and none would serve meanwhile. Use weights.staging=shard, or another "
+            "weights.update_mode."
+        )
+    if weights.transport == "cuda_ipc" and streams:
+        yield error(
+            "weights.transport=cuda_ipc with weights.staging=bucket: its slots are second shards. Use "
+            "weights.staging=shard, or weights.transport=auto."
+        )
+    if weights.transport == "cuda_ipc" and len(devices) > 1:
+        yield error(
+            f"weights.transport=cuda_ipc with cluster.trainer_pool={cluster.trainer_pool}: trainer and engines are on "
+            "pools of different devices. Use weights.transport=auto.",
+            "cluster",
+        )
+    if weights.codec == "int8_delta" and tp_size > 1:
+        yield error(
+            f"weights.codec=int8_delta with rollout.engine.tensor_parallel_size={tp_size}: it rounds for each device "
+            "on its own, so parameters that all devices hold would differ between them. Use delta."
+        )
+    if weights.transport == "gather" and tp_size > 1:
+        yield error(
+            f"weights.transport=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be "
+            "compared with what each of the ranks holds of them. Use weights.transport=auto."
+        )
+    if weights.codec != "full" and way not in GROUP_WAYS:
+        yield warning(
+            f"weights.codec={weights.codec} has no effect with weights.transport={weights.transport} and "
+            f"cluster.address={cluster.address}: only a process group uses it, and versions go by {way}."
+        )
+
+
+def _named(role: str) -> str:
+    return "reward workers" if role == "reward" else f"{role}s"
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{gib * GIB / 2**20:.2f} MiB"

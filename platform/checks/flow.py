@@ -1,0 +1,188 @@
+"""Cross-field checks of `dataflow` and `env`: what would deadlock, what would bias, what does not resolve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.dataflow.difficulty import BY_SUCCESS
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.stages import stage_violations
+from penstock.dataflow.staleness import ExpiryPolicy
+from penstock.dataflow.streams import stream_violations
+from penstock.envs.import_path import load_object
+from penstock.envs.streams import load_task_streams, stages_of
+from penstock.platform.checks.algorithm import cannot_divide, unequal_work
+from penstock.platform.cluster.memory import kv_cache_gib, sequence_kv_gib
+from penstock.platform.config.findings import Finding, error, warning
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.run.flow_builder import PAYLOAD_BYTES_PER_TOKEN, max_live_trajectories
+from penstock.rollout.config import VllmEngineConfig
+
+DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
+"""η -> trained ÷ population length and share of the longest percent kept under `drop` (docs/concepts/policies.md)."""
+_MAX_WAVES = 8
+
+
+def check_dataflow(config: RunConfig) -> Iterator[Finding]:
+    """A batch can be complete, a group be kept; surplus and streaming go with the rest; a bias is named."""
+    flow, trainer, size = config.dataflow, config.trainer, config.dataflow.group_size
+    yield from unequal_work("dataflow.batch_groups", flow.batch_groups, trainer)
+    if flow.min_group_size > size:
+        yield error(
+            f"dataflow.min_group_size={flow.min_group_size} is above group_size={size}: no group could ever be trained "
+            f"and the run would wait for ever. Use 2..{size}."
+        )
+    room, needed = max_live_trajectories(config), flow.batch_groups * size
+    if room is not None and room < needed:
+        gib = 1.01 * needed * config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN / 2**30
+        yield error(
+            f"dataflow.max_live_gib={flow.max_live_gib:g} has room for {room} trajectories of "
+            f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}, batch_groups="
+            f"{flow.batch_groups} x group_size={size}: it could never be complete and the run would wait for ever. Use "
+            f"at least {gib:.3g}."
+        )
+    lowest, highest = flow.filters.pass_rate or (0.0, 1.0)
+    if not any(0 <= lowest <= num / size <= highest <= 1 for num in range(size + 1)):
+        yield error(
+            f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
+            "share of passing members, so every group would be filtered. Use a wider range within [0, 1]."
+        )
+    # Redundant groups are given up one by one, and only while a batch waits for them.
+    if flow.surplus and flow.gang:
+        yield error(
+            f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its "
+            "slowest member ends, so redundant gangs take the slots that they should free. Use one of the two."
+        )
+    if flow.surplus and flow.on_expiry is not ExpiryPolicy.WAIT:
+        yield error(
+            f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are given up "
+            "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0."
+        )
+    if flow.surplus:
+        yield warning(
+            f"dataflow.surplus={flow.surplus}: stragglers are given up, so answers that are trained are shorter than "
+            "those that are sampled. Watch length/trained_share; surplus=0 is unbiased."
+        )
+    if flow.on_expiry is ExpiryPolicy.DROP:
+        measured = max(eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1))
+        length, longest = DROP_BIAS[measured]
+        yield warning(
+            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes too long. "
+            f"Trained answers had {length:.2f} of the mean length of sampled ones, and {longest:.2f} of the longest "
+            f"percent, at max_staleness={measured} in simulation (docs/concepts/policies.md; metric "
+            "length/trained_share). on_expiry=wait is unbiased."
+        )
+    # The groups of a streamed batch are chosen for good, one by one.
+    if flow.stream_micro_batches and flow.surplus:
+        yield error(
+            f"dataflow.stream_micro_batches=true with dataflow.surplus={flow.surplus}: redundant groups are given up "
+            "when a batch closes, and a streamed batch has trained most of its groups by then. Use one of the two."
+        )
+    if flow.stream_micro_batches and config.cluster.colocated:
+        yield error(
+            "dataflow.stream_micro_batches=true with cluster.colocated=true: trainer and engines take turns on their "
+            "devices, so nothing is generated while the trainer computes. Use one of the two."
+        )
+    if flow.stream_micro_batches and cannot_divide(config):
+        yield error(
+            f"dataflow.stream_micro_batches=true with trainer.zero_stage={trainer.zero_stage} in "
+            f"model.dtype={config.model.dtype}: the gradient is divided by the size of the batch at its end, and "
+            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
+        )
+
+
+def check_pace(config: RunConfig) -> Iterator[Finding]:
+    """Settings that work but hurt."""
+    flow, rollout = config.dataflow, config.rollout
+    live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size
+    slots = rollout.num_engines * rollout.engine.max_num_seqs
+    if live > _MAX_WAVES * slots:
+        yield warning(
+            f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
+            f"the engines decode {slots} at once: most of their staleness is spent in a queue. Raise "
+            "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness."
+        )
+    if flow.batch_timeout_s <= rollout.request_timeout_s:
+        yield warning(
+            f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="
+            f"{rollout.request_timeout_s:g}: the run would stop before a lost engine is noticed and its work "
+            f"retried. Use more than {rollout.request_timeout_s:g}."
+        )
+
+
+def check_gang(config: RunConfig) -> Iterator[Finding]:
+    """All members of a gang fit on one engine at once, and start from one version."""
+    flow, engine, weights = config.dataflow, config.rollout.engine, config.weights
+    if not flow.gang:
+        return
+    unfit = {"overlap=true": weights.overlap, "update_mode=multi_version": weights.update_mode == "multi_version"}
+    for setting in (setting for setting, is_set in unfit.items() if is_set):
+        yield error(
+            f"dataflow.gang=true with weights.{setting}: a member whose environment begins slowly would start on the "
+            "gang's engine, below the version that everyone else starts from. Use dataflow.gang=false, or "
+            "weights.overlap=false with weights.update_mode=keep_kv.",
+            f"weights.{setting.partition('=')[0]}",
+        )
+    if flow.group_size > engine.max_num_seqs:
+        yield error(
+            f"dataflow.gang=true: a group of dataflow.group_size={flow.group_size} does not fit in the "
+            f"rollout.engine.max_num_seqs={engine.max_num_seqs} slots of one engine and could never start. "
+            f"Use max_num_seqs of at least {flow.group_size}.",
+            "rollout.engine",
+        )
+    pool = config.cluster.pools.get(config.cluster.rollout_pool)
+    if pool is None or not isinstance(engine, VllmEngineConfig):
+        return
+    needed, available = flow.group_size * sequence_kv_gib(config), kv_cache_gib(config, pool)
+    if needed > available:
+        yield error(
+            f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of "
+            f"KV cache, one engine has {available:.3g} GiB: its members would be preempted for one another. Raise "
+            "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
+            "rollout.engine",
+        )
+
+
+def check_hooks(config: RunConfig) -> Iterator[Finding]:
+    """What is named by import path resolves and has the method that is called."""
+    flow, env = config.dataflow, config.env
+    hooks = (
+        ("dataflow.group_sizing", flow.group_sizing, "group_size"),
+        ("dataflow.length_limiting", flow.length_limiting, "max_new_tokens"),
+        ("env.curriculum", env.curriculum, "weights"),
+        ("dataflow.filters.user", flow.filters.user, "__call__"),
+    )
+    for key, path, method in hooks:
+        if path is None or (path == BY_SUCCESS and key.startswith("dataflow.")):
+            continue
+        try:
+            target = load_object(path, key)
+        except ConfigError as problem:
+            yield from (error(violation, key) for violation in problem.violations)
+            continue
+        if not callable(getattr(target, method, None)) or isinstance(target, type):
+            what = "is not callable" if method == "__call__" else f"has no method {method}(...)"
+            yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.")
+
+
+def check_streams(config: RunConfig) -> Iterator[Finding]:
+    """Every stream loads, and their quotas can fill the window."""
+    if not config.env.streams:
+        return
+    try:
+        streams = load_task_streams(config.env, config.seed)
+    except ConfigError as problem:
+        yield from (error(violation, "env.streams") for violation in problem.violations)
+        return
+    yield from (error(violation, "env.streams") for violation in stream_violations(streams))
+    if not config.env.has_stages:
+        return
+    yield from (error(violation, "env.streams") for violation in stage_violations(stages_of(config.env)))
+    if config.env.curriculum is not None:
+        yield error(
+            f"env.curriculum={config.env.curriculum} with gates in env.streams: both say which stream is admitted. "
+            "Use one of the two."
+        )
+
+
+FLOW_CHECKS = (check_dataflow, check_pace, check_gang, check_hooks, check_streams)

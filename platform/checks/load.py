@@ -1,0 +1,82 @@
+"""The whole door: compose, validate, check the configuration, then this machine and what the user plugged in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.dataflow.errors import ConfigError
+from penstock.platform.checks.cluster import check_pools
+from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.machine import awaits_warm_start, check_machine
+from penstock.platform.checks.tasks import check_plugins
+from penstock.platform.config.compose import compose_all
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.run.run_dir import POLICY_FOLDER
+
+
+@dataclass(slots=True)
+class LoadedConfig:
+    """A configuration that may run.
+
+    Attributes:
+        warnings: Sentences a person should read first.
+        warm_start: The `penstock sft` that makes `model.path` first; None if it is there, or has to be.
+    """
+
+    config: RunConfig
+    warnings: list[str]
+    warm_start: RunConfig | None = None
+
+
+def load_config(
+    command: Command, overrides: list[str], *, config_dir: Path | None = None, dry_run: bool = False
+) -> LoadedConfig:
+    """Compose, validate and check everything. Starts nothing.
+
+    Args:
+        command: What the configuration is for.
+        overrides: Hydra overrides.
+        config_dir: A folder with the user's own YAML, in the same groups.
+        dry_run: What this machine lacks becomes a warning.
+
+    Raises:
+        ConfigError: If anything is wrong, with everything that is.
+    """
+    composition = compose_all(overrides, config_dir)
+    config = composition.config
+    if config is None:
+        raise ConfigError(composition.problems)
+    findings = check_config(config, command)
+    if not list(check_pools(config)):  # roles can be placed
+        findings += check_machine(config, command)
+    findings = composition.relevant([*findings, *check_plugins(config, command)])
+    problems = composition.problems + [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]
+    loaded = LoadedConfig(config, [finding.message for finding in findings])
+    if command == "train" and awaits_warm_start(config):
+        try:
+            loaded.warm_start = load_warm_start(config, config_dir, dry_run=dry_run)
+        except ConfigError as problem:
+            problems += [f"warm_start: {violation}" for violation in problem.violations]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return loaded
+
+
+def load_warm_start(config: RunConfig, config_dir: Path | None, *, dry_run: bool) -> RunConfig:
+    """The configuration of the `penstock sft` whose policy is `model.path`, with the seed of the run.
+
+    Raises:
+        ConfigError: If it cannot run, or would write its policy elsewhere.
+    """
+    path = Path(config.model.path or "")
+    if path.name != POLICY_FOLDER:
+        raise ConfigError(
+            [
+                f"model.path={path} does not end in /{POLICY_FOLDER}, and `penstock sft` writes "
+                f"<run_dir>/{POLICY_FOLDER}: it would not be found there. Name it so, or set warm_start=null."
+            ]
+        )
+    own = [f"run_dir={path.parent}", f"seed={config.seed}", f"overwrite={str(config.overwrite).lower()}"]
+    return load_config("sft", [*(config.warm_start or ()), *own], config_dir=config_dir, dry_run=dry_run).config

@@ -1,0 +1,301 @@
+"""Checks of what the user plugs in: import paths resolve, the reward takes the tasks, held-out tasks are unseen, every
+prompt and its answer fit the context.
+
+Only some thousand tasks are read: enough to catch a wrong split, cheap enough to do before every run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from penstock.dataflow.errors import ConfigError, TrajectoryError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.composition import calls_of
+from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
+from penstock.envs.fingerprint import changes, fingerprints
+from penstock.envs.loading import load_reward, load_task_source
+from penstock.envs.preferences import preferred_pair
+from penstock.envs.streams import MAIN, load_task_streams, named_tasks
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.run.run_dir import is_run_dir, read_data
+
+Encode = Callable[[str | list[dict[str, str]]], Sequence[int]]
+
+NUM_TRAIN_TASKS = 4096
+"""Training tasks that are compared with the held-out ones."""
+NUM_MEASURED_TASKS = 1024
+"""Tasks per split that are tokenised."""
+
+
+class TaskSample(NamedTuple):
+    """The first tasks of both sides."""
+
+    train: list[Task]
+    held_out: list[Task]
+
+
+def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
+    """Load the task source and the reward, and look at the first tasks."""
+    reward: RewardFunction | None = None
+    if command not in WITHOUT_ENGINES:
+        try:
+            reward = load_reward(config.reward, RewardContext(config.sandbox))
+        except ConfigError as problem:
+            yield from (error(violation, "reward") for violation in problem.violations)
+    try:
+        source = load_task_source(config.env, config.seed)
+    except ConfigError as problem:
+        yield from (error(violation, "env") for violation in problem.violations)
+        return
+    except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
+        yield error(f"env.factory={config.env.factory} raised {type(problem).__name__}: {problem}", "env")
+        return
+    tasks = yield from _read_tasks(config, source, command)
+    if tasks is None:
+        return
+    yield from _check_ids(config, tasks)
+    yield from _check_overlap(tasks)
+    yield from _check_data(config)
+    if reward is not None:
+        yield from check_reward(reward, tasks)
+    measured = [*tasks.train[:NUM_MEASURED_TASKS], *tasks.held_out[:NUM_MEASURED_TASKS]]
+    if command not in WITHOUT_ENGINES:
+        yield from check_prompts(config, measured)
+    elif command in ("rm", "dpo"):
+        yield from check_pairs(config, source, measured)
+    elif hasattr(source, "gold_response"):
+        yield from check_examples(config, cast("GoldSource", source), measured)
+    else:
+        yield error(
+            f"env.factory={config.env.factory} has no gold_response(task): there is nothing to learn from in "
+            f"`penstock {command}`. Add it (envs/contract.py, GoldSource).",
+            "env",
+        )
+
+
+def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Generator[Finding, None, TaskSample | None]:
+    """The first tasks, or findings and None."""
+    key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
+    if command == "sft" and config.sft is not None:
+        key, num_held_out = "sft.eval_tasks", config.sft.eval_tasks
+    if command in ("rm", "dpo") and config.preference is not None:
+        key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
+    try:
+        held_out = list(named_tasks(source, MAIN, source.held_out(num_held_out)))
+        streams = [named_tasks(source, MAIN, source.train())]  # `sft` knows the factory's own tasks only
+        if command == "train" and config.env.streams:
+            streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
+        train = [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
+        tasks = TaskSample(train, held_out)
+    except ConfigError as problem:  # a dataset that cannot be had, says envs/math_tasks.py
+        yield from (absent(violation, "env") for violation in problem.violations)
+        return None
+    except ValueError as problem:
+        yield error(f"{key}={num_held_out}: {problem}", "env")
+        return None
+    except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
+        report = absent if isinstance(problem, OSError) else error
+        raised = f"{type(problem).__name__}: {problem}"
+        yield report(f"env.factory={config.env.factory}: its tasks cannot be read, {raised}", "env")
+        return None
+    for method, found in (("train()", tasks.train), (f"held_out({num_held_out})", tasks.held_out)):
+        strange = next((task for task in found if not isinstance(task, Task)), None)
+        if strange is not None or not found:
+            gave = "no task" if not found else f"a {type(strange).__name__} where a Task was expected"
+            yield error(
+                f"env.factory={config.env.factory}: {method} gave {gave}. Let it give penstock.dataflow.trajectory."
+                "Task objects (envs/contract.py, TaskSource).",
+                "env",
+                key,
+            )
+            return None
+    return tasks
+
+
+def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
+    """One id of a source is one task: failures are reported under it. Several streams number theirs alike, and may."""
+    by_id: dict[str, str] = {}
+    for task in (*(() if config.env.streams else tasks.train), *tasks.held_out):
+        known = by_id.setdefault(task.task_id, _prompt_key(task))
+        if known != _prompt_key(task):
+            yield error(
+                f"env.factory={config.env.factory}: two different tasks have the id {task.task_id!r}, "
+                f"{known:.60} and {_prompt_key(task):.60}: a failure could not be told from the other's. Number them, "
+                "and put the split into the id.",
+                "env",
+            )
+            return
+
+
+def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
+    """No training task has a prompt, or that and the fields of an environment, that is also held out."""
+    unseen = {_prompt_key(task) for task in tasks.held_out}
+    if seen := [task for task in tasks.train if _prompt_key(task) in unseen]:
+        yield error(
+            f"env: {len(seen)} of the first {len(tasks.train)} training tasks are also among the "
+            f"{len(tasks.held_out)} held-out ones, e.g. {seen[0].prompt!r:.60}: accuracy would measure memory. Split "
+            "by a hash of the prompt.",
+            "evaluation",
+            "sft.eval_tasks",
+        )
+
+
+def _check_data(config: RunConfig) -> Iterator[Finding]:
+    """A policy that one of our runs made goes on with the data that it was trained on."""
+    path = Path(config.model.path or "")
+    runs = [folder for folder in path.parents[:3] if is_run_dir(folder)]  # of policy, or checkpoints/step_N/policy
+    if config.model.path is None or config.model.from_scratch or not runs:
+        return
+    for change in changes(read_data(runs[0]), fingerprints(config.env, config.seed)):
+        yield warning(
+            f"model.path={path}: the data has changed since {runs[0]} was trained on it: {change}. What it has seen, "
+            "and what was held out from it, is no longer known. Put the data back, or start from a policy without it.",
+            "env",
+        )
+
+
+def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
+    """Each reward can be called with the fields of the tasks; what it returns is known only at run time."""
+    refused: set[str] = set()
+    for task in {frozenset(task.fields): task for task in reversed([*tasks.train, *tasks.held_out])}.values():
+        for key, function, arguments in calls_of(reward, task.fields):
+            if key not in refused and (problem := _misfit(function, arguments)):
+                refused.add(key)
+                yield error(
+                    f"{key}.fn={_name(function)} {problem}, for {task.task_id} with the fields {sorted(task.fields)}, "
+                    "so no trajectory of it could be scored. Give tasks the fields it needs, name those they have, "
+                    "and end with **_ for the others.",
+                    "reward",
+                    "env",
+                )
+
+
+def _misfit(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
+    """What keeps `function` from being called like this; empty if nothing."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return ""
+    try:
+        signature.bind(None, **arguments)
+    except TypeError as problem:
+        call = ", ".join(["trajectory", *(f"{name}=…" for name in arguments)])
+        return f"takes {signature}, but would be called with ({call}): {problem}"
+    return ""
+
+
+def _name(function: RewardFunction) -> str:
+    """The import path of a function, or of the class of a reward object."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _prompt_key(task: Task) -> str:
+    """What the policy is asked; of an environment also what it does not see, which may be all that differs."""
+    if task.environment is None and isinstance(task.prompt, str):
+        return task.prompt
+    seen = task.prompt if task.environment is None else [task.prompt, dict(task.fields)]
+    return json.dumps(seen, sort_keys=True, default=repr)
+
+
+def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]:
+    """The longest prompt and a full answer fit."""
+    answer, context = config.rollout.sampling.max_new_tokens, config.model.max_context_tokens
+    if answer < context:  # no room for any prompt has its own finding
+        yield from _too_long(
+            config,
+            tasks,
+            lambda encode, task: len(encode(task.prompt)) + answer,
+            lambda task, length: (
+                f"env: the prompt of {task.task_id} has {length - answer} tokens; with rollout.sampling.max_new_tokens="
+                f"{answer} that is {length}, above model.max_context_tokens={context}: the context would cut its "
+                f"answer. Use a context of at least {length}, or a smaller max_new_tokens."
+            ),
+        )
+
+
+def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task]) -> Iterator[Finding]:
+    """The longest worked example, end token included, fits; a new policy has an embedding for every token."""
+    from penstock.rollout.tokenizers import NEW_TOKENIZERS
+
+    shape, context = config.model.shape, config.model.max_context_tokens
+    num_tokens = len(NEW_TOKENIZERS[config.model.tokenizer]())
+    if config.model.from_scratch and shape.vocab_size < num_tokens:
+        yield error(
+            f"model.shape.vocab_size={shape.vocab_size} is below the {num_tokens} tokens of "
+            f"model.tokenizer={config.model.tokenizer}, which model.from_scratch=true uses: some would have no "
+            f"embedding. Use at least {num_tokens}."
+        )
+        return
+    yield from _too_long(
+        config,
+        tasks,
+        lambda encode, task: len(encode(task.prompt)) + len(encode(source.gold_response(task))) + 1,
+        lambda task, length: (
+            f"env: the worked example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
+            f"the policy would be trained on positions it can never use. Use a context of at least {length}."
+        ),
+    )
+
+
+def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:
+    """There is a pair for every task, and the longest answer fits, end token included."""
+    context = config.model.max_context_tokens
+    try:
+        answers = {id(task): preferred_pair(source, task) for task in tasks}
+    except ValueError as problem:
+        yield error(
+            f"env.factory={config.env.factory}: {problem}. Learning from preferences takes columns `chosen` and "
+            "`rejected` (docs/guides/datasets.md), or a task source with gold_response (envs/contract.py, GoldSource).",
+            "env",
+        )
+        return
+
+    def length(encode: Encode, task: Task) -> int:
+        return len(encode(task.prompt)) + max(len(encode(answer)) if answer else 0 for answer in answers[id(task)]) + 1
+
+    yield from _too_long(
+        config,
+        tasks,
+        length,
+        lambda task, length: (
+            f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens={context}. "
+            f"Leave such rows out, or use a context of at least {length}."
+        ),
+    )
+
+
+def _too_long(
+    config: RunConfig,
+    tasks: Sequence[Task],
+    measure: Callable[[Encode, Task], int],
+    sentence: Callable[[Task, int], str],
+) -> Iterator[Finding]:
+    """A `sentence` about the longest of `tasks` if it exceeds the context; or why lengths cannot be told."""
+    from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+
+    path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
+    if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
+        return  # an absent policy has its own finding
+    try:
+        marks = config.env.reasoning
+        is_new = config.model.from_scratch
+        codec = TokenCodec(NEW_TOKENIZERS[config.model.tokenizer](), (), marks) if is_new else load_codec(path, marks)
+        lengths = [measure(codec.encode_prompt, task) for task in tasks]
+    except ConfigError as problem:
+        yield from (error(violation, "env", "model") for violation in problem.violations)
+    except TrajectoryError as problem:
+        yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "model")
+    except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
+        raised = f"{type(problem).__name__}: {problem}"
+        yield error(f"env.factory={config.env.factory}: tokenising its tasks raised {raised}", "env")
+    else:
+        longest = max(range(len(tasks)), key=lengths.__getitem__)
+        if lengths[longest] > config.model.max_context_tokens:
+            yield error(sentence(tasks[longest], lengths[longest]), "env", "model")

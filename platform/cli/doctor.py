@@ -1,0 +1,195 @@
+"""`penstock doctor`: what this machine has and what is broken, one line each, with what to do.
+
+Heavy imports run in child processes with a time-out: a package that hangs or crashes costs one line, not the report.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.platform.cluster import hardware
+from penstock.platform.cluster.memory import GIB
+
+Status = Literal["ok", "warn", "bad"]
+IMPORT_TIMEOUT_S = 120
+MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
+"""What the demo needs."""
+MIN_NVIDIA_DRIVER = "580.65.06"
+"""For CUDA 13.0, which the pinned torch is built with: NVIDIA's table of CUDA 13.x says 580 and newer."""
+
+_STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
+_PIN = re.compile(r"^(?P<name>[\w.-]+)(\[.*\])?==(?P<version>[^;\s]+)\s*(;.*extra == ['\"](?P<extra>\w+)['\"])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One line of the report.
+
+    Attributes:
+        subject: What was looked at.
+        found: What is there.
+        advice: What to do; empty if nothing.
+    """
+
+    subject: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run_doctor(console: Console | None = None) -> int:
+    """Print one line per diagnosis as it is made; 1 if something is broken, else 0."""
+    console = console or Console(highlight=False, soft_wrap=True)
+    is_broken = False
+    looks = (look_at_python, look_at_packages, look_at_torchvision, look_at_devices, look_at_engines, look_at_room)
+    for look in (*looks, look_at_jails):
+        for diagnosis in look():
+            is_broken |= diagnosis.status == "bad"
+            line = Text(f"{diagnosis.status:<5}", style=_STYLES[diagnosis.status])
+            line.append(f"{diagnosis.subject:<14}{diagnosis.found}", style="default")
+            if diagnosis.advice:
+                line.append(f". {diagnosis.advice}", style="default")
+            console.print(line)
+    console.print("something is broken: see the lines marked bad" if is_broken else "ready")
+    return int(is_broken)
+
+
+def look_at_python() -> Iterator[Diagnosis]:
+    """The interpreter's version."""
+    yield Diagnosis("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
+
+
+def look_at_packages() -> Iterator[Diagnosis]:
+    """Every pinned requirement of penstock itself, and of its cpu or cuda extra: present and at its pin."""
+    flavor = "cpu" if hardware.is_cpu_build() else "cuda"
+    pins = [match for text in metadata.requires("penstock") or [] if (match := _PIN.match(text))]
+    pins = [pin for pin in pins if pin["extra"] in (None, flavor)]
+    all_are_there = True
+    for pin in pins:
+        name, wanted, found = pin["name"], pin["version"], hardware.installed_version(pin["name"])
+        if found is not None and found.partition("+")[0] == wanted:
+            continue
+        all_are_there = False
+        if found is None:
+            yield Diagnosis(name, "bad", f"not installed, {wanted} is needed", "`make setup`")
+        else:
+            yield Diagnosis(name, "warn", f"{found}, tested with {wanted}", f"pip install {name}=={wanted}")
+    if all_are_there:
+        yield Diagnosis("packages", "ok", f"all {len(pins)} pinned packages at their pins")
+
+
+def look_at_torchvision() -> Iterator[Diagnosis]:
+    """On CPU, torchvision and its siblings are CUDA builds that break `import transformers`."""
+    strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if hardware.installed_version(name)]
+    if hardware.is_cpu_build() and strays:
+        names = " ".join(strays)
+        why = "CUDA builds beside the CPU build of torch: `import transformers` fails"
+        yield Diagnosis("torchvision", "bad", f"{names}: {why}", f"pip uninstall -y {names}")
+
+
+def look_at_devices() -> Iterator[Diagnosis]:
+    """CPU cores, the NVIDIA driver, and whether torch sees what the driver has."""
+    yield Diagnosis("cpu", "ok", f"{len(os.sched_getaffinity(0))} cores for this process")
+    if not hardware.has_nvidia_driver():
+        yield Diagnosis("gpu", "ok", "no NVIDIA driver: CPU experiments only")
+        return
+    yield _compare_driver(hardware.nvidia_driver_version())
+    if hardware.is_cpu_build():
+        advice = "`make setup FLAVOR=cuda` in a fresh environment, to use them."
+        yield Diagnosis("gpu", "warn", f"{hardware.num_nvidia_gpus()} GPUs, but torch is the CPU build", advice)
+    else:
+        yield _import_in_child(
+            "gpu",
+            "import torch; assert torch.cuda.is_available(), 'torch.cuda.is_available() is false'; "
+            "print(torch.cuda.device_count(), 'x', torch.cuda.get_device_name(0), 'CUDA', torch.version.cuda)",
+            "If the driver is new enough (the line above), check CUDA_VISIBLE_DEVICES.",
+        )
+
+
+def look_at_engines() -> Iterator[Diagnosis]:
+    """Ray, DeepSpeed and vLLM can be imported, each in a process of its own."""
+    reinstall = "`make setup`; if that does not help, remove .venv first."
+    for name in ("torch", "transformers", "ray", "deepspeed"):
+        yield _import_in_child(name, f"import {name}; print({name}.__version__)", reinstall)
+    if find_spec("vllm") is None:
+        yield Diagnosis("vllm", "warn", "not installed", "`make setup`, or use rollout/engine=torch without it.")
+    else:
+        program = "from vllm import AsyncLLMEngine; import vllm; print(vllm.__version__)"
+        yield _import_in_child("vllm", program, reinstall)
+
+
+def look_at_room() -> Iterator[Diagnosis]:
+    """Free memory, disk and shared memory."""
+    total = hardware.total_memory_bytes() / GIB
+    free = hardware.available_memory_bytes() / GIB
+    advice = "Stop other programs, or use fewer engines."
+    yield _room("memory", free, f"of {total:.1f} GiB free", MIN_MEMORY_GIB, advice)
+    disk = hardware.free_disk_bytes(Path.cwd()) / GIB
+    yield _room("disk", disk, f"free at {Path.cwd()}", MIN_DISK_GIB, "Free some, or set run_dir to another disk.")
+    if hardware.SHARED_MEMORY.is_dir():
+        shared = hardware.free_disk_bytes(hardware.SHARED_MEMORY) / GIB
+        advice = "Enlarge it (containers: --shm-size=2g), or set weights.directory."
+        yield _room("shared memory", shared, f"free in {hardware.SHARED_MEMORY}", MIN_SHM_GIB, advice)
+    else:
+        advice = "Published weights go to the temporary folder, or to weights.directory."
+        yield Diagnosis("shared memory", "warn", f"no {hardware.SHARED_MEMORY}", advice)
+
+
+def look_at_jails() -> Iterator[Diagnosis]:
+    """Whether programs of a policy, and user code where that is asked for, can be kept from the machine."""
+    if problem := why_no_jails():
+        advice = "Rewards that run code are refused. Allow user namespaces: docs/guides/sandbox.md."
+        yield Diagnosis("jails", "warn", f"no sandbox and no isolation=strict here: {problem}", advice)
+    else:
+        yield Diagnosis("jails", "ok", "programs of a policy run in jails, and user code with isolation=strict")
+
+
+def _compare_driver(version: str | None) -> Diagnosis:
+    """The driver against what the CUDA build of torch needs; of no matter to the CPU build, until it is replaced."""
+    if version is None:
+        advice = f"FLAVOR=cuda needs {MIN_NVIDIA_DRIVER} or newer: compare it with what `nvidia-smi` prints."
+        return Diagnosis("nvidia driver", "warn", "its version is not known", advice)
+    if _numbers(version) >= _numbers(MIN_NVIDIA_DRIVER):
+        return Diagnosis("nvidia driver", "ok", version)
+    found = f"{version}, but the CUDA 13.0 build of torch needs {MIN_NVIDIA_DRIVER} or newer"
+    advice = "torch will find no GPU. Install a newer NVIDIA driver, or use `make setup FLAVOR=cpu`."
+    return Diagnosis("nvidia driver", "warn" if hardware.is_cpu_build() else "bad", found, advice)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def _room(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:
+    found = f"{gib:.1f} GiB {words}"
+    if gib >= least_gib:
+        return Diagnosis(subject, "ok", found)
+    return Diagnosis(subject, "bad", f"{found}, the demo needs {least_gib:g}", advice)
+
+
+def _import_in_child(subject: str, program: str, advice: str) -> Diagnosis:
+    """Run a short program and report the last line it printed, or the last line of its traceback."""
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-c", program]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return Diagnosis(subject, "bad", f"does not import within {IMPORT_TIMEOUT_S} s", advice)
+    output = ended.stdout if ended.returncode == 0 else ended.stderr
+    last = (output.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    return Diagnosis(subject, "ok", last) if ended.returncode == 0 else Diagnosis(subject, "bad", last, advice)

@@ -1,0 +1,433 @@
+"""`penstock sweep`: one training run for each combination of the values that the overrides name.
+
+    penstock sweep experiment=arithmetic trainer.lr=1e-4,3e-4 dataflow.max_staleness=0,4 seeds=0:3 total_steps=30
+
+1. `parse_grid` reads the overrides: `KEY=A,B` is an axis, `seeds=FIRST:END` too, the rest holds for all cells.
+2. `check_cells` composes and checks every cell, and reports all that is wrong before the first one starts.
+3. `run_cells` runs them one after the other, each as `penstock train` in a process of its own. A cell whose run
+   directory holds a completed run of the same configuration is not run again, so that an interrupted sweep continues. A
+   cell that fails is recorded, and the next one starts.
+4. `write_results` writes table, figures and plot after every cell.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Literal
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.platform.checks.load import load_config
+from penstock.platform.cli.simulate import parse_seeds
+from penstock.platform.config.compose import to_yaml
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.summary import SUMMARY_FILE
+from penstock.platform.metrics.trackers.jsonl import read_metrics
+from penstock.platform.run.run_dir import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OF_THE_SWEEP = ("name", "run_dir", "overwrite")
+"""Keys that the sweep sets for each cell."""
+SEED = "seed"
+LAG_METRIC = "staleness/mean_versions"
+_PROGRAM = "from penstock.platform.cli.main import main; main()"
+_GRACE_S = 30.0
+_LOG_TAIL_BYTES = 2000
+_MAX_NAME = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        values: Its value on each axis, in the order of the axes, as typed.
+        overrides: The same as overrides.
+    """
+
+    values: tuple[tuple[str, str], ...]
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its run directory: `lr-0.0001--seed-0`. Values that a file name cannot hold are told apart by a hash."""
+        plain = "--".join(f"{key.rpartition('.')[2].replace('/', '.')}-{value}" for key, value in self.values)
+        safe = re.sub(r"[^\w.+-]", "_", plain)[:_MAX_NAME]
+        if safe == plain:
+            return safe
+        return f"{safe}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
+
+    @property
+    def line(self) -> tuple[tuple[str, str], ...]:
+        """What it has in common with the same cell of other seeds."""
+        return tuple((key, value) for key, value in self.values if key != SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The cells of a sweep.
+
+    Attributes:
+        axes: Key -> its values, as typed; the seeds, if they are one, last.
+        fixed: Overrides of all cells.
+        cells: All combinations, seed by seed, so that a sweep that is cut short has whole tables of the first seeds.
+    """
+
+    axes: dict[str, tuple[str, ...]]
+    fixed: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one cell ended.
+
+    Attributes:
+        status: `completed`, or `failed` with the cause in the cell's log.
+        run_dir: Where it wrote.
+        accuracy: Greedy, held out, after the last step; None if the run measured none.
+        gain: What it rose by.
+        mean_lag: Mean staleness of the trained tokens, versions.
+        max_lag: Largest staleness of any trained token, versions.
+    """
+
+    status: Literal["completed", "failed"]
+    run_dir: str
+    accuracy: float | None = None
+    gain: float | None = None
+    mean_lag: float | None = None
+    max_lag: int | None = None
+
+
+Results = Mapping[Cell, Result]
+
+
+def parse_grid(overrides: Sequence[str]) -> Grid:
+    """Read the overrides of `penstock sweep`. `KEY=A,B` is read by Hydra: commas in quotes or brackets do not split.
+
+    Raises:
+        ConfigError: If overrides cannot be read, or set what the sweep sets itself; all of them are named.
+    """
+    parser, problems = OverridesParser.create(), []
+    axes: dict[str, tuple[str, ...]] = {}
+    typed_keys: dict[str, str] = {}
+    fixed = []
+    for text in overrides:
+        if text.startswith("seeds="):
+            try:
+                seeds = parse_seeds(text.removeprefix("seeds="), "seeds=")
+            except ConfigError as refused:
+                problems += refused.violations
+                continue
+            key, values, typed_keys[SEED] = SEED, tuple(str(seed) for seed in seeds), SEED
+        else:
+            try:
+                override = parser.parse_override(text)
+            except HydraException as error:
+                problems.append(f"{text!r} is no override: {' '.join(str(error).split())}. Write KEY=VALUE or KEY=A,B.")
+                continue
+            key = override.key_or_group
+            if key in OF_THE_SWEEP:
+                problems.append(f"{text}: a sweep names its run directories itself. Choose their folder by --folder.")
+                continue
+            if not override.is_sweep_override():
+                fixed.append(text)
+                continue
+            if not override.is_discrete_sweep():
+                problems.append(f"{text}: an interval has no values to run. List them: {key}=A,B.")
+                continue
+            values, typed_keys[key] = tuple(override.sweep_string_iterator()), override.get_key_element()
+        if key in axes:
+            problems.append(f"{text}: {key} has values already. Give all of them once.")
+        if len(set(values)) < len(values):
+            problems.append(f"{text}: a value is listed twice, and would be run twice.")
+        axes[key] = values
+    if not axes and not problems:
+        problems.append("There is nothing to sweep over: list values as KEY=A,B, or give seeds=FIRST:END.")
+    if problems:
+        raise ConfigError(problems)
+    if SEED in axes:
+        axes[SEED] = axes.pop(SEED)
+    others = [key for key in axes if key != SEED]
+    cells = []
+    for seed in axes.get(SEED, (None,)):
+        for values in itertools.product(*(axes[key] for key in others)):
+            of_cell = [*zip(others, values, strict=True), *([] if seed is None else [(SEED, seed)])]
+            cells.append(Cell(tuple(of_cell), tuple(f"{typed_keys[key]}={value}" for key, value in of_cell)))
+    return Grid(axes, tuple(fixed), tuple(cells))
+
+
+def check_cells(
+    grid: Grid, folder: Path, config_dir: Path | None = None, *, dry_run: bool = False
+) -> tuple[dict[Cell, RunConfig], list[str]]:
+    """Compose and check all cells before the first one runs.
+
+    Args:
+        grid: The sweep.
+        folder: Of the sweep.
+        config_dir: The folder with the user's own YAML.
+        dry_run: What this machine lacks becomes a warning.
+
+    Returns:
+        The configuration of each cell, and the warnings, each once.
+
+    Raises:
+        ConfigError: With all that is wrong; what is wrong with every cell is said once.
+    """
+    configs: dict[Cell, RunConfig] = {}
+    warnings: dict[str, None] = {}
+    problems: dict[str, list[str]] = {}
+    for cell in grid.cells:
+        overrides = _overrides(grid, cell, folder)
+        try:
+            loaded = load_config("train", overrides, config_dir=config_dir, dry_run=dry_run)
+            configs[cell] = loaded.config
+            warnings.update(dict.fromkeys(loaded.warnings))
+        except ConfigError as refused:
+            for violation in refused.violations:
+                problems.setdefault(violation, []).append(cell.name)
+    if problems:
+        raise ConfigError(
+            [
+                violation if len(names) == len(grid.cells) else f"{', '.join(names)}: {violation}"
+                for violation, names in problems.items()
+            ]
+        )
+    return configs, list(warnings)
+
+
+def run_cells(
+    grid: Grid,
+    configs: Mapping[Cell, RunConfig],
+    folder: Path,
+    timeout_s: float,
+    note: Callable[[str], None],
+    config_dir: Path | None = None,
+) -> Results:
+    """Run the cells that have not completed yet, one after the other; one that fails does not end the sweep.
+
+    After every cell the results so far are written.
+
+    Args:
+        grid: The sweep.
+        configs: Of `check_cells`.
+        folder: Of the sweep; run directories and logs are in it.
+        timeout_s: Longest run of one cell, seconds.
+        note: Gets a line before and after each cell.
+        config_dir: The folder with the user's own YAML.
+    """
+    results: dict[Cell, Result] = {}
+    own_yaml = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    for number, (cell, config) in enumerate(configs.items()):
+        where = f"[{number + 1}/{len(configs)}] {cell.name}"
+        result = find_completed(config)
+        if result is None:
+            note(f"{where}: running")
+            log = folder / f"{cell.name}.log"
+            cause = f"it ended without completing; its output is in {log}."
+            try:
+                _run([*own_yaml, *_overrides(grid, cell, folder)], log, timeout_s, cell.name)
+            except PenstockError as failure:
+                cause = str(failure)
+            result = find_completed(config)
+        if result is None:
+            note(f"{where}: {cause}")
+        else:
+            accuracy, gain, lag = (_number(value) for value in (result.accuracy, result.gain, result.mean_lag))
+            note(f"{where}: accuracy {accuracy}, gain {gain}, mean lag {lag} versions")
+        results[cell] = result or Result("failed", config.run_dir)
+        write_results(grid, results, folder)
+    return results
+
+
+def find_completed(config: RunConfig) -> Result | None:
+    """The result of a completed run of this very configuration; None if there is none."""
+    run_dir = Path(config.run_dir)
+    written, summary_file = run_dir / CONFIG_FILE, run_dir / SUMMARY_FILE
+    if not summary_file.exists() or not written.exists() or written.read_text() != to_yaml(config):
+        return None
+    summary = json.loads(summary_file.read_text())
+    if summary["status"] != "completed":
+        return None
+    lags = [record.metrics[LAG_METRIC] for record in read_metrics(run_dir) if LAG_METRIC in record.metrics]
+    before, after = summary["eval_before"], summary["eval_after"]
+    return Result(
+        "completed",
+        config.run_dir,
+        accuracy=after,
+        gain=None if before is None or after is None else after - before,
+        mean_lag=mean(lags) if lags else None,
+        max_lag=summary["max_staleness_seen"],
+    )
+
+
+def result_rows(grid: Grid, results: Results) -> list[list[str]]:
+    """Header and one row per combination of values: means over its seeds, accuracy with its range."""
+    keys = [key for key in grid.axes if key != SEED]
+    rows = [[*keys, "completed", "accuracy", "gain", "mean lag, versions", "run directory"]]
+    for line in dict.fromkeys(cell.line for cell in grid.cells):
+        cells = [cell for cell in grid.cells if cell.line == line]
+        found = [results[cell] for cell in cells if cell in results]
+        num_failed = sum(result.status == "failed" for result in found)
+        completed = f"{len(found) - num_failed} of {len(cells)}" + (f", {num_failed} failed" if num_failed else "")
+        accuracies = [result.accuracy for result in found if result.accuracy is not None]
+        spread = f" ({min(accuracies):.3f} to {max(accuracies):.3f})" if len(accuracies) > 1 else ""
+        gains = [result.gain for result in found if result.gain is not None]
+        lags = [result.mean_lag for result in found if result.mean_lag is not None]
+        names = [Path(result.run_dir).name for result in found]
+        rows.append(
+            [
+                *(value for _, value in line),
+                completed,
+                _mean(accuracies) + spread,
+                _mean(gains),
+                _mean(lags),
+                names[0] if len(names) == 1 else f"{names[0]} …" if names else "–",
+            ]
+        )
+    return rows
+
+
+def write_results(grid: Grid, results: Results, folder: Path) -> None:
+    """Write sweep.md (the table), sweep.csv and sweep.json (one record per cell), and sweep.html (a plot)."""
+    header, *rows = result_rows(grid, results)
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    title = "Greedy held-out accuracy after the last step; means over seeds, accuracy with least and greatest."
+    (folder / "sweep.md").write_text("\n".join([title, "", *lines]) + "\n")
+    records = [dict(cell.values) | asdict(result) for cell, result in results.items()]
+    (folder / "sweep.json").write_text(json.dumps(records, indent=2) + "\n")
+    with (folder / "sweep.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[*grid.axes, *Result.__dataclass_fields__])
+        writer.writeheader()
+        writer.writerows(records)
+    _plot(grid, results, folder / "sweep.html")
+
+
+def run_sweep(
+    overrides: Sequence[str],
+    *,
+    folder: Path,
+    cell_timeout_s: float,
+    dry_run: bool,
+    config_dir: Path | None,
+    console: Console,
+) -> int:
+    """The command: check all cells, run those that have not completed, print the table; returns the exit code.
+
+    Raises:
+        ConfigError: If a cell cannot run, before any does.
+        PenstockError: If cells failed, once all others are done.
+    """
+    from rich.table import Table
+
+    grid = parse_grid(overrides)
+    configs, warnings = check_cells(grid, folder, config_dir, dry_run=dry_run)
+
+    def note(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    for warning in warnings:
+        note(f"warning: {warning}")
+    if dry_run:
+        for cell, config in configs.items():
+            note(f"{cell.name}: {'completed' if find_completed(config) else 'to run'}")
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+
+    results = run_cells(grid, configs, folder, cell_timeout_s, note, config_dir)
+    header, *rows = result_rows(grid, results)
+    shown = Table(title="greedy held-out accuracy after training", title_justify="left")
+    for column in header:
+        shown.add_column(column)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+    note(f"{folder / 'sweep.md'}, sweep.csv, sweep.json, sweep.html")
+    failed = [cell.name for cell, result in results.items() if result.status == "failed"]
+    if failed:
+        raise PenstockError(
+            f"sweep: {len(failed)} of {len(results)} cells failed: {', '.join(failed)}. Their output is in "
+            f"{folder}/<cell>.log; the same command runs them again."
+        )
+    return 0
+
+
+def _overrides(grid: Grid, cell: Cell, folder: Path) -> list[str]:
+    own = [f"name={cell.name}", f"run_dir={folder}/{cell.name}", "overwrite=true"]
+    return [*grid.fixed, *cell.overrides, *own]
+
+
+def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> None:
+    """Run `penstock train` with its output in `log`; it is ended, with its processes, when this is interrupted."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, "train", *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise PenstockError(f"sweep: {name} took longer than {timeout_s:.0f} s; its output is in {log}.") from None
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(_GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    if code:
+        tail = log.read_text(errors="replace")[-_LOG_TAIL_BYTES:]
+        raise PenstockError(f"sweep: {name} failed with exit code {code}. The end of {log}:\n{tail}")
+
+
+def _plot(grid: Grid, results: Results, path: Path) -> None:
+    """Accuracy over the last axis, a line per combination of the others; bars from the least to the greatest seed."""
+    import plotly.graph_objects as go
+
+    keys = [key for key in grid.axes if key != SEED] or [SEED]
+    over = keys[-1]
+    lines: dict[str, dict[str, list[float]]] = {}
+    for cell, result in results.items():
+        if result.accuracy is not None:
+            of_cell = dict(cell.values)
+            name = ", ".join(f"{key}={of_cell[key]}" for key in keys[:-1]) or "accuracy"
+            lines.setdefault(name, {}).setdefault(of_cell[over], []).append(result.accuracy)
+    figure = go.Figure()
+    for name, points in lines.items():
+        at = [value for value in grid.axes[over] if value in points]
+        means = [mean(points[value]) for value in at]
+        spread = {
+            "array": [max(points[value]) - middle for value, middle in zip(at, means, strict=True)],
+            "arrayminus": [middle - min(points[value]) for value, middle in zip(at, means, strict=True)],
+        }
+        figure.add_scatter(x=at, y=means, name=name, error_y=spread, mode="lines+markers")
+    figure.update_layout(
+        xaxis={"title": over, "type": "category"},
+        yaxis={"title": "greedy held-out accuracy", "range": [0, 1.02]},
+        template="plotly_white",
+        showlegend=True,
+    )
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return _number(mean(values) if values else None)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,277 @@
+"""From the placement plan to running actors, and back to nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.actors.cluster import (
+    ObjectStore,
+    Resources,
+    ray_session,
+    start_engines,
+    start_rewards,
+    start_trainer,
+)
+from penstock.actors.crossing import EngineSlots, GroupExport, Landings, StreamExport
+from penstock.actors.devices import SharedDevices, reserve_devices
+from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.exports import AdapterExport, DeviceExport, Export, GatherExport, SharedMemoryExport, is_one_node
+from penstock.actors.publisher import ActorWeightPublisher, Probe
+from penstock.actors.reference import ReferenceClient, start_references
+from penstock.actors.reward_client import RewardClient
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
+from penstock.platform.cluster.placement import Role, plan_placement, shared_bundles
+from penstock.platform.cluster.weight_routes import GROUP_WAYS, way_of
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
+from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.pool import EnginePool
+from penstock.trainer.batches.sequences import ModelKind
+from penstock.trainer.spec import ReferenceSpec, TrainerSpec
+from penstock.weights.copies import copy_environment
+from penstock.weights.layout.engine import EngineSide
+from penstock.weights.planner.plan import BUCKET_BYTES
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunActors:
+    """Every process of a run, behind its port."""
+
+    engines: list[RemoteEngine]
+    trainer: TrainerClient
+    rewards: RewardClient
+    store: ObjectStore
+    reference: ReferenceClient | None
+    teacher: ReferenceClient | None
+    partner: RunActors | None = None
+
+    def of_policies(self) -> list[TrainerClient | RemoteEngine]:
+        """Trainers and engines, the partner's too."""
+        return [self.trainer, *self.engines, *([] if self.partner is None else self.partner.of_policies())]
+
+    async def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> ActorWeightPublisher:
+        return ActorWeightPublisher(pool, config.weights, await self._export(pool, config), self.trainer, probe)
+
+    async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
+        """End what is left of an engine, and start it anew: a process with the model of `model.path`, in no pool yet.
+
+        Raises:
+            PlacementError: If it is not up within `rollout.start_timeout_s`.
+            EngineLostError: If it fails to start.
+        """
+        index = [engine.engine_id for engine in self.engines].index(engine_id)
+        self.engines[index].kill()
+        spec, need = engine_specs(config)[index], resources(config, "engine", "train")[index]
+        (self.engines[index],) = await start_engines([spec], [need], config.rollout.start_timeout_s)
+        return self.engines[index]
+
+    async def _export(self, pool: EnginePool, config: RunConfig) -> Export:
+        """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
+        weights, dtype = config.weights, config.model.dtype
+        way, first = way_of(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
+        if weights.codec != "full" and way not in GROUP_WAYS:
+            logger.warning("weights.codec=%s has no effect: versions go by %s", weights.codec, way)
+        if way == "gather":
+            return GatherExport(self.trainer, pool)
+        training, _ = await self.trainer.training_side()
+        layout = EngineSide(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
+        if way == "adapters":
+            return AdapterExport(self.trainer, pool, layout, dtype)
+        if way == "cuda_ipc":
+            return DeviceExport(self.trainer, pool, layout, dtype, weights)
+        if way == "shared_memory":
+            return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_slots)
+        if way == "live_parameters":
+            return StreamExport(self.trainer, EngineSlots(pool, first), layout, dtype, weights)
+        ends = EngineSlots(pool, first) if way == "engine_devices" else Landings(pool, first, weights)
+        return GroupExport(self.trainer, ends, layout, dtype, weights)
+
+
+@asynccontextmanager
+async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
+    """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
+    async with ray_session(config.cluster.address, config.weights.directory):
+        rewards = reward_workers(config)
+        devices = await share_devices(config)
+        async with asyncio.TaskGroup() as starting:
+            partner_start = starting.create_task(_start_partner(config, rewards)) if config.partner else None
+            trainer_start = starting.create_task(start_trainer_group(config, devices=devices))
+            engines_start = starting.create_task(start_engine_group(config, devices=devices))
+            starting.create_task(rewards_are_loaded(config, rewards))
+            frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
+        reference, teacher = (start.result() for start in frozen_starts)
+        actors = RunActors(
+            engines_start.result(),
+            trainer_start.result(),
+            rewards,
+            ObjectStore(),
+            reference,
+            teacher,
+            None if partner_start is None else partner_start.result(),
+        )
+        try:
+            yield actors
+        finally:
+            await asyncio.gather(rewards.close(), *(part.close() for part in actors.of_policies()))
+
+
+async def _start_partner(config: RunConfig, rewards: RewardClient) -> RunActors:
+    """Trainer and engines of the other policy."""
+    view = config.partner_view
+    trainer, engines = await asyncio.gather(start_trainer_group(view, policy_id=PARTNER), start_engine_group(view))
+    return RunActors(engines, trainer, rewards, ObjectStore(), None, None)
+
+
+async def share_devices(config: RunConfig) -> SharedDevices | None:
+    """Reserve the GPUs that trainer and engines take turns on; None if they have their own, or none.
+
+    Raises:
+        PlacementError: If the cluster does not have them.
+    """
+    bundles = shared_bundles(config)
+    if not bundles:
+        return None
+    accelerator_type = config.cluster.pools[config.cluster.trainer_pool].accelerator_type
+    return await reserve_devices(bundles, accelerator_type, config.rollout.start_timeout_s)
+
+
+async def start_trainer_group(
+    config: RunConfig,
+    path: str | None = None,
+    kind: ModelKind = "policy",
+    command: Command = "train",
+    policy_id: PolicyId = POLICY,
+    devices: SharedDevices | None = None,
+) -> TrainerClient:
+    """The trainer ranks of `config`, from the policy at `path` (default: `model.path`)."""
+    spec = trainer_spec(config, path, kind, policy_id)
+    needs = resources(config, "trainer", command, devices)
+    return await start_trainer(spec, needs, torch_environment(config, spec.device))
+
+
+def trainer_spec(
+    config: RunConfig, path: str | None = None, kind: ModelKind = "policy", policy_id: PolicyId = POLICY
+) -> TrainerSpec:
+    """What the ranks need to know."""
+    cluster = config.cluster
+    return TrainerSpec(
+        model_path=path or model_path(config),
+        model=config.model,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        device=pool_device(config, cluster.trainer_pool),
+        threads=cluster.threads_per_process,
+        seed=config.seed,
+        temperature=config.rollout.sampling.temperature,
+        max_new_tokens=config.rollout.sampling.max_new_tokens,
+        publish_in=config.weights.directory,
+        streams=config.dataflow.stream_micro_batches,
+        kind=kind,
+        policy_id=policy_id,
+        critic=config.critic if config.algorithm.needs_critic else None,
+    )
+
+
+async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceClient | None:
+    """The processes with the reference policy of `config`, or with its teacher; None if the algorithm has none."""
+    if not config.num_frozen(role):
+        return None
+    section = config.frozen(role)
+    spec = ReferenceSpec(
+        path=section.path or model_path(config),
+        model=config.model,
+        device=pool_device(config, config.frozen_pool(role)),
+        threads=config.cluster.threads_per_process,
+        max_tokens=config.trainer.max_group_tokens,
+        temperature=config.rollout.sampling.temperature,
+    )
+    environment = torch_environment(config, spec.device)
+    timeouts_s = (config.trainer.start_timeout_s, section.timeout_s)
+    return await start_references(role, spec, resources(config, role, "train"), environment, timeouts_s)
+
+
+def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
+    """Variables of a process that computes with torch."""
+    return {
+        "OMP_NUM_THREADS": str(config.cluster.threads_per_process),
+        "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits for the others must not burn their core
+        "TOKENIZERS_PARALLELISM": "false",
+        "DS_ACCELERATOR": device,
+    } | copy_environment()
+
+
+def reward_workers(config: RunConfig, command: Command = "train") -> RewardClient:
+    """The reward workers, on the devices of `reward.pool` if there is one."""
+    device = "cpu" if config.reward.pool is None else pool_device(config, config.reward.pool)
+    return start_rewards(config.reward, config.sandbox, resources(config, "reward", command), device)
+
+
+async def rewards_are_loaded(config: RunConfig, rewards: RewardClient) -> None:
+    """Wait for those of a pool: a model takes long to load, and the cluster may have no room. Others load by need."""
+    if config.reward.pool is not None:
+        await rewards.start(config.rollout.start_timeout_s)
+
+
+async def start_engine_group(
+    config: RunConfig, command: Command = "train", devices: SharedDevices | None = None
+) -> list[RemoteEngine]:
+    """The rollout engines of `config`."""
+    needs = resources(config, "engine", command, devices)
+    return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
+
+
+def engine_specs(config: RunConfig) -> list[EngineSpec]:
+    """What each engine needs to know."""
+    cluster = config.cluster
+    return [
+        EngineSpec(
+            engine_id=EngineId(f"engine-{index}"),
+            model_path=model_path(config),
+            model=config.model,
+            engine=config.rollout.engine,
+            device=pool_device(config, cluster.rollout_pool),
+            update_mode=config.weights.kv_mode,
+            bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,
+            stage_timeout_s=0.9 * config.weights.timeout_s,  # it tells more than the driver, who waits for all of it
+            publish_in=config.weights.directory,
+            seed=config.seed + index,
+            threads=cluster.threads_per_process,
+        )
+        for index in range(config.rollout.num_engines)
+    ]
+
+
+def resources(config: RunConfig, role: Role, command: Command, devices: SharedDevices | None = None) -> list[Resources]:
+    """What each process of a role asks Ray for; with `devices`, which of those it uses in turns."""
+    placements = [
+        placement
+        for placement in plan_placement(config, command)
+        if (placement.role, placement.policy_id) == (role, POLICY)
+    ]
+    return [
+        Resources(
+            num_gpus=placement.num_gpus,
+            accelerator_type=config.cluster.pools[placement.pool].accelerator_type if placement.pool else None,
+            seat=None if devices is None else devices.seat(placement.slot, placement.num_slots),
+        )
+        for placement in placements
+    ]
+
+
+def pool_device(config: RunConfig, pool: str) -> Literal["cpu", "cuda"]:
+    return "cuda" if config.cluster.pools[pool].device == "gpu" else "cpu"
+
+
+def model_path(config: RunConfig) -> str:
+    if config.model.path is None:
+        raise ConfigError(["model.path is not set: `penstock train` and `penstock eval` start from a policy on disk."])
+    return config.model.path

@@ -1,0 +1,203 @@
+"""How much memory each process needs: estimates from the shapes in the YAML, nothing is loaded.
+
+P parameters, b bytes of `model.dtype`, R trainer ranks, Z ZeRO stage, T tokens of a micro-batch, L layers, H hidden,
+Q and K query and key/value width, I intermediate, V vocabulary. Under tensor parallelism of size t: P is what a rank
+has, all but embeddings over t, R is over t, as are Q, K, I and the V of an untied head.
+
+    trainer weights      P·b          / R if Z = 3
+    gradients            P·b          / R if Z ≥ 2
+    master weights       4·P          / R if Z ≥ 1; none for float32 at Z = 0
+    Adam moments         8·P          / R if Z ≥ 1
+    gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
+    activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
+    logits               3·4·V·min(T, 1024): chunked, forward and backward
+    engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for an arriving version
+                       (64 MiB with weights.staging=bucket, none with weights.transport=gather)
+    critic               as a second policy; activations are of one of them at a time
+    published            P·b in shared memory, twice but with weights.transport=gather; or P·b / tp on each device of an
+                         engine, also while it sleeps (weights.transport=cuda_ipc)
+    with adapters        of A parameters: gradients, masters and moments are of A. 4·A in shared memory, P·b of main
+                         memory beside each engine; where all weights travel all the same, P·b while a version is merged
+    reference, teacher   4·P (of its own) + activations of one layer; so for a reward worker with a pool
+    base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
+
+Good to about 20 %, on the high side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
+from penstock.platform.config.schema import PoolConfig, RunConfig
+from penstock.rollout.config import VllmEngineConfig
+from penstock.weights.model_config import DTYPE_BYTES
+from penstock.weights.planner.plan import BUCKET_BYTES
+
+GIB = 1 << 30
+LOGITS_CHUNK_TOKENS = 1024
+LIVE_PARAMETERS = 1_000_000_000
+
+BASE_HOST_GIB = {"driver": 1.2, "trainer": 0.7, "vllm": 1.6, "torch": 0.7, "reward": 0.3}
+"""Resident memory of a process that has imported what it needs, GiB. `driver` includes Ray's own processes."""
+BASE_GPU_HOST_GIB = 3.0
+"""Host memory of a process that drives a GPU, GiB."""
+CUDA_CONTEXT_GIB = 1.0
+
+Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache", "published"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one process, GiB, split by what takes it.
+
+    Attributes:
+        device: On its accelerator; empty on a CPU pool.
+        host: In main memory.
+    """
+
+    device: dict[Part, float]
+    host: dict[Part, float]
+
+    @property
+    def device_gib(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_gib(self) -> float:
+        return sum(self.host.values())
+
+
+def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
+    """Memory of one trainer rank."""
+    tp, shape, width = config.trainer.tensor_parallel_size, config.model.shape, DTYPE_BYTES[config.model.dtype]
+    embeddings = shape.vocab_size * shape.hidden_size  # whole on every rank
+    parameters = embeddings + (shape.num_parameters - embeddings) / tp
+    stage, ranks = config.trainer.zero_stage, max(1, config.trainer.num_ranks // tp)
+    has_masters = config.model.dtype != "float32" or stage > 0
+    gathered = min(parameters, LIVE_PARAMETERS) * width if stage == 3 and ranks > 1 else 0
+    num_models = 2 if config.algorithm.needs_critic else 1
+    trained = parameters * num_models
+    if config.trainer.lora is not None:
+        trained += adapter_parameters(config) - parameters
+    merged = parameters if config.trainer.lora is not None and way_of(config) != "adapters" else 0
+    parameters, activations = parameters * num_models, _activation_bytes(config)
+    optimizer = (8 + 4 * has_masters) * trained / (ranks if stage >= 1 else 1) / GIB
+    parts: dict[Part, float] = {
+        "weights": (parameters * width / (ranks if stage == 3 else 1) + gathered) / GIB,
+        "gradients": trained * width / (ranks if stage >= 2 else 1) / GIB,
+        "activations": activations / GIB,
+        "published": merged * width / (ranks if stage == 3 else 1) / GIB,
+    }
+    if pool.device == "cpu":
+        return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts, "optimizer": optimizer})
+    if config.trainer.offload_optimizer:
+        return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB, "optimizer": optimizer})
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts, "optimizer": optimizer}, {"base": BASE_GPU_HOST_GIB})
+
+
+def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
+    """Memory of one rollout engine: on each of its devices, and in main memory in all."""
+    engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
+    num_devices = engine.tensor_parallel_size
+    kept = weights if way_of(config) == "adapters" else 0.0
+    if pool.device == "cpu":
+        base = BASE_HOST_GIB[engine.type] * num_devices
+        slots = weights * (way_of(config) in SLOT_WAYS)
+        parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": slots}
+        return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
+    asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
+    on_device: dict[Part, float] = {"weights": weights / num_devices, "published": staged_gib(config)}
+    return Memory(
+        {"base": CUDA_CONTEXT_GIB, "kv_cache": kv_cache, **on_device},
+        {"base": BASE_GPU_HOST_GIB * num_devices, **asleep},
+    )
+
+
+def frozen_memory(config: RunConfig, pool: PoolConfig, weights: int | None = None) -> Memory:
+    """Memory of one process with a policy that only scores: float32, and nothing is kept for a backward.
+
+    `weights` is how many it has; None: as many as the trained one.
+    """
+    shape, tokens = config.model.shape, config.trainer.max_group_tokens
+    passing = 4 * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
+    parts: dict[Part, float] = {"weights": 4 * (weights or shape.num_parameters) / GIB, "activations": passing / GIB}
+    if pool.device == "cpu":
+        return Memory({}, {"base": BASE_HOST_GIB["trainer"], **parts})
+    return Memory({"base": CUDA_CONTEXT_GIB, **parts}, {"base": BASE_GPU_HOST_GIB})
+
+
+def adapter_parameters(config: RunConfig) -> int:
+    """Numbers in all adapters of the policy."""
+    lora = config.trainer.lora
+    if lora is None:
+        return 0
+    layers = config.model.shape.linear_layers.items()
+    return sum(lora.rank * (rows + columns) for name, (rows, columns) in layers if lora.adapts(name))
+
+
+def published_gib(config: RunConfig) -> float:
+    """One published version of the policy, GiB."""
+    return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
+
+
+def staged_gib(config: RunConfig) -> float:
+    """What a version that has arrived takes on each device of a GPU engine until its swap, GiB."""
+    way, streams = way_of(config), config.weights.staging == "bucket"
+    if way == "gather" or (way == "adapters" and streams):  # staged in main memory
+        return 0.0
+    shard = published_gib(config) / config.rollout.engine.tensor_parallel_size
+    return min(shard, BUCKET_BYTES / GIB) if streams else shard
+
+
+def shared_gib(config: RunConfig) -> float:
+    """Published versions in shared memory, GiB: one may be written while another is still read."""
+    of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
+    way = way_of(config)
+    if way == "adapters":
+        return 4 * adapter_parameters(config) / GIB + of_partner
+    if way in (*SLOT_WAYS, "live_parameters"):
+        return of_partner
+    return published_gib(config) * (1 if way == "gather" else config.weights.num_slots) + of_partner
+
+
+def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
+    """KV cache of an engine on each of its devices, GiB. The torch engine's grows with use: this is its upper limit."""
+    engine = config.rollout.engine
+    if isinstance(engine, VllmEngineConfig):
+        stated = engine.cache_gib(pool.device)
+        if stated is not None:
+            return stated
+        weights = published_gib(config) / engine.tensor_parallel_size
+        taken = weights + staged_gib(config) + CUDA_CONTEXT_GIB
+        return max(pool.memory_gib * engine.gpu_memory_utilization - taken, 0.0)
+    return engine.max_num_seqs * sequence_kv_gib(config)
+
+
+def sequence_kv_gib(config: RunConfig) -> float:
+    """KV cache of one trajectory of full length, GiB."""
+    model = config.model
+    return model.max_context_tokens * model.shape.kv_bytes_per_token(DTYPE_BYTES[model.dtype]) / GIB
+
+
+def _activation_bytes(config: RunConfig) -> float:
+    shape, trainer, tp = config.model.shape, config.trainer, config.trainer.tensor_parallel_size
+    tokens, layer = trainer.max_tokens_per_micro_batch, _layer_width(config, tp)
+    layers = shape.num_layers * layer
+    if config.trainer.gradient_checkpointing:
+        layers = shape.num_layers * shape.hidden_size + layer
+    return tokens * layers * DTYPE_BYTES[config.model.dtype] + _logits_bytes(config, tp)
+
+
+def _layer_width(config: RunConfig, tp: int) -> float:
+    """Numbers that one of `tp` ranks keeps of a layer per token."""
+    shape = config.model.shape
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return 6 * shape.hidden_size + (2 * query + 2 * key + 4 * shape.intermediate_size) / tp
+
+
+def _logits_bytes(config: RunConfig, tp: int) -> float:
+    tokens = config.trainer.max_tokens_per_micro_batch
+    vocabulary = config.model.shape.vocab_size / (1 if config.model.shape.tie_word_embeddings else tp)
+    return 3 * 4 * vocabulary * min(tokens, LOGITS_CHUNK_TOKENS)

@@ -1,0 +1,165 @@
+"""Which process runs where: a pure function of the configuration. Actors and `--dry-run` read the same plan."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
+from penstock.platform.cluster.memory import (
+    BASE_HOST_GIB,
+    Memory,
+    Part,
+    engine_memory,
+    frozen_memory,
+    shared_gib,
+    trainer_memory,
+)
+from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
+from penstock.platform.config.findings import WITHOUT_ENGINES, Command
+from penstock.platform.config.schema import PoolConfig, RunConfig
+
+Role = Literal["trainer", "engine", "reference", "teacher", "reward", "driver"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlacement:
+    """One process of a run.
+
+    Attributes:
+        index: Rank of a trainer, number of an engine or reward worker.
+        pool: Name of its pool; None for processes that need no device (driver, reward workers without reward.pool).
+        slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
+        num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
+        num_gpus: GPUs Ray reserves for it; 0 when colocated, where they are reserved for all (`shared_bundles`).
+        policy_id: Which policy of the run it serves.
+    """
+
+    role: Role
+    index: int
+    pool: str | None
+    device: Literal["cpu", "gpu"]
+    slot: int
+    num_gpus: float
+    memory: Memory
+    num_slots: int = 1
+    policy_id: PolicyId = POLICY
+
+
+def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:
+    """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
+
+    GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
+    pool of their own, `tensor_parallel_size` each. References take the slots after both, teachers those after them,
+    reward workers with a pool those after them, and a partner's ranks and engines those after all of these.
+    """
+    own = _plan(config, command)
+    if config.partner is None or command != "train":
+        return own
+    taken = Counter[str]()
+    for placement in own:
+        if placement.pool is not None:
+            taken[placement.pool] += placement.num_slots
+    partner = [
+        replace(placement, policy_id=PARTNER, slot=(placement.slot + taken[pool]) % config.cluster.pools[pool].count)
+        for placement in _plan(config.partner_view, command)
+        if placement.role in ("trainer", "engine") and (pool := placement.pool) is not None
+    ]
+    return [*own, *partner]
+
+
+def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
+    """Of one policy and what serves it; each role takes the slots after those of the roles before it."""
+    cluster, taken = config.cluster, Counter[str]()
+
+    def place(
+        role: Role, name: str, count: int, estimate: Callable[[RunConfig, PoolConfig], Memory], num_slots: int = 1
+    ) -> Iterator[RolePlacement]:
+        takes_turns = _takes_turns(config, role, command)
+        first = 0 if takes_turns else taken[name]
+        taken[name] += count * num_slots
+        for index in range(count):
+            pool = cluster.pools[name]
+            num_gpus = float(num_slots) if pool.device == "gpu" and not takes_turns else 0.0
+            slot = (first + index * num_slots) % pool.count
+            yield RolePlacement(role, index, name, pool.device, slot, num_gpus, estimate(config, pool), num_slots)
+
+    in_shared_memory: dict[Part, float] = {"published": shared_gib(config)} if command == "train" else {}
+    driver = Memory({}, {"base": BASE_HOST_GIB["driver"], **in_shared_memory})
+    placements = [RolePlacement("driver", 0, None, "cpu", 0, 0.0, driver)]
+    num_ranks = 0 if command in ("eval", "sample") else config.trainer.num_ranks
+    placements += place("trainer", cluster.trainer_pool, num_ranks, trainer_memory)
+    num_engines = 0 if command in WITHOUT_ENGINES else config.rollout.num_engines
+    width = config.rollout.engine.tensor_parallel_size
+    placements += place("engine", cluster.rollout_pool, num_engines, engine_memory, width)
+    if command == "train":
+        of_teacher = partial(frozen_memory, weights=config.teacher.num_parameters)
+        placements += place("reference", config.frozen_pool("reference"), config.num_frozen("reference"), frozen_memory)
+        placements += place("teacher", config.frozen_pool("teacher"), config.num_frozen("teacher"), of_teacher)
+    num_rewards = config.reward.num_workers if num_engines else 0
+    if config.reward.pool is not None:
+        of_reward = partial(frozen_memory, weights=config.reward.num_parameters)
+        return [*placements, *place("reward", config.reward.pool, num_rewards, of_reward)]
+    small = Memory({}, {"base": BASE_HOST_GIB["reward"]})
+    return [*placements, *(RolePlacement("reward", index, None, "cpu", 0, 0.0, small) for index in range(num_rewards))]
+
+
+def shared_bundles(config: RunConfig, command: Command = "train") -> list[int]:
+    """GPUs that colocated roles take turns on, in bundles of one node each; empty if there are none.
+
+    A bundle is as wide as an engine, which cannot reach over several nodes, so that slot s is device s mod width of
+    bundle s ÷ width: the devices of engine i, and those of ranks i · width and on.
+    """
+    turns = [
+        placement
+        for placement in plan_placement(config, command)
+        if _takes_turns(config, placement.role, command) and placement.device == "gpu"
+    ]
+    width = config.rollout.engine.tensor_parallel_size
+    used = max((placement.slot + placement.num_slots for placement in turns), default=0)
+    return [min(width, used - first) for first in range(0, used, width)]
+
+
+def _takes_turns(config: RunConfig, role: Role, command: Command) -> bool:
+    return config.cluster.colocated and command == "train" and role in ("trainer", "engine")
+
+
+def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[str, float]:
+    """Peak memory of the fullest GPU of every pool, GiB.
+
+    Colocated roles take turns, but the trainer's weights and optimizer stay while the engine generates:
+    max(whole trainer, trainer without gradients and activations + engine). Slots for versions stay too.
+    """
+    by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
+    for placement in placements:
+        if placement.pool is not None and placement.device == "gpu":
+            for slot in range(placement.slot, placement.slot + placement.num_slots):
+                by_slot[placement.pool, slot].append(placement)
+    loads: dict[str, float] = {}
+    for (pool, _), here in by_slot.items():
+        loads[pool] = max(loads.get(pool, 0.0), _slot_load(here, config))
+    return loads
+
+
+def host_load_gib(placements: list[RolePlacement]) -> float:
+    """Main memory of all processes together, GiB."""
+    return sum(placement.memory.host_gib for placement in placements)
+
+
+def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
+    if not config.cluster.colocated:
+        return sum(placement.memory.device_gib for placement in here)
+    training = sum(placement.memory.device_gib for placement in here if placement.role == "trainer")
+    passing = sum(
+        placement.memory.device.get("gradients", 0.0) + placement.memory.device.get("activations", 0.0)
+        for placement in here
+        if placement.role == "trainer"
+    )
+    engines = [placement.memory for placement in here if placement.role == "engine"]
+    others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
+    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (way_of(config) in SLOT_WAYS)
+    turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
+    return turns + others

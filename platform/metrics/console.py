@@ -1,0 +1,176 @@
+"""What a human sees while a run goes on: a header, one line per training step, and a closing block."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.platform.metrics.summary import RunSummary
+
+_RATE_WINDOW = 20
+_REPEAT_HEADING_LINES = 40
+
+# Heading, unit below it, width in characters: 80 in all with two spaces between, up to 999 steps.
+_COLUMNS = (
+    ("step", "", 7),
+    ("version", "", 7),
+    ("reward", "mean", 6),
+    ("eval", "share", 5),
+    ("staleness", "mean/max", 9),
+    ("sampled", "tok/s", 7),
+    ("trained", "tok/s", 7),
+    ("idle", "train/eng", 9),
+    ("left", "", 7),
+)
+
+
+class RunConsole:
+    """Human-readable progress on one stream; plain text without control codes where it is no terminal.
+
+    A line is printed for each record that holds `reward/mean`, at most one per step. Evaluations beside
+    training appear in the next step's line.
+    """
+
+    def __init__(
+        self, total_steps: int, *, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Print nothing yet.
+
+        Args:
+            total_steps: Steps the run will do.
+            stream: Where to print; standard output by default.
+            clock: Seconds, for the time left.
+        """
+        self._total_steps = total_steps
+        self._console = Console(file=stream, highlight=False, emoji=False, markup=False)
+        self._clock = clock
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW)
+        self._last_step = 0
+        self._num_lines = 0
+        self._eval: float | None = None
+
+    def header(self, name: str, facts: Mapping[str, str]) -> None:
+        """Print the name of the run and some facts about it, one per line.
+
+        Args:
+            name: Name of the run.
+            facts: Label -> text, e.g. `model -> Qwen3, 0.8 M parameters`.
+        """
+        width = max((len(label) for label in facts), default=0)
+        self._print()
+        self._print(Text.assemble(("penstock", "bold cyan"), (" · ", "dim"), (name, "bold")))
+        for label, fact in facts.items():
+            self._print(Text.assemble((f"  {label:<{width}}  ", "dim"), fact))
+        self._print()
+
+    def note(self, message: str) -> None:
+        """Print one line apart from the table, e.g. an evaluation or the start of the engines."""
+        self._print(Text(f"  {message}", style="dim"))
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take one record of the hub; print the step's line if it is a training step's."""
+        self._eval = metrics.get("eval/accuracy", self._eval)
+        if "reward/mean" not in metrics or step <= self._last_step:
+            return
+        self._last_step = step
+        self._arrivals.append((self._clock(), step))
+        is_repeat_due = self._console.is_terminal and self._num_lines % _REPEAT_HEADING_LINES == 0
+        if self._num_lines == 0 or is_repeat_due:
+            self._print(Text("  ".join(name.rjust(width) for name, _, width in _COLUMNS), style="bold"))
+            self._print(Text("  ".join(unit.rjust(width) for _, unit, width in _COLUMNS).rstrip(), style="dim"))
+        self._num_lines += 1
+        (first_s, first_step), (last_s, last_step) = self._arrivals[0], self._arrivals[-1]
+        left = "–"
+        if last_step > first_step:
+            left = format_duration((last_s - first_s) / (last_step - first_step) * (self._total_steps - step))
+        get, version = metrics.get, metrics.get("trainer/version")
+        cells = (
+            (f"{step}/{self._total_steps}", "bold"),
+            (f"{version:.0f}" if version is not None else "–", ""),
+            (_number(get("reward/mean")), "green"),
+            (_number(self._eval), "bold green"),
+            (_pair(get("staleness/mean_versions"), "{:.2f}", get("staleness/max_versions"), "{:.0f}"), "cyan"),
+            (_count(get("throughput/generated_tokens_per_s")), ""),
+            (_count(get("throughput/trained_tokens_per_s")), ""),
+            (_pair(get("idle/trainer_share"), "{:.0%}", get("idle/engine_share"), "{:.0%}"), "magenta"),
+            (left, "dim"),
+        )
+        padded = [(cell.rjust(width), style) for (cell, style), (_, _, width) in zip(cells, _COLUMNS, strict=True)]
+        self._print(Text("  ").join([Text(cell, style=style) for cell, style in padded]))
+
+    def final(self, summary: RunSummary, run_dir: Path) -> None:
+        """Print how the run ended and where its files are."""
+        ledger = summary.ledger
+        style = "bold green" if summary.status == "completed" else "bold yellow"
+        self._print()
+        self._print(
+            Text.assemble(
+                (summary.status, style),
+                f" · {summary.steps} steps in {format_duration(summary.wall_s)}"
+                f" · peak memory {summary.peak_memory_gib:.1f} GiB",
+            )
+        )
+        self._fact("eval", f"{_share(summary.eval_before)} → {_share(summary.eval_after)}", "bold")
+        self._fact("reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)}  (first → last steps)")
+        self._fact(
+            "staleness",
+            f"max {summary.max_staleness_seen} of {summary.max_staleness_configured} allowed"
+            f" · {summary.share_tokens_stale:.0%} of trained tokens stale"
+            f" · {summary.multi_version_trajectories} trajectories hold several versions",
+        )
+        self._fact(
+            "ledger",
+            f"admitted {ledger.admitted} = trained {ledger.trained} + dropped {ledger.dropped}"
+            f" + filtered {ledger.filtered} + failed {ledger.failed} + live {ledger.live}",
+        )
+        if not ledger.is_balanced:
+            self._fact("", "the ledger does not balance: this is a bug in Penstock", "bold red")
+        self._fact("tokens", f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained")
+        if summary.policy_version is not None:
+            self._fact("policy", f"{run_dir / 'policy'}  (v{summary.policy_version})")
+        self._fact("summary", str(run_dir / "summary.json"))
+        if (run_dir / "report.html").exists():
+            self._fact("report", str(run_dir / "report.html"), "bold cyan")
+        self._print()
+
+    def _fact(self, label: str, text: str, style: str = "") -> None:
+        self._print(Text.assemble((f"  {label:<10}", "dim"), (text, style)))
+
+    def _print(self, text: Text | str = "") -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds for humans: `42s`, `3m 05s`, `2h 10m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.1%}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value < 1000 else f"{value / 1000:.1f}k"
+
+
+def _pair(first: float | None, first_format: str, second: float | None, second_format: str) -> str:
+    left = "–" if first is None else first_format.format(first)
+    right = "–" if second is None else second_format.format(second)
+    return f"{left}/{right}"

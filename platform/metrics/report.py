@@ -1,0 +1,187 @@
+"""`penstock report RUN`: one self-contained HTML page about a run, complete or not.
+
+Whatever a model, an environment or a user wrote is escaped by the template; the page's own policy
+(`Content-Security-Policy`) forbids every network access.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from penstock.platform.metrics.atomic_file import write_text_atomically
+from penstock.platform.metrics.console import format_duration
+from penstock.platform.metrics.report_charts import (
+    STALENESS_COLORS,
+    flow_charts,
+    health_charts,
+    learning_charts,
+    staleness_charts,
+    staleness_color,
+)
+from penstock.platform.metrics.run_record import RunRecord, read_run
+
+REPORT_FILE = "report.html"
+
+_FACTS = (
+    ("Model", "model.path"),
+    ("Engine", "rollout.engine.type"),
+    ("Engines", "rollout.num_engines"),
+    ("Trainer", "trainer.backend"),
+    ("Ranks", "trainer.num_ranks"),
+    ("ZeRO stage", "trainer.zero_stage"),
+    ("Advantage", "algorithm.advantage"),
+    ("Loss", "algorithm.loss"),
+    ("Correction", "algorithm.correction"),
+    ("Groups per batch", "dataflow.batch_groups"),
+    ("Group size", "dataflow.group_size"),
+    ("Max staleness", "dataflow.max_staleness"),
+    ("Reward", "reward.fn"),
+    ("Environment", "env.factory"),
+    ("Seed", "seed"),
+)
+_LEDGER_ENDS = ("trained", "dropped", "filtered", "failed", "live")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into the run directory and return its path.
+
+    Raises:
+        PenstockError: The directory is not that of a run.
+    """
+    record = read_run(run_dir)
+    path = run_dir / REPORT_FILE
+    write_text_atomically(path, render(record))
+    return path
+
+
+def render(record: RunRecord) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("report.html.j2")
+    found = [(label, record.lookup(path)) for label, path in _FACTS]
+    facts = [
+        (label, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+        for label, value in found
+        if value is not None
+    ]
+    sections = {
+        "Learning": learning_charts(record),
+        "Staleness": staleness_charts(record),
+        "Throughput": flow_charts(record),
+    }
+    return template.render(
+        plotly_js=Markup(get_plotlyjs()),  # noqa: S704 - the library itself
+        name=record.summary.get("name") or record.config.get("name") or record.run_dir.resolve().name,
+        status=record.summary.get("status", "incomplete"),
+        version=record.summary.get("version"),
+        missing=record.missing,
+        figures=_headline(record),
+        facts=facts,
+        sections={title: charts for title, charts in sections.items() if charts},
+        health=health_charts(record),
+        waits=_wait_bars(record),
+        ledger=_ledger(record),
+        legend=[(f"{lag}" if lag < len(STALENESS_COLORS) - 1 else f"≥ {lag}", staleness_color(lag))
+                for lag in range(len(STALENESS_COLORS))],
+        trajectories=_row_views(record.trajectories),
+        trajectory_steps=sorted({row["step"] for row in record.trajectories}),
+        config_text=record.config_text,
+    )  # fmt: skip
+
+
+def _headline(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Label, value and detail of each number at the top."""
+    summary = record.summary
+    steps = summary.get("steps", max((max(series.steps) for series in record.series.values()), default=0))
+    total = record.lookup("total_steps")
+    figures = [("Steps", f"{steps:,}", f"of {total:,}" if isinstance(total, int) else "")]
+    before, after = summary.get("eval_before"), summary.get("eval_after")
+    if after is not None:
+        figures.insert(0, ("Held-out accuracy", f"{after:.1%}", f"from {before:.1%}" if before is not None else ""))
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    if last is not None:
+        figures.insert(1, ("Reward, last steps", f"{last:.3f}", f"from {first:.3f}" if first is not None else ""))
+    if not summary:
+        return figures
+    seen, bound = summary.get("max_staleness_seen"), summary.get("max_staleness_configured")
+    return [
+        *figures,
+        ("Wall time", format_duration(summary.get("wall_s", 0.0)), f"{summary.get('wall_s', 0.0):,.0f} s"),
+        ("Staleness seen", f"{seen}", f"of {bound} allowed"),
+        ("Stale tokens", f"{summary.get('share_tokens_stale', 0.0):.1%}", "of those trained"),
+        ("Mixed versions", f"{summary.get('multi_version_trajectories', 0):,}", "trajectories"),
+        ("Tokens trained", _compact(summary.get("tokens_trained", 0)),
+               f"of {_compact(summary.get('tokens_generated', 0))} sampled"),
+        ("Peak memory", f"{summary.get('peak_memory_gib', 0.0):.1f} GiB", "PSS, all processes"),
+    ]  # fmt: skip
+
+
+def _compact(count: int) -> str:
+    for limit, suffix in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
+        if count >= limit:
+            scale = 1000 if suffix == "k" else limit
+            return f"{count / scale:.1f} {suffix}"
+    return f"{count:,}"
+
+
+def _wait_bars(record: RunRecord) -> list[dict[str, Any]]:
+    """How each side of the run spent its time; shares of the run, 0..1."""
+    bars = []
+    for side, metric, waits_for in (
+        ("Trainer", "idle/trainer_share", "waits for a batch, a publish or an evaluation"),
+        ("Engines", "idle/engine_share", "wait for credits or new weights"),
+    ):
+        values = [min(1.0, max(0.0, value)) for value in record.values(metric) if math.isfinite(value)]
+        if values:
+            idle = sum(values) / len(values)
+            bars.append({"side": side, "busy_share": 1.0 - idle, "idle_share": idle, "waits_for": waits_for})
+    return bars
+
+
+def _ledger(record: RunRecord) -> dict[str, Any] | None:
+    """Counts from the summary, else the last logged ones."""
+    counts = record.summary.get("ledger")
+    if not isinstance(counts, dict):
+        latest = {end: record.values(f"flow/{end}") for end in ("admitted", *_LEDGER_ENDS)}
+        if not all(latest.values()):
+            return None
+        counts = {end: int(values[-1]) for end, values in latest.items()}
+    ends = [(end, int(counts.get(end, 0))) for end in _LEDGER_ENDS]
+    admitted = int(counts.get("admitted", 0))
+    return {"admitted": admitted, "ends": ends, "is_balanced": admitted == sum(count for _, count in ends)}
+
+
+def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Trajectories for the template: each row, its span bar, and whether its reward is in the upper half."""
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    views = []
+    for row in rows:
+        reward, spans = row["reward"], row["spans"]
+        total = sum(tokens for _, tokens in spans) or 1
+        trained_at = min(version for version, _ in spans) + row["staleness"] if spans else 0
+        bars = [
+            {
+                "version": version,
+                "num_tokens": tokens,
+                "staleness": trained_at - version,
+                "width_percent": 100 * tokens / total,
+                "color": staleness_color(trained_at - version),
+            }
+            for version, tokens in spans
+        ]
+        is_high = reward is not None and high > low and reward >= (low + high) / 2
+        views.append({**row, "bars": bars, "is_high": is_high})
+    return views

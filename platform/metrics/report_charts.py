@@ -1,0 +1,176 @@
+"""The charts of the report: Plotly figures as HTML fragments. Numbers only, no text of a model enters here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+from markupsafe import Markup
+
+from penstock.platform.metrics.run_record import RunRecord, Series
+
+INK, MUTED, GRID = "#1f2937", "#6b7280", "#eceff3"
+BLUE, TEAL, AMBER, VIOLET = "#2563eb", "#0d9488", "#d97706", "#7c3aed"
+FONT = "Inter, 'Segoe UI', system-ui, -apple-system, 'Helvetica Neue', Arial, sans-serif"
+
+STALENESS_COLORS = ("#14b8a6", "#3b82f6", "#f59e0b", "#f97316", "#e11d48")
+"""Color of staleness 0, 1, 2, 3 and ≥ 4 versions, in the histogram and in the span bars alike."""
+
+_SMOOTHING_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure with the words around it."""
+
+    title: str
+    caption: str
+    html: Markup
+
+
+def staleness_color(lag: int) -> str:
+    """Color of a token of this staleness."""
+    return STALENESS_COLORS[max(0, min(lag, len(STALENESS_COLORS) - 1))]
+
+
+def learning_charts(record: RunRecord) -> list[Chart]:
+    """Training reward and held-out accuracy over the steps."""
+    charts = []
+    reward = record.series.get("reward/mean")
+    if reward:
+        figure = _figure("step")
+        _add_raw_and_smooth(figure, reward, BLUE)
+        caption = f"Mean reward of the trained trajectories per step; the line is the mean of {_SMOOTHING_STEPS} steps."
+        charts.append(Chart("Training reward", caption, _html(figure)))
+    # Logged evaluations; the first and last also from the summary, which always has them.
+    logged = record.series.get("eval/accuracy", Series([], []))
+    accuracy = dict(zip(logged.steps, logged.values, strict=True))
+    for step, key in ((0, "eval_before"), (record.summary.get("steps"), "eval_after")):
+        if isinstance(step, int) and isinstance(record.summary.get(key), int | float):
+            accuracy.setdefault(step, record.summary[key])
+    if accuracy:
+        figure = _figure("step")
+        figure.add_scatter(
+            x=sorted(accuracy), y=[accuracy[step] for step in sorted(accuracy)], mode="lines+markers",
+            line={"color": TEAL, "width": 2.5},
+            marker={"size": 8, "line": {"color": "white", "width": 1.5}},
+            hovertemplate="step %{x}: %{y:.1%}<extra></extra>",
+        )  # fmt: skip
+        figure.update_yaxes(tickformat=".0%")
+        charts.append(Chart("Held-out accuracy", "Greedy decoding on tasks that are never trained on.", _html(figure)))
+    return charts
+
+
+def staleness_charts(record: RunRecord) -> list[Chart]:
+    """Histogram of the trained tokens' staleness, and its course."""
+    charts = []
+    if total := sum(record.staleness.values()):
+        bound = record.summary.get("max_staleness_configured", record.lookup("dataflow.max_staleness"))
+        lags = list(range(max([*record.staleness, bound if isinstance(bound, int) else 0]) + 1))
+        tokens = [record.staleness.get(lag, 0) for lag in lags]
+        shares = [count / total for count in tokens]
+        figure = _figure("staleness (versions)")
+        figure.add_bar(
+            x=lags, y=shares, marker={"color": [staleness_color(lag) for lag in lags], "cornerradius": 5}, width=0.62,
+            customdata=tokens, text=[f"{share:.1%}" for share in shares], textposition="outside", cliponaxis=False,
+            hovertemplate="staleness %{x}: %{customdata:,} tokens<extra></extra>",
+        )  # fmt: skip
+        figure.update_xaxes(tickmode="linear", dtick=max(1, len(lags) // 12), range=[-0.6, max(lags) + 0.9])
+        figure.update_yaxes(tickformat=".0%", range=[0, max(shares) * 1.15])
+        caption = "Share of the trained tokens by the number of versions between sampling and training."
+        if isinstance(bound, int):
+            figure.add_vline(x=bound + 0.5, line={"color": INK, "width": 1.5, "dash": "dot"})
+            figure.add_annotation(
+                x=bound + 0.46, y=1.06, yref="paper", text=f"max_staleness {bound}", showarrow=False, xanchor="right",
+                font={"size": 12, "color": INK},
+            )  # fmt: skip
+            caption += " Nothing may lie right of the bound."
+        charts.append(Chart("Staleness of the trained tokens", caption, _html(figure)))
+    lines = [("max", "staleness/max_versions", AMBER), ("mean", "staleness/mean_versions", BLUE)]
+    charts += _line_chart(record, "Staleness over the run", "Of the tokens trained in each step, in versions.", lines)
+    return charts
+
+
+def flow_charts(record: RunRecord) -> list[Chart]:
+    """Throughput, and waiting, over the steps."""
+    throughput = [
+        ("sampled", "throughput/generated_tokens_per_s", TEAL),
+        ("trained", "throughput/trained_tokens_per_s", BLUE),
+    ]
+    idle = [("trainer", "idle/trainer_share", BLUE), ("engines", "idle/engine_share", TEAL)]
+    return [
+        *_line_chart(record, "Throughput", "Tokens per second, sampled by the engines and trained.", throughput),
+        *_line_chart(record, "Idle over the run", "Share of each step in which a side computed nothing.", idle, ".0%"),
+    ]
+
+
+def health_charts(record: RunRecord) -> list[Chart]:
+    """Small charts of what tells a healthy run from a sick one."""
+    specifications = (
+        ("Entropy", "Nats per sampled token.", "loss/entropy", VIOLET),
+        ("Gradient norm", "Before clipping.", "loss/grad_norm", VIOLET),
+        ("Behavior weight", "Mean of exp(proximal − behavior); 1 is on-policy.", "ratio/behavior_mean", AMBER),
+        ("Logprob mismatch", "Mean |proximal − behavior|, nats.", "mismatch/abs_logprob_mean", AMBER),
+        ("Answer length", "Sampled tokens per trajectory, mean.", "length/mean_tokens", BLUE),
+        ("Generation stall", "Seconds from freeze to resume per publish.", "weights/stall_s", TEAL),
+        ("Changed weights", "Share of the published elements that differ, by delta.", "weights/changed_share", TEAL),
+    )
+    charts = []
+    for title, caption, metric, color in specifications:
+        if metric in record.series:
+            figure = _figure("step", height=210)
+            _add_raw_and_smooth(figure, record.series[metric], color)
+            charts.append(Chart(title, caption, _html(figure)))
+    return charts
+
+
+def _line_chart(
+    record: RunRecord, title: str, caption: str, lines: list[tuple[str, str, str]], y_format: str = ""
+) -> list[Chart]:
+    """One chart of several metrics, (name, metric, color) each; none if none of them was logged."""
+    figure = _figure("step")
+    for name, metric, color in lines:
+        if series := record.series.get(metric):
+            mode = "lines+markers" if len(series.steps) < 3 else "lines"
+            figure.add_scatter(x=series.steps, y=series.values, name=name, mode=mode, line={"color": color, "width": 2})
+    figure.update_layout(showlegend=True)
+    figure.update_yaxes(tickformat=y_format, rangemode="tozero")
+    return [Chart(title, caption, _html(figure))] if figure.data else []
+
+
+def _add_raw_and_smooth(figure: go.Figure, series: Series, color: str) -> None:
+    is_short = len(series.steps) < 3
+    figure.add_scatter(
+        x=series.steps, y=series.values, mode="lines+markers" if is_short else "lines",
+        opacity=1.0 if is_short else 0.3, line={"color": color, "width": 1.2},
+        hovertemplate="step %{x}: %{y:.4g}<extra></extra>",
+    )  # fmt: skip
+    if not is_short:
+        windows = [series.values[max(0, end - _SMOOTHING_STEPS) : end] for end in range(1, len(series.values) + 1)]
+        figure.add_scatter(
+            x=series.steps, y=[sum(window) / len(window) for window in windows], mode="lines",
+            line={"color": color, "width": 2.5}, hoverinfo="skip",
+        )  # fmt: skip
+
+
+def _figure(x_title: str, height: int = 290) -> go.Figure:
+    axis = {
+        "gridcolor": GRID, "zeroline": False, "linecolor": "#cbd5e1", "ticks": "", "automargin": True,
+        "tickfont": {"color": MUTED, "size": 12}, "title": {"font": {"color": MUTED, "size": 12}, "standoff": 8},
+    }  # fmt: skip
+    figure = go.Figure()
+    figure.update_layout(
+        template="none", height=height, margin={"l": 44, "r": 14, "t": 14, "b": 40}, paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)", font={"family": FONT, "size": 13, "color": INK}, showlegend=False,
+        hovermode="x unified", bargap=0.3,
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 12, "color": MUTED}},
+    )  # fmt: skip
+    figure.update_xaxes(axis, title_text=x_title, showgrid=False)
+    figure.update_yaxes(axis)
+    return figure
+
+
+def _html(figure: go.Figure) -> Markup:
+    """Plotly's own HTML, made from numbers only, so the template does not escape it."""
+    config = {"displayModeBar": False, "responsive": True}
+    return Markup(figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%", config=config))  # noqa: S704

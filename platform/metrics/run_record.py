@@ -1,0 +1,130 @@
+"""Read a run's directory back, complete or not: what the report is made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from penstock.dataflow.errors import PenstockError
+from penstock.platform.metrics.summary import STALENESS_FILE, SUMMARY_FILE
+from penstock.platform.metrics.trackers.jsonl import METRICS_FILE, read_metrics
+from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
+from penstock.platform.run.run_dir import CONFIG_FILE
+
+_MAX_STEPS_SHOWN = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over the run: `steps[i] -> values[i]`; of a step logged twice, the later value."""
+
+    steps: list[int]
+    values: list[float]
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What was found in a run directory.
+
+    Attributes:
+        config: The resolved configuration, nested dict; empty if missing.
+        summary: `summary.json`; empty if missing.
+        series: Metric name -> its values over the steps.
+        staleness: Staleness in versions -> trained tokens; empty if missing.
+        trajectories: Rows of at most eight evenly spread steps.
+        missing: One sentence per piece that is absent or unreadable.
+    """
+
+    run_dir: Path
+    config_text: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)
+    trajectories: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def lookup(self, path: str) -> Any:
+        """The configuration value at a dotted path, or None."""
+        node: Any = self.config
+        for key in path.split("."):
+            node = node.get(key) if isinstance(node, dict) else None
+        return node
+
+    def values(self, name: str) -> list[float]:
+        """All values of one metric in step order; empty if it was never logged."""
+        return self.series[name].values if name in self.series else []
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read what there is.
+
+    Raises:
+        PenstockError: The directory does not exist, or holds none of a run's files.
+    """
+    if not run_dir.is_dir():
+        raise PenstockError(
+            f"{run_dir}: there is no such directory. Give the directory of a run, e.g. runs/arithmetic."
+        )
+    if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE)):
+        raise PenstockError(
+            f"{run_dir}: is not a run: it has no {CONFIG_FILE}, {METRICS_FILE} or {SUMMARY_FILE}. "
+            "Give the directory that `penstock train` printed, e.g. runs/arithmetic."
+        )
+    record = RunRecord(run_dir)
+    record.config_text = _read(record, CONFIG_FILE, lambda path: path.read_text(encoding="utf-8")) or ""
+    record.config = (_read(record, CONFIG_FILE, _read_mapping) or {}) if record.config_text else {}
+    record.series = _read(record, METRICS_FILE, lambda path: _read_series(path.parent)) or {}
+    record.summary = _read(record, SUMMARY_FILE, _read_mapping, "the run has not finished") or {}
+    record.staleness = _read(record, STALENESS_FILE, _read_staleness, "the run has not finished") or {}
+    record.trajectories = _read(record, TRAJECTORIES_DIR, _read_sample) or []
+    return record
+
+
+def _read(record: RunRecord, name: str, read: Callable[[Path], T], hint: str = "") -> T | None:
+    """Read one piece; if it is absent or unreadable, say so in `record.missing`."""
+    path = record.run_dir / name
+    if not path.exists():
+        record.missing.append(f"{name} is missing" + (f": {hint}." if hint else "."))
+        return None
+    try:
+        return read(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError, PenstockError) as error:
+        record.missing.append(f"{name} cannot be read: {error}")
+        return None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file."""
+    text = path.read_text(encoding="utf-8")
+    content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if not isinstance(content, dict):
+        raise TypeError("it is no mapping")
+    return content
+
+
+def _read_staleness(path: Path) -> dict[int, int]:
+    return {int(lag): int(tokens) for lag, tokens in _read_mapping(path).items()}
+
+
+def _read_series(run_dir: Path) -> dict[str, Series]:
+    by_name: dict[str, dict[int, float]] = {}
+    for record in read_metrics(run_dir):
+        for name, value in record.metrics.items():
+            by_name.setdefault(name, {})[record.step] = value
+    return {name: Series(sorted(points), [points[step] for step in sorted(points)]) for name, points in by_name.items()}
+
+
+def _read_sample(directory: Path) -> list[dict[str, Any]]:
+    files = sorted(directory.glob("step_*.parquet"))
+    if len(files) > _MAX_STEPS_SHOWN:
+        last = len(files) - 1
+        files = [files[round(index * last / (_MAX_STEPS_SHOWN - 1))] for index in range(_MAX_STEPS_SHOWN)]
+    return [row for file in files for row in read_trajectories(file)]

@@ -1,0 +1,106 @@
+"""`summary.json`: the figures a run is judged by, written once at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.dataflow.errors import TrajectoryError
+from penstock.dataflow.ledger import LedgerCounts
+from penstock.platform.metrics.atomic_file import write_text_atomically
+
+SUMMARY_FILE = "summary.json"
+STALENESS_FILE = "staleness.json"
+FAILURES_FILE = "failures.json"
+
+RunStatus = Literal["completed", "interrupted", "failed"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The end of a run in numbers; None is "not measured".
+
+    Attributes:
+        name: Name of the run.
+        seed: Its seed.
+        status: How it ended.
+        version: Penstock version that ran it.
+        eval_before: Greedy held-out accuracy before the first step, 0..1.
+        eval_after: The same after the last step.
+        partner_eval_before: Of the other policy of a run with two.
+        partner_eval_after: The same after the last step.
+        policy_version: Of the policy in `policy/`; None if none was written. The step that was under way when the run
+            was interrupted may have gone into it.
+        reward_first: Mean of `reward/mean` over the first min(10, n/2) steps.
+        reward_last: The same over the last ones.
+        steps: Training steps done.
+        wall_s: Seconds from the start of the run to its end.
+        trained_groups: Groups trained.
+        max_staleness_configured: `dataflow.max_staleness`, versions.
+        max_staleness_seen: Largest staleness of any trained token, versions.
+        share_tokens_stale: Trained tokens with staleness of 1 or more, 0..1.
+        multi_version_trajectories: Trained trajectories whose spans hold two or more versions.
+        tokens_generated: Tokens sampled for training, trained or not.
+        tokens_trained: Sampled tokens trained on.
+        peak_memory_gib: Largest sum of PSS over the processes of the run, GiB.
+        ledger: How every admitted group ended.
+    """
+
+    name: str
+    seed: int
+    status: RunStatus
+    version: str
+    eval_before: float | None
+    eval_after: float | None
+    reward_first: float | None
+    reward_last: float | None
+    steps: int
+    wall_s: float
+    trained_groups: int
+    max_staleness_configured: int
+    max_staleness_seen: int
+    share_tokens_stale: float
+    multi_version_trajectories: int
+    tokens_generated: int
+    tokens_trained: int
+    peak_memory_gib: float
+    ledger: LedgerCounts
+    partner_eval_before: float | None = None
+    partner_eval_after: float | None = None
+    policy_version: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `summary.json`."""
+        return dataclasses.asdict(self)
+
+
+def first_and_last_mean(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean of the first and of the last min(10, n/2) of n values, at least one; `(None, None)` if there are none."""
+    if not values:
+        return None, None
+    count = max(1, min(10, len(values) // 2))
+    return sum(values[:count]) / count, sum(values[-count:]) / count
+
+
+def write_summary(run_dir: Path, summary: RunSummary) -> Path:
+    """Write `summary.json` atomically and return its path."""
+    path = run_dir / SUMMARY_FILE
+    write_text_atomically(path, json.dumps(summary.to_dict(), indent=2) + "\n")
+    return path
+
+
+def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> Path:
+    """Write `staleness.json`, `{"<staleness in versions>": trained tokens}`, atomically and return its path."""
+    path = run_dir / STALENESS_FILE
+    write_text_atomically(path, json.dumps({str(lag): histogram[lag] for lag in sorted(histogram)}) + "\n")
+    return path
+
+
+def write_failures(run_dir: Path, failures: Sequence[TrajectoryError]) -> None:
+    """Write `failures.json`: kind and traceback of the first groups that failed. No file if none did."""
+    if failures:
+        rows = [{"kind": failure.kind, "detail": failure.detail} for failure in failures]
+        write_text_atomically(run_dir / FAILURES_FILE, json.dumps(rows, indent=2) + "\n")

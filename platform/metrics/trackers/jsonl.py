@@ -1,0 +1,84 @@
+"""`metrics.jsonl`: the sink that is always on, and what reports and tests read."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.dataflow.errors import boundary
+from penstock.platform.metrics.trackers.base import TrackerError
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRecord:
+    """One line of `metrics.jsonl`.
+
+    Attributes:
+        step: Training step; 0 is before the first.
+        time_s: Unix time, seconds.
+        metrics: `family/name -> value`.
+    """
+
+    step: int
+    time_s: float
+    metrics: Mapping[str, float]
+
+
+class JsonlTracker:
+    """Append one JSON object per call, flushed per line, so that a killed run keeps all but its last line.
+
+    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf".
+    The end-of-run figures have a file of their own (`summary.json`), so `log_summary` writes nothing here.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS_FILE
+        with boundary(TrackerError, f"{self._path}: cannot be opened for appending"):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line.
+
+        Raises:
+            TrackerError: The file cannot be written, e.g. because the disk is full.
+        """
+        numbers = {name: float(value) for name, value in metrics.items()}
+        shown = {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+        line = json.dumps({"step": step, "time_s": round(time.time(), 3), "metrics": shown}, allow_nan=False)
+        with boundary(TrackerError, f"{self._path}: cannot be written"):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Nothing: `summary.json` holds it."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(run_dir: Path) -> Iterator[MetricsRecord]:
+    """Yield the records of a run in file order; a torn last line, the mark of a killed run, is skipped.
+
+    Raises:
+        TrackerError: A line before the last is no record.
+    """
+    path = run_dir / METRICS_FILE
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                metrics = {name: float(value) for name, value in record["metrics"].items()}
+                yield MetricsRecord(int(record["step"]), float(record["time_s"]), metrics)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if not line.endswith("\n"):
+                    return
+                raise TrackerError(f"{path}:{number}: is no metrics record ({error}). Was it edited?") from error

@@ -1,0 +1,157 @@
+"""Trajectories as parquet: a bounded sample of what was trained, and whole batches that could not be.
+
+`trajectories/step_<n>.parquet`, one file per step; `bad_batches/<n>.parquet`, counted from 1 over the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.dataflow.trajectory import GroupPayload, Trajectory
+from penstock.platform.metrics.atomic_file import write_atomically
+
+TRAJECTORIES_DIR = "trajectories"
+BAD_BATCHES_DIR = "bad_batches"
+MAX_KEPT = 16
+"""Files of bad batches; older ones are deleted."""
+
+TRAJECTORY_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group_id", pa.int64()),
+        ("trajectory_id", pa.string()),
+        ("task_id", pa.string()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("reward", pa.float64()),
+        ("reward_parts", pa.string()),
+        ("finish_reason", pa.string()),
+        ("spans", pa.string()),
+        ("staleness", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("threads", pa.string()),
+        ("retried_after", pa.string()),
+    ]
+)
+_BAD_BATCH_SCHEMA = pa.schema(
+    [
+        *TRAJECTORY_SCHEMA,
+        ("policy_id", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+    ]
+)
+
+
+class TrajectoryTable:
+    """Write some of a step's trained trajectories (`FlowStats.samples`).
+
+    Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
+    finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
+    num_tokens (sampled tokens), threads (JSON list of [name, fork_of, tokens]; empty
+    for a trajectory of one thread), retried_after (why the attempt before it failed; empty for a first attempt). The
+    response of several threads is written turn by turn, behind their names.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = run_dir / TRAJECTORIES_DIR
+
+    def write_step(self, step: int, trajectories: Sequence[Trajectory], *, version: int) -> Path:
+        """Write those of one step atomically and return the path.
+
+        Args:
+            step: Training step.
+            trajectories: Of those that were trained in the step.
+            version: The trainer's policy version when it used them.
+        """
+        rows = [trajectory_row(step, trajectory, version) for trajectory in trajectories]
+        path = self._directory / f"step_{step:06d}.parquet"
+        table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA)
+        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        return path
+
+
+class BadBatches:
+    """Write every trajectory of a batch that could not be trained, and what its step reported.
+
+    Columns: those of `TrajectoryTable` (step is the number of the file), policy_id, and per token token_ids, loss_mask,
+    behavior_logprobs. The metadata of the schema has `version` and `metrics` (JSON object; what is not finite as text).
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = run_dir / BAD_BATCHES_DIR
+        self._num_written = 0
+
+    def write(self, version: int, batch: Sequence[GroupPayload], metrics: Mapping[str, float]) -> Path:
+        """Write one batch atomically and return its path.
+
+        Args:
+            version: The trainer's policy version when it tried.
+            batch: All its groups.
+            metrics: Of the step.
+        """
+        self._num_written += 1
+        rows = [
+            {
+                **trajectory_row(self._num_written, one, version),
+                "policy_id": one.policy_id,
+                "token_ids": one.token_ids,
+                "loss_mask": one.loss_mask,
+                "behavior_logprobs": one.behavior_logprobs,
+            }
+            for group in batch
+            for one in group.trajectories
+        ]
+        told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        metadata = {"version": str(version), "metrics": json.dumps(told)}
+        table = pa.Table.from_pylist(rows, schema=_BAD_BATCH_SCHEMA.with_metadata(metadata))
+        path = self._directory / f"{self._num_written}.parquet"
+        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        (self._directory / f"{self._num_written - MAX_KEPT}.parquet").unlink(missing_ok=True)
+        return path
+
+
+def read_trajectories(path: Path) -> list[dict[str, Any]]:
+    """The rows of one step's file, JSON columns decoded."""
+    rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
+    for row in rows:
+        row["reward_parts"] = json.loads(row["reward_parts"])
+        row["spans"] = json.loads(row["spans"])
+        row["threads"] = json.loads(row.get("threads") or "[]")
+    return rows
+
+
+def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str, Any]:
+    """One trajectory by the columns of `TRAJECTORY_SCHEMA`; `version` is that of the trainer."""
+    spans, response = trajectory.spans, trajectory.text
+    if trajectory.threads and trajectory.episode is not None:
+        response = "\n".join(f"{turn.thread}: {turn.reasoning}{turn.response}" for turn in trajectory.episode.turns)
+    return {
+        "step": step,
+        "group_id": int(trajectory.trajectory_id.partition("/")[0]),
+        "trajectory_id": trajectory.trajectory_id,
+        "task_id": _encodable(trajectory.task_id),
+        "prompt": _encodable(trajectory.prompt),
+        "response": _encodable(response),
+        "reward": trajectory.reward,
+        "reward_parts": json.dumps({name: float(value) for name, value in trajectory.reward_parts.items()}),
+        "finish_reason": trajectory.finish_reason,
+        "spans": json.dumps([[span.version, span.num_tokens] for span in spans]),
+        "staleness": version - trajectory.oldest_version if spans else 0,
+        "num_tokens": trajectory.num_sampled_tokens,
+        "threads": json.dumps([[thread.name, thread.fork_of, thread.num_tokens] for thread in trajectory.threads]),
+        "retried_after": _encodable(trajectory.retried_after),
+    }
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a model can emit and UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")

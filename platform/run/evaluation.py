@@ -1,0 +1,116 @@
+"""Greedy evaluation on held-out tasks, on the same engines, outside the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.ports import RewardWorker, SamplingParams
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.platform.run.lifecycle import first_error
+from penstock.rollout.group_task import GroupTask
+from penstock.rollout.runner import Runs, TrajectoryRunner
+
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        accuracy: Share of tasks whose reward is at least 1.
+        version_min: Oldest policy version that sampled any token of it.
+        version_max: Newest one; equal to `version_min` when no weights were published meanwhile.
+        partner: That of the other policy on the same tasks; None if there is none.
+    """
+
+    step: int
+    accuracy: float
+    reward_mean: float
+    version_min: int
+    version_max: int
+    num_tasks: int
+    partner: Evaluation | None = None
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "eval/accuracy": self.accuracy,
+            "eval/reward_mean": self.reward_mean,
+            "eval/version_min": self.version_min,
+            "eval/version_max": self.version_max,
+            "eval/tasks": self.num_tasks,
+            **({} if self.partner is None else {"eval/partner_accuracy": self.partner.accuracy}),
+        }
+
+
+async def scored_answer(
+    runner: Runs, rewards: RewardWorker, asked: GroupTask, member: int, sampling: SamplingParams
+) -> Trajectory:
+    """A scored answer to a task, outside the ledger.
+
+    Raises:
+        TrajectoryError: If `ATTEMPTS` attempts have failed; that of the last one.
+    """
+    failure: TrajectoryError | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            trajectory = await runner.run(asked, member, sampling)
+            score = await rewards.score(asked.task, trajectory)
+        except TrajectoryError as error:
+            failure = error
+        else:
+            trajectory.score(score.reward, score.parts)
+            return trajectory
+    assert failure is not None, "there was an attempt"
+    raise failure
+
+
+class Evaluates(Protocol):
+    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
+
+
+class Evaluator:
+    """Answers held-out tasks greedily and scores them."""
+
+    def __init__(self, runner: TrajectoryRunner, rewards: RewardWorker, max_new_tokens: int) -> None:
+        self._runner = runner
+        self._rewards = rewards
+        self._greedy = SamplingParams(
+            max_new_tokens=max_new_tokens, temperature=0.0, stop_token_ids=runner.codec.stop_token_ids
+        )
+
+    async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
+        """Evaluate on `tasks`.
+
+        Raises:
+            PenstockError: If a task could not be answered or scored; an evaluation never counts a failure as 0.
+        """
+        try:
+            # Colocated engines must not be put to sleep between two turns, or while an answer is scored.
+            with self._runner.pool.in_use():
+                async with asyncio.TaskGroup() as group:
+                    runs = [group.create_task(self._answer(index, task)) for index, task in enumerate(tasks)]
+        except ExceptionGroup as failures:
+            raise first_error(failures) from failures
+        answers = [run.result() for run in runs]
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        return Evaluation(
+            step=step,
+            accuracy=sum(reward >= 1.0 for reward in rewards) / len(rewards),
+            reward_mean=sum(rewards) / len(rewards),
+            version_min=min(answer.oldest_version for answer in answers),
+            version_max=max(answer.newest_version for answer in answers),
+            num_tasks=len(answers),
+        )
+
+    async def _answer(self, index: int, task: Task) -> Trajectory:
+        try:
+            return await scored_answer(self._runner, self._rewards, GroupTask(task, "eval"), index, self._greedy)
+        except TrajectoryError as failure:
+            raise PenstockError(
+                f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}"
+            ) from failure

@@ -1,0 +1,218 @@
+"""`penstock train`: from the configuration to the running loop, and to the summary and report that it leaves.
+
+`assembled` starts all that runs in other processes (cluster/actor_factory.py), connects each policy's engines with its trainer, and
+builds the flow (flow_builder.py); the loop is `controller.train`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from penstock import __version__
+from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.ports import GroupForward
+from penstock.envs.streams import load_held_out
+from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.console import RunConsole
+from penstock.platform.metrics.flow_stats import EventTail, FlowStats
+from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.report import write_report
+from penstock.platform.metrics.summary import (
+    RunStatus,
+    RunSummary,
+    first_and_last_mean,
+    write_failures,
+    write_staleness,
+    write_summary,
+)
+from penstock.platform.metrics.trackers.build import build_trackers
+from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.run import controller
+from penstock.platform.run.colocation import TakesTurns
+from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.platform.run.engine_restarts import EngineRestarts
+from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
+from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_line
+from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
+from penstock.platform.run.logprob_parity import NUM_PROBES, RatioProbe
+from penstock.platform.run.run import Instruments, Run, Side
+from penstock.platform.run.run_dir import prepare_run_dir
+from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
+from penstock.platform.run.two_policies import together
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import load_codec
+
+
+def train(config: RunConfig) -> int:
+    """Run `penstock train` to its end; returns the exit code."""
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _train(config, run_dir))
+
+
+async def _train(config: RunConfig, run_dir: Path) -> int:
+    started = time.monotonic()
+    console = RunConsole(config.total_steps)
+    console.header(config.name, header_facts(config))
+    memory = MemorySampler()
+    memory.start()
+    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")), console)
+    instruments = Instruments(hub, memory, TrajectoryTable(run_dir), BadBatches(run_dir), run_dir, console.note)
+    events = EventTail()
+    status: RunStatus = "failed"
+    run: Run | None = None
+    try:
+        async with assembled(config, instruments, events) as run:
+            try:
+                await controller.train(run)
+            except BaseException:
+                await run.save_policy_at_end()
+                raise
+        status = "completed"
+    except (asyncio.CancelledError, Interrupted):
+        status = "interrupted"
+        raise
+    except BaseException as error:
+        write_failure(run_dir, error, events.lines())
+        raise
+    finally:
+        peak_gib = memory.stop()
+        if run is not None and run.has_begun:
+            summary = summarise(run, hub, status, time.monotonic() - started, peak_gib)
+            write_summary(run_dir, summary)
+            write_staleness(run_dir, run.stats.total.tokens_by_lag)
+            write_failures(run_dir, run.stats.failures)
+            hub.close(summary)
+            write_report(run_dir)
+            console.final(summary, run_dir)
+        hub.close(None)
+    return EXIT_OK
+
+
+def header_facts(config: RunConfig) -> dict[str, str]:
+    """What a person wants to know of a run before it starts."""
+    flow, rollout, trainer = config.dataflow, config.rollout, config.trainer
+    backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
+    lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
+    return {
+        "policy": _policy(config),
+        **({} if config.partner is None else {"partner": _policy(config.partner_view)}),
+        "batch": f"{flow.batch_groups} groups × {flow.group_size} trajectories, max_staleness {flow.max_staleness}",
+        "rollout": f"{rollout.num_engines} × {rollout.engine.type}",
+        "trainer": f"{trainer.num_ranks} × {backend}, {config.algorithm.advantage} with {config.algorithm.loss}{lora}",
+        "run": config.run_dir,
+    }
+
+
+def _policy(config: RunConfig) -> str:
+    return f"{config.model.path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)"
+
+
+@asynccontextmanager
+async def assembled(config: RunConfig, instruments: Instruments, events: EventTail) -> AsyncIterator[Run]:
+    """Everything a run needs, started; ended in reverse order, whatever happens."""
+    async with AsyncExitStack() as stack:
+        held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
+        instruments.note("starting Ray, the engines, the trainer and the reward workers …")
+        actors = await stack.enter_async_context(start_actors(config))
+        codec = load_codec(model_path(config), config.env.reasoning)
+        episodes = await stack.enter_async_context(episode_player(config, codec))
+        sampling = rollout_sampling(config, codec)
+        probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
+        runner = make_runner(config, actors.engines, codec, episodes)
+        side = await stack.enter_async_context(connected(config, actors, runner, probes))
+        await answer_questions(config, episodes, runner, sampling)
+        if actors.partner is not None:
+            view = config.partner_view
+            runner = make_runner(view, actors.partner.engines, codec, episodes)
+            partner = await stack.enter_async_context(connected(view, actors.partner, runner, probes))
+            side = together(side, partner, config.trainer.max_bad_steps)
+        bounds = config.dataflow
+        core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
+        core.ledger.sink = events
+        forward = cast("GroupForward", side.trainer) if config.prefetches else None
+        frozen = (actors.reference, actors.teacher)
+        flow = Flow(
+            core,
+            make_task_line(config, instruments.note),
+            make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
+            FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, forward),
+            FlowStats(),
+            FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
+        )
+        run = Run(config, side, held_out, flow, instruments)
+        stack.push_async_callback(run.close)
+        yield run
+
+
+@asynccontextmanager
+async def connected(
+    config: RunConfig, actors: RunActors, runner: TrajectoryRunner, probes: Sequence[tuple[int, ...]]
+) -> AsyncIterator[Side]:
+    """The engines and the trainer of one policy, in service until the context ends.
+
+    Args:
+        config: Of the policy.
+        actors: Its trainer and engines.
+        runner: Asks the engines.
+        probes: Prompts of the ratio probe, token ids.
+    """
+    pool, rollout = runner.pool, config.rollout
+    sampling = rollout_sampling(config, runner.codec)
+    probe = RatioProbe(pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s)
+    publisher = await actors.publisher(pool, config, probe.check)
+    # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
+    most = 0 if config.cluster.colocated else rollout.max_engine_restarts
+    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)
+    try:
+        async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:
+            yield Side(
+                runner,
+                trainer=TakesTurns(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
+                publisher=publisher,
+                evaluator=Evaluator(runner, actors.rewards, rollout.sampling.max_new_tokens),
+                monitor=monitor,
+            )
+    finally:
+        await publisher.close()
+
+
+def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
+    """The figures that the run is judged by."""
+    counts = run.counts()
+    first, last = first_and_last_mean(hub.rewards)
+    evaluations = run.evaluations
+    before = next((one for one in evaluations if one.step == 0), None)
+    after = next((one for one in evaluations if one.step == run.version > 0 and status == "completed"), None)
+    return RunSummary(
+        name=run.config.name,
+        seed=run.config.seed,
+        status=status,
+        version=__version__,
+        eval_before=None if before is None else before.accuracy,
+        eval_after=None if after is None else after.accuracy,
+        partner_eval_before=None if before is None or before.partner is None else before.partner.accuracy,
+        partner_eval_after=None if after is None or after.partner is None else after.partner.accuracy,
+        reward_first=first,
+        reward_last=last,
+        steps=run.version,
+        policy_version=run.policy_version,
+        wall_s=round(wall_s, 2),
+        trained_groups=counts.trained,
+        max_staleness_configured=run.config.dataflow.max_staleness,
+        max_staleness_seen=run.stats.total.max_versions,
+        share_tokens_stale=run.stats.total.stale_share,
+        multi_version_trajectories=run.stats.total.multi_version_trajectories,
+        tokens_generated=run.stats.tokens_generated,
+        tokens_trained=run.stats.total.num_tokens,
+        peak_memory_gib=round(peak_gib, 3),
+        ledger=counts,
+    )

@@ -1,0 +1,241 @@
+"""Runs of the trainer alone, without engines: `penstock sft`, `penstock rm` and `penstock dpo`.
+
+They learn from given answers, with the same trainer as RL: `sft` from the task source's own worked answers, `rm` and
+`dpo` from pairs of a better and a worse one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from penstock.actors.cluster import ray_session
+from penstock.actors.trainer_client import TrainerClient
+from penstock.dataflow.errors import ConfigError, PenstockError
+from penstock.dataflow.trajectory import Task
+from penstock.envs.contract import GoldSource, TaskSource
+from penstock.envs.loading import load_task_source
+from penstock.envs.preferences import preferred_pair
+from penstock.platform.cluster.actor_factory import model_path, start_trainer_group
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.console import RunConsole, format_duration
+from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.trackers.build import build_trackers
+from penstock.platform.run.lifecycle import EXIT_OK, run_to_end, write_failure
+from penstock.platform.run.run_dir import is_finished, mark_finished, prepare_run_dir
+from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+from penstock.trainer.batches.sequences import Example, ModelKind, Preference
+from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
+
+
+@asynccontextmanager
+async def trainer_alone(
+    config: RunConfig, run_dir: Path, path: str, command: Command
+) -> AsyncIterator[tuple[TrainerClient, MetricsHub]]:
+    """Trackers, Ray and the trainer ranks over the model at `path`; the run is marked finished if nothing failed."""
+    hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
+    try:
+        async with ray_session(config.cluster.address):
+            kind: ModelKind = "reward" if command == "rm" else "policy"
+            trainer = await start_trainer_group(config, path, kind, command)
+            try:
+                yield trainer, hub
+            finally:
+                await trainer.close()
+    except BaseException as error:
+        write_failure(run_dir, error)
+        raise
+    finally:
+        hub.close(None)
+    mark_finished(config)
+
+
+def run_sft(config: RunConfig) -> int:
+    """Run `penstock sft` to its end; returns the exit code."""
+    sft = config.sft
+    assert sft is not None, "checked at the door, as is that the task source knows gold responses"
+    if sft.reuse and is_finished(config):
+        print(f"{config.run_dir}/policy is there, made by the same configuration: it is used again (sft.reuse=true).")
+        return EXIT_OK
+    source = cast("GoldSource", load_task_source(config.env, config.seed))
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _learn_answers(config, sft, source, run_dir))
+
+
+async def _learn_answers(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
+    """Optimizer steps until the accuracy is reached or the steps are used up; writes the policy."""
+    console = RunConsole(sft.max_steps)
+    path = initial_policy(config, run_dir)
+    console.header(
+        config.name,
+        {
+            "policy": f"{path} ({config.model.shape.num_parameters / 1e6:.1f} M parameters)",
+            "batch": f"{sft.batch_size} worked examples",
+            "stop": "never early" if sft.stop_at_accuracy is None else f"at sampled accuracy {sft.stop_at_accuracy}",
+            "run": str(run_dir),
+        },
+    )
+    async with trainer_alone(config, run_dir, path, "sft") as (trainer, hub):
+        codec, policy = load_codec(path), str(run_dir / "policy")
+        held_out = [worked_example(source, codec, task) for task in source.held_out(sft.eval_tasks)]
+        examples = (worked_example(source, codec, task) for task in source.train())
+        rule = StopRule(sft)
+        started = time.monotonic()
+        for step in range(1, sft.max_steps + 1):
+            metrics = await trainer.supervised_step(list(islice(examples, sft.batch_size)))
+            if step % sft.eval_every_steps and step != sft.max_steps:
+                hub.log(step, metrics)
+                continue
+            greedy, sampled = await trainer.teacher_forced(held_out)
+            hub.log(step, metrics | {"sft/accuracy": greedy, "sft/sampled_accuracy": sampled})
+            elapsed = format_duration(time.monotonic() - started)
+            scores = f"held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+            console.note(f"step {step:4d}  loss {metrics['sft/loss']:.4f}  {scores}  {elapsed}")
+            if rule.is_best(step, sampled, greedy):
+                await trainer.save(policy)
+            if rule.is_over(sampled):
+                break
+        if rule.best_step is None:
+            await trainer.save(policy)
+            kept = "the last step: none was within sft.max_greedy_accuracy"
+        else:
+            kept = f"step {rule.best_step}: {rule.best_sampled:.3f} sampled, {rule.best_greedy:.3f} greedy"
+        console.note(f"policy written to {policy} ({kept})")
+    return EXIT_OK
+
+
+@dataclass(slots=True)
+class StopRule:
+    """Which step of the warm start is kept, and when it is over.
+
+    Accuracy jumps up and down from step to step, so the target and the ceiling may never be met by one step.
+    Kept is the best sampled accuracy under the ceiling; the end is the target, or twice the target if the
+    ceiling was in the way.
+    """
+
+    sft: SftConfig
+    best_step: int | None = None
+    best_sampled: float = -1.0
+    best_greedy: float = 0.0
+
+    def is_best(self, step: int, sampled: float, greedy: float) -> bool:
+        """Take note of a measurement; True if its policy is the one to keep."""
+        if greedy > self.sft.max_greedy_accuracy or sampled <= self.best_sampled:
+            return False
+        self.best_step, self.best_sampled, self.best_greedy = step, sampled, greedy
+        return True
+
+    def is_over(self, sampled: float) -> bool:
+        """Whether the kept policy has reached the target, or training has clearly gone past it."""
+        target = self.sft.stop_at_accuracy
+        return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
+
+
+def worked_example(source: GoldSource, codec: TokenCodec, task: Task) -> Example:
+    """A worked answer as token ids; the end token is part of it."""
+    response = codec.encode_prompt(source.gold_response(task))
+    return codec.encode_prompt(task.prompt), (*response, codec.stop_token_ids[0])
+
+
+def initial_policy(config: RunConfig, run_dir: Path) -> str:
+    """Where the warm start begins: `model.path`, or a new random policy of `model.shape` in the run directory."""
+    if not config.model.from_scratch:
+        return model_path(config)
+    from penstock.trainer.tiny_policy import create_policy
+
+    path = str(run_dir / "initial")
+    create_policy(config.model, NEW_TOKENIZERS[config.model.tokenizer](), path, config.seed)
+    return path
+
+
+def run_rm(config: RunConfig) -> int:
+    """Run `penstock rm` to its end; returns the exit code."""
+    return _run_on_pairs(config, "rm")
+
+
+def run_dpo(config: RunConfig) -> int:
+    """Run `penstock dpo` to its end; returns the exit code."""
+    return _run_on_pairs(config, "dpo")
+
+
+def _run_on_pairs(config: RunConfig, command: Command) -> int:
+    preference = config.preference
+    assert preference is not None, "checked at the door"
+    beta = preference.beta if command == "dpo" else 1.0
+    pairs = AlgorithmConfig(loss="online_dpo", correction=("none",), pair_beta=beta)
+    paired = config.model_copy(update={"algorithm": pairs})
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _learn_pairs(paired, preference, command, run_dir))
+
+
+async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:
+    """All steps; the frozen reference of DPO is what the policy says before the first of them."""
+    console, path, size = RunConsole(preference.num_steps), model_path(config), preference.batch_size
+    is_policy = command == "dpo"
+    facts = {
+        "model": f"{'policy' if is_policy else 'reward model'} from {path}",
+        "batch": f"{size} pairs",
+        "run": str(run_dir),
+    }
+    console.header(config.name, facts)
+    source, codec = load_task_source(config.env, config.seed), load_codec(path)
+    limit = config.model.max_context_tokens
+    pairs = encoded(source, codec, islice(source.train(), size * preference.num_steps), limit)
+    held_out = encoded(source, codec, source.held_out(preference.eval_pairs), limit)
+    async with trainer_alone(config, run_dir, path, command) as (trainer, hub):
+        folder = str(run_dir / ("policy" if is_policy else "reward_model"))
+        try:
+            started = time.monotonic()
+            references = await trainer.preference_logprobs(pairs) if is_policy else None
+            start = await trainer.preference_margins(held_out) if is_policy else np.zeros(len(held_out))
+            for step in range(1, preference.num_steps + 1):
+                first, last = (step - 1) * size, step * size
+                of_batch = None if references is None else references[2 * first : 2 * last]
+                metrics = await trainer.preference_step(pairs[first:last], of_batch)
+                if step % preference.eval_every_steps == 0 or step == preference.num_steps:
+                    accuracy = float(np.mean(await trainer.preference_margins(held_out) > start))
+                    metrics = metrics | {"preference/accuracy": accuracy}
+                    elapsed = format_duration(time.monotonic() - started)
+                    loss = f"loss {metrics['preference/loss']:.4f}"
+                    console.note(f"step {step:4d}  {loss}  held-out accuracy {accuracy:.3f}  {elapsed}")
+                hub.log(step, metrics)
+        except BaseException:
+            with suppress(PenstockError):  # what stopped the run is told, not that a dead rank cannot save either
+                await trainer.save(folder)
+            raise
+        await trainer.save(folder)
+    return EXIT_OK
+
+
+def encoded(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], max_tokens: int) -> list[Preference]:
+    """Pairs as token ids; the end token is part of an answer.
+
+    Raises:
+        ConfigError: If a task has no pair, or one of more than `max_tokens`.
+    """
+    end = codec.stop_token_ids[0]
+    found = []
+    for task in tasks:
+        try:
+            good, bad = (codec.encode_prompt(answer) if answer else () for answer in preferred_pair(source, task))
+        except ValueError as problem:
+            raise ConfigError([f"env: {problem}"]) from problem
+        pair = Preference(tuple(codec.encode_prompt(task.prompt)), (*good, end), (*bad, end))
+        length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
+        if length > max_tokens:
+            raise ConfigError(
+                [
+                    f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens="
+                    f"{max_tokens}. Leave such rows out, or use a larger context."
+                ]
+            )
+        found.append(pair)
+    return found

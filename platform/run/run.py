@@ -1,0 +1,283 @@
+"""One run as the controller sees it: its version, and what is observed of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from penstock.dataflow.core import Hold
+from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
+from penstock.dataflow.ledger import LedgerCounts
+from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
+from penstock.dataflow.trajectory import Task
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.metrics.hub import MetricsHub
+from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
+from penstock.platform.run.engine_monitor import EngineMonitor
+from penstock.platform.run.evaluation import Evaluates, Evaluation
+from penstock.platform.run.flow import Flow
+from penstock.platform.run.mismatch_trend import MismatchTrend
+from penstock.platform.run.run_dir import POLICY_FOLDER
+from penstock.rollout.runner import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The engines of a policy, its trainer, and the way between them; of two policies taken as one."""
+
+    runner: Runs
+    trainer: TrainerGroup
+    publisher: WeightPublisher
+    evaluator: Evaluates
+    monitor: EngineMonitor
+
+
+@dataclass(frozen=True, slots=True)
+class Instruments:
+    """Where what is observed goes."""
+
+    hub: MetricsHub
+    memory: MemorySampler
+    trajectories: TrajectoryTable
+    bad_batches: BadBatches
+    run_dir: Path
+    note: Callable[[str], None]
+
+
+class Run:
+    """State of one run. The controller's loop reads like the algorithm because the rest is here.
+
+    Attributes:
+        version: Of the policy that was published last.
+        has_begun: Its flow was started.
+        evaluations: Those that succeeded, in order.
+        policy_version: What the run directory holds as its policy; None while it holds none.
+    """
+
+    def __init__(
+        self, config: RunConfig, side: Side, held_out: list[Task], flow: Flow, instruments: Instruments
+    ) -> None:
+        self.config = config
+        self.version = 0
+        self.total_steps = config.total_steps
+        self.trainer = side.trainer
+        self.publisher = side.publisher
+        self.stats = flow.stats
+        self.has_begun = False
+        self.evaluations: list[Evaluation] = []
+        self.policy_version: int | None = None
+        self._evaluator = side.evaluator
+        self._monitor = side.monitor
+        self._held_out = held_out
+        self._flow = flow
+        self._instruments = instruments
+        self._mismatch = MismatchTrend()
+        self._last_publish: PublishReport | None = None
+        self._last_step_at = 0.0
+        self._trainer_waited_for: Mapping[Hold, float] = {}
+        self._tokens_generated = 0
+        self._bad_steps_in_a_row = 0
+        self._skipped_steps = 0
+        self._failed_evaluations = 0
+        self._bad_batch: Path | None = None
+        self._beside: asyncio.Task[None] | None = None
+
+    def flow(self) -> Flow:
+        """The streaming dataflow of this run; `async with` starts and ends it."""
+        self.has_begun = True
+        self._last_step_at = asyncio.get_running_loop().time()
+        return self._flow
+
+    def counts(self) -> LedgerCounts:
+        """Of its groups, by how they ended."""
+        return self._flow.counts()
+
+    async def publish(self, version: int) -> None:
+        """Make `version` what the engines sample from, while they generate."""
+        self._last_publish = await self.publisher.publish(version)
+        self.version = version
+
+    async def keep_bad_batch(self, report: StepReport) -> None:
+        """Write the whole batch of a skipped step, before the flow gives it up."""
+        batch = await self._flow.fetch_batch()
+        self._bad_batch = self._instruments.bad_batches.write(self.version, batch, report.metrics)
+        self._instruments.note(f"step at v{self.version} skipped, numbers not finite; its batch: {self._bad_batch}")
+
+    def observe(self, report: StepReport) -> None:
+        """Send everything that is known of a step to the sinks.
+
+        Raises:
+            TrainingError: After `trainer.max_bad_steps` skipped steps in a row.
+        """
+        now = asyncio.get_running_loop().time()
+        wall_s = max(now - self._last_step_at, 1e-9)
+        self._last_step_at = now
+        self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if report.skipped else 0
+        self._skipped_steps += report.skipped
+        trend, warning = self._mismatch.observe(self.version, report.metrics, self.stats.last.max_versions)
+        if warning:
+            self._instruments.note(warning)
+        metrics = {
+            **report.metrics,
+            **trend,
+            **self._flow_metrics(report, wall_s),
+            **self._publish_metrics(),
+            "trainer/version": float(self.version),
+            "trainer/skipped_steps": float(self._skipped_steps),
+            "memory/pss_gib": self._instruments.memory.latest_gib,
+        }
+        self._instruments.hub.log(self.version, metrics)
+        if not report.skipped:  # the version stays: the file would be that of the last batch that was trained
+            self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
+        silent = report.metrics.get("trainer/silent_updates", 0.0)
+        if silent and silent == report.metrics["trainer/updates"]:
+            self._instruments.note(f"v{self.version} is as the one before: its batch has nothing to learn from")
+        if self._bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
+            raise TrainingError(
+                f"trainer: {self._bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
+                f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch "
+                f"is in {self._bad_batch}. Lower trainer.optimizer.lr, or look at its rewards and logprobs."
+            )
+
+    async def evaluate_first(self) -> None:
+        """Evaluate before training, on all held-out tasks."""
+        await self._evaluate(self._held_out)
+
+    async def evaluate_last(self) -> None:
+        """Evaluate after training, on all held-out tasks; nothing else is published meanwhile."""
+        if self._beside is not None:
+            await self._beside
+        await self._evaluate(self._held_out, after=self.publisher.delivered())
+
+    def evaluate_beside(self) -> None:
+        """Every so many steps, start an evaluation that shares the engines and stops nothing."""
+        every = self.config.evaluation.every_steps
+        if not every or self.version % every or self.version in (0, self.total_steps):
+            return
+        if self._beside is not None:
+            if not self._beside.done():
+                self._instruments.note(f"evaluation at v{self.version} skipped: the one before still runs")
+                return
+            self._beside.result()  # a failed evaluation is a note; what is raised here is a bug
+        tasks = self._held_out[: self.config.evaluation.num_tasks_beside]
+        self._beside = asyncio.create_task(self._evaluate(tasks), name="evaluation")
+
+    async def maybe_checkpoint(self) -> None:
+        """Write the policy every so many steps."""
+        every = self.config.checkpoint.every_steps
+        if every and self.version % every == 0:
+            await self.trainer.save(str(self._instruments.run_dir / "checkpoints" / f"step_{self.version}" / "policy"))
+
+    async def save_policy(self) -> None:
+        """Write the policy as it is now into the run directory, unless nothing was trained since it was last written.
+
+        Raises:
+            TrainingError: If a trainer rank is dead or hangs, or the disk is full.
+        """
+        if self.policy_version != self.version:
+            await self.trainer.save(str(self._instruments.run_dir / POLICY_FOLDER))
+            self.policy_version = self.version
+
+    async def save_policy_at_end(self) -> None:
+        """Write the policy of a run that was interrupted or has failed, if there is anything to write and a way to.
+
+        A step that is under way is finished first, because trainer ranks keep the order of their calls: what is
+        written may be one step newer than the version that was published last.
+        """
+        if self.version == 0 or self.policy_version == self.version:
+            return
+        self._instruments.note(f"saving the policy of v{self.version} before the run ends (Ctrl-C: end without it) …")
+        try:
+            await self.save_policy()
+        except PenstockError as error:
+            self._instruments.note(f"the policy of v{self.version} could not be saved: {error}")
+
+    async def close(self) -> None:
+        """End what was spawned."""
+        if self._beside is not None and not self._beside.done():
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
+
+    async def _evaluate(self, tasks: list[Task], after: Awaitable[object] | None = None) -> None:
+        """Evaluate, once `after` has happened. A failure is noted and counted; it never ends the run."""
+        version = self.version
+        try:
+            if after is not None:
+                await after
+            evaluation = await self._evaluator.evaluate(version, tasks)
+        except PenstockError as error:
+            self._failed_evaluations += 1
+            self._instruments.hub.log(version, {"eval/failed": float(self._failed_evaluations)})
+            self._instruments.note(f"evaluation at v{version} failed, and the run goes on without it: {error}")
+            return
+        self.evaluations.append(evaluation)
+        self._instruments.hub.log(self.version, evaluation.metrics())
+        of_partner = "" if evaluation.partner is None else f", of the partner {evaluation.partner.accuracy:.3f},"
+        self._instruments.note(
+            f"eval at v{evaluation.version_min}"
+            + (f"…v{evaluation.version_max}" if evaluation.version_max > evaluation.version_min else "")
+            + f": accuracy {evaluation.accuracy:.3f}{of_partner} on {evaluation.num_tasks} held-out tasks"
+        )
+
+    def _flow_metrics(self, report: StepReport, wall_s: float) -> dict[str, float]:
+        flow, last, counts = self._flow, self.stats.last, self.counts()
+        waited_for = dict(self.stats.trainer_wait_for)
+        waited_s = {
+            held_by: total - self._trainer_waited_for.get(held_by, 0.0) for held_by, total in waited_for.items()
+        }
+        generated = self.stats.tokens_generated - self._tokens_generated
+        self._trainer_waited_for = waited_for
+        self._tokens_generated = self.stats.tokens_generated
+        return {
+            "staleness/mean_versions": last.mean_versions,
+            "staleness/max_versions": last.max_versions,
+            "staleness/stale_token_share": last.stale_share,
+            "staleness/multi_version_trajectories": last.multi_version_trajectories,
+            "staleness/trimmed_token_share": last.trimmed_share,
+            "length/trained_share": self.stats.length_bias,
+            "flow/admitted": counts.admitted,
+            "flow/trained": counts.trained,
+            "flow/dropped": counts.dropped,
+            "flow/filtered": counts.filtered,
+            "flow/failed": counts.failed,
+            "flow/live": counts.live,
+            "flow/ready": flow.core.num_ready,
+            "flow/credits_free": flow.core.free_credits,
+            "flow/retries": flow.core.retries.total(),
+            **{f"flow/retries/{kind}": flow.core.retries[kind] for kind in get_args(FailureKind)},
+            "flow/resumed_trajectories": flow.ports.runner.stats.trajectories,
+            "flow/resumed_tokens": flow.ports.runner.stats.tokens,
+            "flow/preemptions": self._monitor.num_preemptions,
+            "flow/engine_restarts": self._monitor.num_restarts,
+            "flow/ignored_reports": flow.core.ignored.total(),
+            "throughput/generated_tokens_per_s": generated / wall_s,
+            "throughput/trained_tokens_per_s": last.num_tokens / wall_s,
+            "throughput/step_s": wall_s,
+            "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
+            "idle/trainer_wait_s": sum(waited_s.values()),
+            **{f"idle/trainer_wait_for/{held_by}": seconds for held_by, seconds in waited_s.items()},
+            "idle/engine_share": self._monitor.idle_share,
+            **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
+        }
+
+    def _publish_metrics(self) -> dict[str, float]:
+        last = self._last_publish
+        if last is None:
+            return {}
+        measured = {"weights/probe_nat": last.probe_nat, "weights/changed_share": last.changed_share}
+        return {
+            "weights/bytes": last.num_bytes,
+            "weights/sent_bytes": last.sent_bytes,
+            "weights/acks": len(last.acks),
+            "weights/publish_s": last.total_s,
+            "weights/export_s": last.export_s,
+            "weights/stage_s": max(ack.stage_s for ack in last.acks),
+            "weights/stall_s": last.max_stall_s,
+            "weights/drain_timeouts": last.drain_timeouts,
+            **{name: value for name, value in measured.items() if value is not None},
+            "weights/rewrites": last.rewrites,
+        }

@@ -1,0 +1,149 @@
+"""`penstock sample`: a policy answers tasks, the reward scores the answers, and both are written as JSON lines.
+
+`answers.jsonl` has a row per answer, `pairs.jsonl` a row `prompt, chosen, rejected` for answers of one task that differ
+in reward: what `penstock rm` and `penstock dpo` read with `env=dataset`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from penstock.dataflow.equal_rewards import rounding_error
+from penstock.dataflow.errors import PenstockError, TrajectoryError
+from penstock.dataflow.ids import GroupId
+from penstock.dataflow.ports import SamplingParams
+from penstock.dataflow.seeding import trajectory_sampling
+from penstock.dataflow.trajectory import Task, Trajectory
+from penstock.envs.streams import load_held_out, load_task_streams
+from penstock.platform.cluster.actor_factory import model_path
+from penstock.platform.config.schema import RunConfig, SampleConfig
+from penstock.platform.metrics.console import RunConsole, format_duration
+from penstock.platform.run.evaluation import scored_answer
+from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
+from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
+from penstock.platform.run.serving import Serving, rollout_sampling, serving
+from penstock.rollout.group_task import GroupTask
+
+ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
+TASKS_AT_A_TIME = 512
+
+
+def run_sample(config: RunConfig) -> int:
+    """Run `penstock sample`; prints one JSON line with the figures last and returns the exit code."""
+    run_dir = prepare_run_dir(config)
+    return run_to_end(lambda: _run(config, config.sample, run_dir))
+
+
+async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
+    console, started = RunConsole(0), time.monotonic()
+    console.header(
+        config.name,
+        {
+            "policy": model_path(config),
+            "answers": f"{sample.answers_per_task} each to {sample.num_tasks} {sample.side} tasks",
+            "run": str(run_dir),
+        },
+    )
+    counts: Counter[str] = Counter()
+    rewards: list[float] = []
+    async with serving(config, "sample") as served:
+        sampling = rollout_sampling(config, served.runner.codec)
+        with (run_dir / ANSWERS_FILE).open("w") as answers, (run_dir / PAIRS_FILE).open("w") as pairs:
+            numbered = enumerate(_tasks(config, sample))
+            while tasks := list(islice(numbered, TASKS_AT_A_TIME)):
+                groups = (_group(served, GroupId(index), task, sampling, sample) for index, task in tasks)
+                for (_, task), group in zip(tasks, await asyncio.gather(*groups), strict=True):
+                    counts["failed"] += sample.answers_per_task - len(group)
+                    for trajectory in group:
+                        answers.write(_line(answer_row(task, trajectory)))
+                        counts["answers"] += 1
+                        counts["truncated"] += trajectory.finish_reason != "stop"
+                        rewards.append(_reward(trajectory))
+                    for chosen, rejected in islice(ranked_pairs(group), sample.pairs_per_task):
+                        pairs.write(_line({"prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}))
+                        counts["pairs"] += 1
+                elapsed = format_duration(time.monotonic() - started)
+                console.note(f"{counts['answers']} answers  {counts['pairs']} pairs  {elapsed}")
+    if not rewards:
+        raise PenstockError(f"sample: all {counts['failed']} answers failed, none was scored.")
+    mark_finished(config)
+    figures = {name: counts[name] for name in ("answers", "failed", "truncated", "pairs")}
+    reward_mean = round(fmean(rewards), 6)
+    print(json.dumps({"model": model_path(config), "reward_mean": reward_mean, **figures, "run": str(run_dir)}))
+    return EXIT_OK
+
+
+def _tasks(config: RunConfig, sample: SampleConfig) -> Iterator[Task]:
+    if sample.side == "held_out":
+        yield from load_held_out(config.env, config.seed, sample.num_tasks)
+        return
+    streams = load_task_streams(config.env, config.seed)
+    for stream in streams:
+        yield from islice(stream.tasks, -(-sample.num_tasks // len(streams)))
+
+
+async def _group(
+    served: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig
+) -> list[Trajectory]:
+    """Scored answers of one task; one that failed every time is not there."""
+    asked = GroupTask(task, group_id)
+
+    async def answer(member: int) -> Trajectory | None:
+        drawn = trajectory_sampling(sampling, group_id, member)
+        try:
+            return await scored_answer(served.runner, served.rewards, asked, member, drawn)
+        except TrajectoryError:
+            return None
+
+    found = await asyncio.gather(*(answer(member) for member in range(sample.answers_per_task)))
+    return [trajectory for trajectory in found if trajectory is not None]
+
+
+def answer_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
+    """What is kept of an answer."""
+    return {
+        "task_id": task.task_id,
+        "prompt": task.prompt,
+        "response": trajectory.text,
+        "reward": trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
+        "finish_reason": trajectory.finish_reason,
+        "num_tokens": trajectory.num_sampled_tokens,
+        "fields": dict(task.fields),
+    }
+
+
+def ranked_pairs(group: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Trajectory]]:
+    """(better, worse) of rewards that differ by more than rounding, every pair of texts once; best against worst first.
+
+    Answers that were cut off are left out: they have no end that could be judged. So are dialogues, whose later
+    prompts differ.
+    """
+    whole = [one for one in group if one.finish_reason == "stop" and one.episode is None]
+    if not whole:
+        return
+    least = rounding_error([_reward(one) for one in whole])
+    ranked = sorted(whole, key=lambda one: -_reward(one))
+    seen: set[tuple[str, str]] = set()
+    for better, worse in sorted(product(ranked, ranked), key=lambda pair: _reward(pair[1]) - _reward(pair[0])):
+        texts = (better.text, worse.text)
+        if _reward(better) - _reward(worse) > least and texts not in seen:
+            seen.add(texts)
+            yield better, worse
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None, "it was scored"
+    return trajectory.reward
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"

@@ -1,0 +1,164 @@
+"""A policy on engines, with what plays its episodes; and `penstock eval`, which asks one as it is.
+
+What `train`, `eval` and `sample` have in common: how a policy is asked, what plays the episodes of the environments,
+and the plain questions that others may ask while it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.actors.cluster import ray_session
+from penstock.actors.engine_client import RemoteEngine
+from penstock.dataflow.errors import ConfigError
+from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
+from penstock.envs.endpoint.server import Endpoint
+from penstock.envs.endpoint.session import Questions
+from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.streams import load_held_out
+from penstock.platform.cluster.actor_factory import model_path, reward_workers, rewards_are_loaded, start_engine_group
+from penstock.platform.config.findings import Command
+from penstock.platform.config.schema import RunConfig
+from penstock.platform.run.evaluation import Evaluator
+from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
+from penstock.rollout.dialogue import EpisodeBudget
+from penstock.rollout.episodes import EpisodePlayer
+from penstock.rollout.pool import make_pool
+from penstock.rollout.recording import PolicyAnswers
+from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.tokenizers import TokenCodec, load_codec
+from penstock.weights.checkpoint import checkpoint_tensors
+from penstock.weights.layout.algebra import TensorSpec
+from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
+from penstock.weights.transport.shared_memory import default_directory, write_version
+
+
+def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
+    """How tokens of rollouts are drawn."""
+    return SamplingParams(
+        max_new_tokens=config.rollout.sampling.max_new_tokens,
+        temperature=config.rollout.sampling.temperature,
+        stop_token_ids=codec.stop_token_ids,
+        # vLLM would sample seeded requests one by one, and start their stream anew when they are resumed.
+        seed=config.seed if config.rollout.engine.type == "torch" else None,
+    )
+
+
+def make_runner(
+    config: RunConfig, engines: Sequence[Engine], codec: TokenCodec, episodes: EpisodePlayer
+) -> TrajectoryRunner:
+    """What asks the policy of `config` on its engines."""
+    return TrajectoryRunner(
+        make_pool(engines, config.rollout, config.seed),
+        codec,
+        config.rollout.request_timeout_s,
+        config.rollout.max_resumes,
+        episodes,
+        max_context_tokens=config.model.max_context_tokens,
+        vocab_size=config.model.shape.vocab_size,
+    )
+
+
+@asynccontextmanager
+async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[EpisodePlayer]:
+    """A player whose processes, and endpoint, start with the first episode that needs them and end with the context."""
+    limits, context = config.env.episode, config.model.max_context_tokens
+    budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
+    host = EpisodeHost(config.env, config.seed)
+    endpoint = Endpoint(config.env.endpoint, limits.timeout_s)
+    try:
+        yield EpisodePlayer(host, codec, budget, endpoint)
+    finally:
+        await endpoint.close()
+        await host.close()
+
+
+async def answer_questions(
+    config: RunConfig, episodes: EpisodePlayer, runner: TrajectoryRunner, sampling: SamplingParams
+) -> None:
+    """Let the policy answer plain questions until the player is closed, if the configuration has a key for them.
+
+    Raises:
+        ConfigError: If the key is not set or too short, or the address cannot be listened on.
+    """
+    variable = config.env.endpoint.key_variable
+    if variable is None:
+        return
+    assert episodes.endpoint is not None, "a run's player has one"
+    answers = PolicyAnswers(runner, config.model.max_context_tokens, sampling)
+    try:
+        questions = Questions(os.environ.get(variable, ""), answers)
+    except ValueError as error:
+        make_one = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        raise ConfigError(
+            [f"env.endpoint.key_variable={variable}: {error}. Before the run: export {variable}=$({make_one})"]
+        ) from error
+    await episodes.endpoint.answer(questions)
+
+
+class Serving(NamedTuple):
+    """What answers, and what scores the answers."""
+
+    runner: TrajectoryRunner
+    rewards: RewardWorker
+
+
+@asynccontextmanager
+async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]:
+    """Engines that hold the checkpoint at `model.path` as version 0; everything is ended at the exit."""
+    async with ray_session(config.cluster.address):
+        rewards = reward_workers(config, command)
+        engines = await start_engine_group(config, command)
+        try:
+            await rewards_are_loaded(config, rewards)
+            with tempfile.TemporaryDirectory(prefix=f"penstock-{command}-", dir=default_directory()) as folder:
+                manifest = await _publish(config, folder, engines[0])
+                await asyncio.gather(*(engine.update_weights(manifest) for engine in engines))
+            codec = load_codec(model_path(config), config.env.reasoning)
+            async with episode_player(config, codec) as episodes:
+                runner = make_runner(config, engines, codec, episodes)
+                await answer_questions(config, episodes, runner, rollout_sampling(config, codec))
+                yield Serving(runner, rewards)
+        finally:
+            await asyncio.gather(rewards.close(), *(engine.close() for engine in engines))
+
+
+async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> WeightManifest:
+    """Write the checkpoint as version 0, in the way that training would."""
+    tensors = checkpoint_tensors(Path(model_path(config)))
+    if config.weights.transport == "gather":
+        return write_version(tensors, 0, config.model.dtype, Path(folder))
+    tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
+    whole = {name: tensor for name, tensor in tensors if name != tied}
+    training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
+    side = EngineSide(config.rollout.engine.type, await engine.layout(training.tensors))
+    transfer = ShardTransfer.between(training, side, config.model.dtype, folder)
+    writer = ShardWriter(transfer, 0, ShardFiles(transfer))
+    flat = {name: tensor.flatten() for name, tensor in whole.items()}
+    writer.write(0, flat)
+    return transfer.manifest(0, writer.sums(flat))
+
+
+def run_eval(config: RunConfig) -> int:
+    """Run `penstock eval`: greedy accuracy on held-out tasks.
+
+    Prints one JSON line with the figures and returns the exit code.
+    """
+    return run_to_end(lambda: _evaluate(config))
+
+
+async def _evaluate(config: RunConfig) -> int:
+    tasks = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
+    async with serving(config, "eval") as (runner, rewards):
+        evaluation = await Evaluator(runner, rewards, config.rollout.sampling.max_new_tokens).evaluate(0, tasks)
+    figures = {"accuracy": evaluation.accuracy, "reward_mean": evaluation.reward_mean, "tasks": evaluation.num_tasks}
+    print(json.dumps({"model": model_path(config), **figures}))
+    return EXIT_OK
