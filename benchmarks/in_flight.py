@@ -34,7 +34,7 @@ from vs_trl_report import RESULTS
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.versions import join_spans, versions_per_token
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.local_engine import EngineSpec, LocalEngine
 from penstock.rollout.tokenizers import character_tokenizer

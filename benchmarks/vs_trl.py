@@ -44,7 +44,7 @@ from vs_trl_report import Run, figures, report
 
 from penstock import __version__
 from penstock.envs.loading import load_task_source
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.platform.config.schema import RunConfig
 
 PENSTOCK = Path(sys.executable).with_name("penstock")

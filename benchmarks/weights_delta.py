@@ -32,7 +32,7 @@ from penstock.dataflow.ids import GroupId, TrajectoryId
 from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.loading import load_reward, load_task_source
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.rollout.tokenizers import load_codec
 from penstock.trainer.build import build_trainer
 from penstock.trainer.spec import TrainerSpec

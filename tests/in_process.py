@@ -27,8 +27,8 @@ from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
 from penstock.envs.scoring import RewardRunner
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import engine_specs, model_path, trainer_spec
-from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.platform.run import launch
 from penstock.platform.run.run_dir import prepare_run_dir

@@ -12,10 +12,14 @@ from penstock.dataflow.streams import stream_violations
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.checks.algorithm import cannot_divide, unequal_work
-from penstock.platform.cluster.memory import kv_cache_gib, sequence_kv_gib
+from penstock.platform.cluster.memory import (
+    PAYLOAD_BYTES_PER_TOKEN,
+    kv_cache_gib,
+    max_live_trajectories,
+    sequence_kv_gib,
+)
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.flow_builder import PAYLOAD_BYTES_PER_TOKEN, max_live_trajectories
 from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}

@@ -13,7 +13,7 @@ from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.config.compose import compose_all
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.run_dir import POLICY_FOLDER
+from penstock.platform.metrics.run_files import POLICY_FOLDER
 
 
 @dataclass(slots=True)
@@ -62,6 +62,25 @@ def load_config(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return loaded
+
+
+def compose_config(overrides: list[str], *, config_dir: Path | None = None, command: Command = "train") -> RunConfig:
+    """Compose and validate, without looking at the machine (see `load_config` for that).
+
+    Args:
+        overrides: Hydra overrides, e.g. `["experiment=arithmetic", "dataflow.max_staleness=0"]`.
+        config_dir: A folder with the user's own YAML, in the same groups.
+        command: What the configuration is for.
+
+    Raises:
+        ConfigError: If anything is wrong, with everything that is.
+    """
+    composition = compose_all(overrides, config_dir)
+    findings = composition.relevant(check_config(composition.config, command)) if composition.config else []
+    problems = composition.problems + [finding.message for finding in findings if finding.severity == "error"]
+    if problems or composition.config is None:
+        raise ConfigError(problems)
+    return composition.config
 
 
 def load_warm_start(config: RunConfig, config_dir: Path | None, *, dry_run: bool) -> RunConfig:

@@ -14,6 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from penstock.platform.checks.run_dir import is_finished, occupied
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.memory import GIB, published_gib, shared_gib
 from penstock.platform.cluster.placement import host_load_gib, plan_placement
@@ -21,7 +22,6 @@ from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
-from penstock.platform.run.run_dir import is_finished, occupied
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.transport.allocator import expandable_segments
 

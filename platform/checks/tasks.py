@@ -21,9 +21,9 @@ from penstock.envs.fingerprint import changes, fingerprints
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.envs.preferences import preferred_pair
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
+from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.run.run_dir import is_run_dir, read_data
 
 Encode = Callable[[str | list[dict[str, str]]], Sequence[int]]
 

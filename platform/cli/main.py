@@ -95,19 +95,22 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 RUNS: dict[Command, tuple[str, str]] = {
-    "train": ("launch:train", "Train a policy by reinforcement learning."),
-    "sft": ("learning_run:run_sft", "Warm-start a policy on worked answers."),
-    "rm": ("learning_run:run_rm", "Train a reward model on pairs of answers (Bradley-Terry)."),
+    "train": ("penstock.platform.run.launch:train", "Train a policy by reinforcement learning."),
+    "sft": ("penstock.platform.run.offline_training:run_sft", "Warm-start a policy on worked answers."),
+    "rm": (
+        "penstock.platform.run.offline_training:run_rm",
+        "Train a reward model on pairs of answers (Bradley-Terry).",
+    ),
     "dpo": (
-        "learning_run:run_dpo",
+        "penstock.platform.run.offline_training:run_dpo",
         "Train a policy on pairs of answers (DPO, offline); the reference is the policy that it starts from.",
     ),
     "eval": (
-        "serving:run_eval",
+        "penstock.platform.run.serving:run_eval",
         "Measure the greedy accuracy of a policy: penstock eval experiment=arithmetic model.path=DIR.",
     ),
     "sample": (
-        "sample:run_sample",
+        "penstock.platform.run.sample:run_sample",
         "Write scored answers of a policy, and pairs of better and worse ones: penstock sample experiment=arithmetic.",
     ),
 }
@@ -144,7 +147,7 @@ def start(command: Command, config: RunConfig) -> int:
     module, _, function = RUNS[command][0].partition(":")
     trace = Path(config.run_dir) / "error.txt"
     try:
-        code: int = getattr(import_module(f"penstock.platform.{module}"), function)(config)
+        code: int = getattr(import_module(module), function)(config)
         return code
     except Interrupted as interrupted:
         return EXIT_SIGNAL + interrupted.signum

@@ -34,9 +34,8 @@ from penstock.platform.checks.load import load_config
 from penstock.platform.cli.simulate import parse_seeds
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.schema import RunConfig
-from penstock.platform.metrics.summary import SUMMARY_FILE
+from penstock.platform.metrics.run_files import CONFIG_FILE, SUMMARY_FILE
 from penstock.platform.metrics.trackers.jsonl import read_metrics
-from penstock.platform.run.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console

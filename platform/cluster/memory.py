@@ -39,6 +39,8 @@ GIB = 1 << 30
 LOGITS_CHUNK_TOKENS = 1024
 LIVE_PARAMETERS = 1_000_000_000
 
+PAYLOAD_BYTES_PER_TOKEN = 16
+"""Of a trajectory in the store: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
 BASE_HOST_GIB = {"driver": 1.2, "trainer": 0.7, "vllm": 1.6, "torch": 0.7, "reward": 0.3}
 """Resident memory of a process that has imported what it needs, GiB. `driver` includes Ray's own processes."""
 BASE_GPU_HOST_GIB = 3.0
@@ -201,3 +203,10 @@ def _logits_bytes(config: RunConfig, tp: int) -> float:
     tokens = config.trainer.max_tokens_per_micro_batch
     vocabulary = config.model.shape.vocab_size / (1 if config.model.shape.tie_word_embeddings else tp)
     return 3 * 4 * vocabulary * min(tokens, LOGITS_CHUNK_TOKENS)
+
+
+def max_live_trajectories(config: RunConfig) -> int | None:
+    """Trajectories of full length whose payloads fit in `dataflow.max_live_gib`; None is no limit."""
+    if config.dataflow.max_live_gib is None:
+        return None
+    return int(config.dataflow.max_live_gib * 2**30 / (config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN))

@@ -22,9 +22,8 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.checks.configuration import check_config
 from penstock.platform.config.field_errors import describe_errors, locate, nearest_choice, nearest_key
-from penstock.platform.config.findings import Command, Finding
+from penstock.platform.config.findings import Finding
 from penstock.platform.config.overrides import CONF_DIR, Overrides, find_groups, shadowed_files, sort_overrides
 from penstock.platform.config.schema import RunConfig
 
@@ -51,25 +50,6 @@ class Composition:
     def relevant(self, findings: Iterable[Finding]) -> list[Finding]:
         """Findings that do not rest on a replaced key."""
         return [finding for finding in findings if self.has_experiment and not finding.touches(self.wrong_paths)]
-
-
-def compose_config(overrides: list[str], *, config_dir: Path | None = None, command: Command = "train") -> RunConfig:
-    """Compose and validate, without looking at the machine (see `load.load_config` for that).
-
-    Args:
-        overrides: Hydra overrides, e.g. `["experiment=arithmetic", "dataflow.max_staleness=0"]`.
-        config_dir: A folder with the user's own YAML, in the same groups.
-        command: What the configuration is for.
-
-    Raises:
-        ConfigError: If anything is wrong, with everything that is.
-    """
-    composition = compose_all(overrides, config_dir)
-    findings = composition.relevant(check_config(composition.config, command)) if composition.config else []
-    problems = composition.problems + [finding.message for finding in findings if finding.severity == "error"]
-    if problems or composition.config is None:
-        raise ConfigError(problems)
-    return composition.config
 
 
 def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composition:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.platform.metrics.trackers.config import TrackerConfig
 from penstock.rollout.config import RolloutConfig
 from penstock.trainer.config import (
     AlgorithmConfig,
@@ -70,30 +71,6 @@ class ClusterConfig(Section):
     rollout_pool: str
     colocated: bool = False
     threads_per_process: int = Field(default=1, ge=1)
-
-
-class JsonlTrackerConfig(Section):
-    """`metrics.jsonl` in the run directory. Always on."""
-
-
-class TensorboardTrackerConfig(Section):
-    """TensorBoard event files in the run directory."""
-
-
-class WandbTrackerConfig(Section):
-    """Weights & Biases. Without an API key it logs offline into the run directory."""
-
-    project: str = "penstock"
-    entity: str | None = None
-    mode: Literal["auto", "online", "offline"] = "auto"
-
-
-class TrackerConfig(Section):
-    """Which metric sinks are on: `tracker=[jsonl,wandb,tensorboard]`."""
-
-    jsonl: JsonlTrackerConfig = JsonlTrackerConfig()
-    wandb: WandbTrackerConfig | None = None
-    tensorboard: TensorboardTrackerConfig | None = None
 
 
 class FilterConfig(Section):

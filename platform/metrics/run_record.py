@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import yaml
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.metrics.summary import STALENESS_FILE, SUMMARY_FILE
-from penstock.platform.metrics.trackers.jsonl import METRICS_FILE, read_metrics
+from penstock.platform.metrics.run_files import CONFIG_FILE, METRICS_FILE, STALENESS_FILE, SUMMARY_FILE
+from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
-from penstock.platform.run.run_dir import CONFIG_FILE
 
 _MAX_STEPS_SHOWN = 8
 

@@ -11,10 +11,7 @@ from typing import Any, Literal
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ledger import LedgerCounts
 from penstock.platform.metrics.atomic_file import write_text_atomically
-
-SUMMARY_FILE = "summary.json"
-STALENESS_FILE = "staleness.json"
-FAILURES_FILE = "failures.json"
+from penstock.platform.metrics.run_files import FAILURES_FILE, STALENESS_FILE, SUMMARY_FILE
 
 RunStatus = Literal["completed", "interrupted", "failed"]
 

@@ -12,10 +12,8 @@ from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
+from penstock.platform.cluster.memory import max_live_trajectories
 from penstock.platform.config.schema import FilterConfig, RunConfig
-
-PAYLOAD_BYTES_PER_TOKEN = 16
-"""Of a trajectory in the store: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
 
 
 def flow_limits(config: RunConfig) -> FlowLimits:
@@ -30,13 +28,6 @@ def flow_limits(config: RunConfig) -> FlowLimits:
         max_requeues=flow.max_requeues,
         max_live_trajectories=max_live_trajectories(config),
     )
-
-
-def max_live_trajectories(config: RunConfig) -> int | None:
-    """Trajectories of full length whose payloads fit in `dataflow.max_live_gib`; None is no limit."""
-    if config.dataflow.max_live_gib is None:
-        return None
-    return int(config.dataflow.max_live_gib * 2**30 / (config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN))
 
 
 def make_task_line(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskLine:

@@ -1,7 +1,7 @@
 """`penstock train`: from the configuration to the running loop, and to the summary and report that it leaves.
 
-`assembled` starts all that runs in other processes (cluster/actor_factory.py), connects each policy's engines with its trainer, and
-builds the flow (flow_builder.py); the loop is `controller.train`.
+`assembled` starts all that runs in other processes (cluster/actor_factory.py), connects each policy's engines with its
+trainer, and builds the flow (flow_builder.py); the loop is `controller.train`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource, TaskSource
 from penstock.envs.loading import load_task_source
 from penstock.envs.preferences import preferred_pair
+from penstock.platform.checks.run_dir import is_finished
 from penstock.platform.cluster.actor_factory import model_path, start_trainer_group
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
@@ -30,7 +31,7 @@ from penstock.platform.metrics.console import RunConsole, format_duration
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end, write_failure
-from penstock.platform.run.run_dir import is_finished, mark_finished, prepare_run_dir
+from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.batches.sequences import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig

@@ -16,12 +16,12 @@ from penstock.dataflow.trajectory import Task
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
+from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluates, Evaluation
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
-from penstock.platform.run.run_dir import POLICY_FOLDER
 from penstock.rollout.runner import Runs
 
 

@@ -25,7 +25,8 @@ import yaml
 from numpy.typing import NDArray
 
 from penstock.dataflow.errors import PenstockError
-from penstock.platform.metrics.trackers.jsonl import METRICS_FILE, read_metrics
+from penstock.platform.metrics.run_files import METRICS_FILE
+from penstock.platform.metrics.trackers.jsonl import read_metrics
 from penstock.platform.metrics.trajectory_table import TRAJECTORIES_DIR, read_trajectories
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.sweep import enough_steps, must_complete, rounded, steady_step_s

@@ -25,6 +25,9 @@ BELOW = {
 }
 """Folder -> the folders it may import from, besides itself."""
 
+INSIDE_PLATFORM = ("metrics", "config", "cluster", "checks", "run", "simulator", "cli")
+"""Folders of platform/; each imports only from those before it."""
+
 DOORS: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
@@ -85,6 +88,10 @@ def what_is_wrong(relative: str, name: str) -> str | None:
         target = rest.partition(".")[0]
         if target in BELOW and target != folder and target not in BELOW[folder]:
             return f"{folder}/ may not import from {target}/ ({name})"
+        if folder == target == "platform":
+            mine, theirs = relative.split("/")[1], rest.split(".")[1]
+            if mine not in INSIDE_PLATFORM or theirs not in INSIDE_PLATFORM[: INSIDE_PLATFORM.index(mine) + 1]:
+                return f"platform/{mine}/ may not import from platform/{theirs}/ ({name})"
     elif top in BELOW and top != "platform":
         return f"{name} is imported by its folder; write penstock.{name}"
     elif top in DOORS and not DOORS[top](relative):
@@ -126,6 +133,11 @@ PLANTED = {
     "actors/engine.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
     "actors/config.py": ("from omegaconf import DictConfig", "omegaconf has its own room"),
     "platform/run/run.py": ("import wandb", "wandb has its own room"),
+    "platform/config/schema.py": (
+        "from penstock.platform.run.flow import Flow",
+        "platform/config/ may not import from platform/run/",
+    ),
+    "platform/somewhere.py": ("import penstock.platform.run.flow", "platform/somewhere.py/ may not import"),
     "platform/short.py": ("from dataflow.core import Dataflow", "write penstock.dataflow.core.Dataflow"),
 }
 

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 from pydantic import ValidationError
 
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.weights import plan_report
-from penstock.platform.config.compose import compose_config
 from penstock.weights.model_config import ModelShape
 
 pytestmark = [

@@ -15,6 +15,7 @@ import ray
 from penstock.actors.cluster import engine_actor, trainer_ranks
 from penstock.actors.devices import reserve_devices
 from penstock.dataflow.errors import PlacementError
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import (
     engine_specs,
     resources,
@@ -23,7 +24,6 @@ from penstock.platform.cluster.actor_factory import (
     trainer_spec,
 )
 from penstock.platform.cluster.placement import plan_placement, shared_bundles
-from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import RunConfig
 
 from .logical_gpus import ray_with_gpus

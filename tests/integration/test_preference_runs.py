@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.rollout.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.value_model import load_value_model

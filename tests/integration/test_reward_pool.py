@@ -11,8 +11,8 @@ import ray
 
 from penstock.actors.reward_client import RewardClient
 from penstock.dataflow.errors import PlacementError
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import reward_workers, rewards_are_loaded
-from penstock.platform.config.compose import compose_config
 from penstock.platform.config.schema import RunConfig
 from tests.answers import pair
 

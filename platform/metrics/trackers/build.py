@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.platform.config.schema import TrackerConfig
 from penstock.platform.metrics.trackers.base import BackgroundTracker, Tracker
+from penstock.platform.metrics.trackers.config import TrackerConfig
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker
 from penstock.platform.metrics.trackers.tensorboard import TensorboardTracker
 from penstock.platform.metrics.trackers.wandb import WandbTracker, resolve_mode

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import boundary
+from penstock.platform.metrics.run_files import METRICS_FILE
 from penstock.platform.metrics.trackers.base import TrackerError
-
-METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from penstock.dataflow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.platform.config.schema import WandbTrackerConfig
+    from penstock.platform.metrics.trackers.config import WandbTrackerConfig
 
 WandbMode = Literal["online", "offline"]
 

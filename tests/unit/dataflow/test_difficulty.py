@@ -12,7 +12,7 @@ from penstock.dataflow.filters import pass_rate
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.platform.run.flow_builder import make_filters, make_task_line
 from tests.answers import answered
 

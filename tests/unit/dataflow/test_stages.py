@@ -12,7 +12,7 @@ from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.stages import GatedStages, Stage, stage_violations
 from penstock.dataflow.streams import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.platform.run.flow_builder import make_task_line
 
 OVERRIDES = ["experiment=arithmetic_stages", "env.streams.easy.gate_groups=4"]

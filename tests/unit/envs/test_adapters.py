@@ -32,7 +32,7 @@ from penstock.envs.config import IsolationConfig
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.envs.scoring import RewardRunner
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from tests.answers import answered
 
 ROWS = [{"key": f"k{index}", "question": f"{index}+1=", "answer": str(index + 1)} for index in range(100)]

@@ -20,7 +20,7 @@ from penstock.envs.rights import environment_for, grants_of_episodes, grants_of_
 from penstock.envs.sandbox import bubblewrap
 from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
 from penstock.envs.scoring import RewardRunner
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from tests.answers import pair
 
 THEIRS = "my_reward:f"

@@ -23,9 +23,8 @@ from penstock.envs.environment import Action, Done
 from penstock.envs.episode_child import call_environment
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.registry import factory_path
-from penstock.platform.checks.load import load_config
+from penstock.platform.checks.load import compose_config, load_config
 from penstock.platform.cli.main import app
-from penstock.platform.config.compose import compose_config
 from tests.answers import answered
 
 SOURCES: list[Callable[[int], GeneratedTasks]] = [

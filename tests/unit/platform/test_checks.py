@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.configuration import check_config
 from penstock.platform.checks.flow import DROP_BIAS
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 
 POLICIES = Path(__file__).parents[3] / "docs" / "concepts" / "policies.md"
 

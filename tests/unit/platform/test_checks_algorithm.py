@@ -6,8 +6,7 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.platform.checks.configuration import check_config
-from penstock.platform.checks.load import load_config
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config, load_config
 from penstock.platform.config.overrides import CONF_DIR
 
 PRESETS = sorted(path.stem for path in (CONF_DIR / "algorithm").glob("*.yaml"))

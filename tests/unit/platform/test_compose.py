@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.config.compose import compose_config, to_yaml
+from penstock.platform.checks.load import compose_config
+from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.field_errors import REMOVED, all_paths
 from penstock.platform.config.findings import Command
 from penstock.platform.config.overrides import CONF_DIR, find_groups, sort_overrides

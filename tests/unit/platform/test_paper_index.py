@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cli.algorithms import is_arxiv
-from penstock.platform.config.compose import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
 from tests.paper_table import paper_table, setting
 

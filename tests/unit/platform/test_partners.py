@@ -11,8 +11,8 @@ from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
 from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport
 from penstock.dataflow.trajectory import Task, stream_of
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
-from penstock.platform.config.compose import compose_config
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.two_policies import EvaluateTogether, PublishTogether, TrainTogether
 from penstock.rollout.group_task import GroupTask

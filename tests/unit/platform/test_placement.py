@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.memory import (
     GIB,
     engine_memory,
@@ -15,7 +16,6 @@ from penstock.platform.cluster.memory import (
 )
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
 from penstock.platform.cluster.weight_routes import way_of
-from penstock.platform.config.compose import compose_config
 
 TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
 """Than what stays of it and an engine."""

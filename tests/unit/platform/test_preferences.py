@@ -9,9 +9,9 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.arithmetic import ArithmeticTasks
 from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.load import compose_config
 from penstock.platform.checks.tasks import check_plugins
 from penstock.platform.cluster.placement import plan_placement
-from penstock.platform.config.compose import compose_config
 from penstock.platform.run.offline_training import encoded
 
 EXPERIMENT = ["experiment=arithmetic_preference"]

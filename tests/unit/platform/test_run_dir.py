@@ -10,11 +10,11 @@ import yaml
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.fingerprint import changes, fingerprints
-from penstock.platform.checks.load import load_config
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config, load_config
+from penstock.platform.checks.run_dir import is_finished
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.offline_training import run_sft
-from penstock.platform.run.run_dir import is_finished, mark_finished, prepare_run_dir
+from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 

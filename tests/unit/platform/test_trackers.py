@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.platform.config.schema import TensorboardTrackerConfig, TrackerConfig, WandbTrackerConfig
 from penstock.platform.metrics.trackers.base import BackgroundTracker, TrackerError
 from penstock.platform.metrics.trackers.build import build_trackers
+from penstock.platform.metrics.trackers.config import TensorboardTrackerConfig, TrackerConfig, WandbTrackerConfig
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker, read_metrics
 from penstock.platform.metrics.trackers.wandb import resolve_mode
 

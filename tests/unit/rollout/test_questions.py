@@ -18,7 +18,7 @@ from penstock.envs.endpoint import session
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
 from penstock.envs.environment import EndpointAccess
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.platform.run.serving import answer_questions, episode_player
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool

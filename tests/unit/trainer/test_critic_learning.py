@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.trainer.batches.sequences import Preference, mini_batches, policy_sequences
 from penstock.trainer.build import save_policy
 from penstock.trainer.policy_trainer import PolicyTrainer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
 from penstock.trainer.algorithms.losses import online_dpo, pair_margins, preference_pairs

@@ -12,8 +12,9 @@ import torch
 
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.platform.checks.configuration import check_config
+from penstock.platform.checks.load import compose_config
 from penstock.platform.checks.without_effect import CONDITIONS, check_without_effect
-from penstock.platform.config.compose import compose_all, compose_config
+from penstock.platform.config.compose import compose_all
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.config import AlgorithmConfig
 from tests.unit.trainer.torch_trainer import scored, trainer_of

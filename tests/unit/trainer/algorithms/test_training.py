@@ -14,7 +14,7 @@ import torch
 
 from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.platform.config.compose import compose_config
+from penstock.platform.checks.load import compose_config
 from penstock.trainer.algorithms.catalog import ALGORITHMS
 from penstock.trainer.batches.sequences import batch_members, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
