@@ -15,14 +15,14 @@ import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.devices import Seat
-from penstock.actors.engine import EngineActor
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine.actor import EngineActor
+from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.ray_errors import answer_of, ray_boundary
-from penstock.actors.reward import RewardActor
-from penstock.actors.reward_client import RewardClient
-from penstock.actors.trainer import TrainerRank
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.reward.actor import RewardActor
+from penstock.actors.reward.client import RewardClient
+from penstock.actors.trainer.actor import TrainerRank
+from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig

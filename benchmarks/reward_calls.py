@@ -22,7 +22,7 @@ from provenance import provenance
 from sandbox import pair
 
 from penstock.actors.cluster import RAY_ENVIRONMENT, Resources, start_rewards
-from penstock.actors.reward_client import RewardClient
+from penstock.actors.reward.client import RewardClient
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
 

@@ -1,4 +1,4 @@
-"""What an engine class offers inside its own process; `actors/engine.py` puts it behind a Ray actor.
+"""What an engine class offers inside its own process; `actors/engine/actor.py` puts it behind a Ray actor.
 
 Consumes: generate requests and weight manifests. Waits for: the model. Unblocked by: a decode step,
 an abort, a finished weight update. Both engines pass one contract suite, tests/contract/engine_contract.py.

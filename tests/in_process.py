@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.actors.publisher import Probe
+from penstock.actors.weights.publisher import Probe
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport
 from penstock.dataflow.trajectory import GroupPayload, GroupRef

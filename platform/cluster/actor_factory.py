@@ -17,14 +17,21 @@ from penstock.actors.cluster import (
     start_rewards,
     start_trainer,
 )
-from penstock.actors.crossing import EngineSlots, GroupExport, Landings, StreamExport
 from penstock.actors.devices import SharedDevices, reserve_devices
-from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import AdapterExport, DeviceExport, Export, GatherExport, SharedMemoryExport, is_one_node
-from penstock.actors.publisher import ActorWeightPublisher, Probe
+from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.reference import ReferenceClient, start_references
-from penstock.actors.reward_client import RewardClient
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.reward.client import RewardClient
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.process_group import EngineSlots, GroupExport, Landings, StreamExport
+from penstock.actors.weights.publisher import ActorWeightPublisher, Probe
+from penstock.actors.weights.transports import (
+    AdapterExport,
+    DeviceExport,
+    Export,
+    GatherExport,
+    SharedMemoryExport,
+    is_one_node,
+)
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.placement import Role, plan_placement, shared_bundles

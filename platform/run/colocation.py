@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import cast
 
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import StepReport, TrainerGroup
 from penstock.dataflow.trajectory import GroupRef, stream_of

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.pool import EnginePool

@@ -5,7 +5,7 @@ max |log π_e(y) − log π_t(y)| over tokens y that the engine samples anew fro
 that the weights arrived; this proves that what is done with them agrees (layouts, kernels, temperature, a tied head).
 Without it a difference would only be seen as importance ratios that are a little off, for ever.
 
-Consumes: a finished publish, after which actors/publisher.py asks it. Waits for: the engines' answers, then the
+Consumes: a finished publish, after which actors/weights/publisher.py asks it. Waits for: the engines' answers, then the
 trainer's forward. Unblocked by: them, or their own time limits. Prefix caches are salted by version, so no KV of older
 weights blurs the figure.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams

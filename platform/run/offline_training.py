@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 
 from penstock.actors.cluster import ray_session
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource, TaskSource

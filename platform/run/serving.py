@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.actors.cluster import ray_session
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
 from penstock.envs.endpoint.server import Endpoint

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher

@@ -27,7 +27,7 @@ from penstock.platform.simulator.world import World, member_of, sampled_ids, tas
 
 DELTA_TOKENS = 64
 LOAD_TIMEOUT_S = 60.0
-"""Longest wait for `load`, as the client of an engine has it (actors/engine_client.py)."""
+"""Longest wait for `load`, as the client of an engine has it (actors/engine/client.py)."""
 _EPSILON = 1e-6
 
 

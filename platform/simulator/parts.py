@@ -76,7 +76,7 @@ NO_FAULTS = FaultRates()
 HANG_S = 30.0
 """What a hang of a reward or an environment costs: then its process is given up."""
 SCORE_SILENCE_S = 80.0
-"""After which a silent worker counts as lost, and its jobs are scored by another (actors/reward_client.py)."""
+"""After which a silent worker counts as lost, and its jobs are scored by another (actors/reward/client.py)."""
 
 
 class SimulatedRewards:

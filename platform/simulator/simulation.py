@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import GatherExport, Parcel
-from penstock.actors.publisher import ActorWeightPublisher, attempt
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.engine.client import RemoteEngine
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.publisher import ActorWeightPublisher, attempt
+from penstock.actors.weights.transports import GatherExport, Parcel
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId

@@ -130,7 +130,7 @@ PLANTED = {
     "trainer/step.py": ("import penstock.rollout.pool", "trainer/ may not import from rollout/"),
     "trainer/other_backend.py": ("import deepspeed", "deepspeed has its own room"),
     "trainer/loss.py": ("import triton.language as tl", "triton has its own room"),
-    "actors/engine.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
+    "actors/engine/actor.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
     "actors/config.py": ("from omegaconf import DictConfig", "omegaconf has its own room"),
     "platform/run/run.py": ("import wandb", "wandb has its own room"),
     "platform/config/schema.py": (
@@ -162,7 +162,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
         ("platform/metrics/trackers/wandb.py", "import wandb"),
         ("platform/cluster/hardware.py", "import platform\nimport ray"),
         ("kernels/logprob.py", "import triton, torch"),
-        ("actors/engine.py", "from penstock.rollout.pool import Pool\nfrom penstock.trainer import config"),
+        ("actors/engine/actor.py", "from penstock.rollout.pool import Pool\nfrom penstock.trainer import config"),
     ],
 )
 def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, source: str) -> None:

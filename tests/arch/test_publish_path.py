@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 MOST = 8
 TO_THE_ENGINE = [
     ("platform/run/run.py", "publish"),
-    ("actors/publisher.py", "publish"),
-    ("actors/engine_client.py", "update_weights"),
-    ("actors/engine.py", "update_weights"),
+    ("actors/weights/publisher.py", "publish"),
+    ("actors/engine/client.py", "update_weights"),
+    ("actors/engine/actor.py", "update_weights"),
 ]
 STREAMED = [("weights/transport/crossing.py", "stream"), ("weights/transport/transfer.py", "run")]
 COPIED = [("weights/copies.py", "copy_values")]
@@ -32,10 +32,10 @@ TO_TORCH = [
 ]
 FROM_THE_TRAINER = [
     ("platform/run/run.py", "publish"),
-    ("actors/publisher.py", "publish"),
-    ("actors/crossing.py", "begin"),
-    ("actors/trainer_client.py", "ask"),
-    ("actors/trainer.py", "send_weights"),
+    ("actors/weights/publisher.py", "publish"),
+    ("actors/weights/process_group.py", "begin"),
+    ("actors/trainer/client.py", "ask"),
+    ("actors/trainer/actor.py", "send_weights"),
     ("weights/transport/crossing.py", "send"),
     ("weights/transport/transfer.py", "run"),
 ]
@@ -53,7 +53,7 @@ PATHS = {
 }
 BETWEEN = {
     ("rollout/vllm_engine.py", "receive_weights"): "update_weights",  # vLLM's own, which calls its transfer engine's
-    ("actors/trainer_client.py", "send_weights"): "getattr",  # methods of the ranks are called by name
+    ("actors/trainer/client.py", "send_weights"): "getattr",  # methods of the ranks are called by name
     ("rollout/decode_thread.py", "_swap"): "action",  # runs what it was given
 }
 """Calls that are not by the next one's name -> the name they are made by."""

@@ -18,14 +18,14 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.crossing import EngineSlots, GroupExport, Landings, StreamExport
-from penstock.actors.engine import EngineActor
-from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import Departure, GatherExport, is_one_node
+from penstock.actors.engine.actor import EngineActor
+from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
-from penstock.actors.publisher import ActorWeightPublisher
-from penstock.actors.trainer import TrainerRank
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.actor import TrainerRank
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.process_group import EngineSlots, GroupExport, Landings, StreamExport
+from penstock.actors.weights.publisher import ActorWeightPublisher
+from penstock.actors.weights.transports import Departure, GatherExport, is_one_node
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.config import TorchEngineConfig

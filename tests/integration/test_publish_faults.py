@@ -16,11 +16,11 @@ import ray
 import torch
 
 from penstock.actors.cluster import Resources, start_engines, start_trainer
-from penstock.actors.engine_client import RemoteEngine
-from penstock.actors.exports import Departure, SharedMemoryExport
+from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
-from penstock.actors.publisher import ActorWeightPublisher
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.publisher import ActorWeightPublisher
+from penstock.actors.weights.transports import Departure, SharedMemoryExport
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams

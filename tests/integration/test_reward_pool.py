@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import ray
 
-from penstock.actors.reward_client import RewardClient
+from penstock.actors.reward.client import RewardClient
 from penstock.dataflow.errors import PlacementError
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import reward_workers, rewards_are_loaded

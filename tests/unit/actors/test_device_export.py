@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.actors.exports import DeviceExport
-from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.weights.publisher import ActorWeightPublisher
+from penstock.actors.weights.transports import DeviceExport
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.actors.engine import EngineActor
+from penstock.actors.engine.actor import EngineActor
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors import engine_client
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine import client as engine_client
+from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, WeightManifest

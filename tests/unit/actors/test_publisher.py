@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.actors.exports import Departure, GatherExport, Parcel
-from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.weights.publisher import ActorWeightPublisher
+from penstock.actors.weights.transports import Departure, GatherExport, Parcel
 from penstock.dataflow.errors import EngineLostError, ExportError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest

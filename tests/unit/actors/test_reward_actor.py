@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from penstock.actors.reward import RewardActor
+from penstock.actors.reward.actor import RewardActor
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig

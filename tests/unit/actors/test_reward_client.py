@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors import reward_client
-from penstock.actors.reward import RewardActor
-from penstock.actors.reward_client import RewardClient
+from penstock.actors.reward import client as reward_client
+from penstock.actors.reward.actor import RewardActor
+from penstock.actors.reward.client import RewardClient
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import RewardConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import ExportError, PenstockError, TrainingError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import StepReport

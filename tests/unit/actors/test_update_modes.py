@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.actors.exports import Parcel
-from penstock.actors.publisher import InFlight, Rolling, make_updater
+from penstock.actors.weights.publisher import InFlight, Rolling, make_updater
+from penstock.actors.weights.transports import Parcel
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 import ray
 
-from penstock.actors.exports import Departure, GatherExport
-from penstock.actors.publisher import ActorWeightPublisher
+from penstock.actors.weights.publisher import ActorWeightPublisher
+from penstock.actors.weights.transports import Departure, GatherExport
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.run.engine_restarts import EngineRestarts

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from penstock.actors.engine import EngineActor
-from penstock.actors.engine_client import RemoteEngine
+from penstock.actors.engine.actor import EngineActor
+from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason

@@ -1,4 +1,4 @@
-"""How a version leaves the trainer: gathered, or within a node. Across nodes: crossing.py.
+"""How a version leaves the trainer: gathered, or within a node. Across nodes: process_group.py.
 
 Consumes: a new version of the trainer. Waits for: the training ranks. Unblocked by: their answers. A departure is what
 the trainer has let go of: from then on it may change its weights, while the version may still be on its way.
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import ray
 
-from penstock.actors.engine_client import RemoteEngine, in_service
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.engine.client import RemoteEngine, in_service
+from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool import EnginePool

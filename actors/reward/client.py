@@ -21,7 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import first_line, ray_boundary, silence_limit
-from penstock.actors.reward import Result
+from penstock.actors.reward.actor import Result
 from penstock.dataflow.errors import PlacementError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory

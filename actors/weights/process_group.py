@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.engine_client import Locations, RemoteEngine, Streaming, in_service
-from penstock.actors.exports import Departure, Export, Parcel, arrived
+from penstock.actors.engine.client import Locations, RemoteEngine, Streaming, in_service
 from penstock.actors.ray_errors import ray_boundary, together
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.transports import Departure, Export, Parcel, arrived
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.pool import EnginePool

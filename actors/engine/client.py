@@ -15,7 +15,7 @@ from typing import Any, cast
 import ray
 from ray.actor import ActorHandle
 
-from penstock.actors.engine import Answer
+from penstock.actors.engine.actor import Answer
 from penstock.actors.ray_errors import answer_of, first_line, silence_limit
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId

@@ -38,9 +38,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from penstock.actors.engine_client import RemoteEngine, in_service
-from penstock.actors.exports import Departure, Export, Parcel
-from penstock.actors.trainer_client import TrainerClient
+from penstock.actors.engine.client import RemoteEngine, in_service
+from penstock.actors.trainer.client import TrainerClient
+from penstock.actors.weights.transports import Departure, Export, Parcel
 from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import PublishReport, WeightAck
