@@ -26,7 +26,7 @@ from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, Score, TokenDelta
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.task_queue import TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics.flow_stats import FlowStats

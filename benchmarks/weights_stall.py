@@ -26,16 +26,16 @@ from weights_time import NUM_RANKS, TP, EngineProcess, TrainingProcess, _all, _t
 
 from penstock.dataflow.ports import BucketSum
 from penstock.trainer.spec import free_port
-from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import PartialSum
 from penstock.weights.copies import copy_environment
 from penstock.weights.planner.plan import BUCKET_BYTES
-from penstock.weights.staging import stage
-from penstock.weights.streaming import Pieces
-from penstock.weights.transport.crossing import Announced, Arrival, Crossing, End, Sender
-from penstock.weights.transport.group import serve_store
+from penstock.weights.transport.adapters import BaseWeights
+from penstock.weights.transport.process_group.endpoints import Announced, Arrival, Crossing, End, Sender
+from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import private_directory
+from penstock.weights.transport.staging import stage
+from penstock.weights.transport.streaming import Pieces
 
 ROUNDS = 7
 TIMEOUT_S = 60.0

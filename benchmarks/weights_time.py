@@ -29,16 +29,16 @@ import torch.distributed as dist
 
 from penstock.rollout.vllm_environment import vllm_environment
 from penstock.trainer.spec import free_port
-from penstock.weights.adapters import BaseWeights
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
 from penstock.weights.layout.algebra import Box, Layout, TensorSpec, extents, volume
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelShape
-from penstock.weights.staging import stage
+from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import default_directory, private_directory
+from penstock.weights.transport.staging import stage
 
 MODEL = ModelShape(
     vocab_size=32_000,

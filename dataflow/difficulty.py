@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.streams import MIN_GROUP_SIZE
+from penstock.dataflow.task_queue import MIN_GROUP_SIZE
 from penstock.dataflow.trajectory import Task, Trajectory
 
 BY_SUCCESS = "by_success"

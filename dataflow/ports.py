@@ -204,7 +204,7 @@ class AdaptedBox(NamedTuple):
 
 
 class AdapterManifest(NamedTuple):
-    """A version as what is added to the weights that the engines were loaded with (weights/adapters.py).
+    """A version as what is added to the weights that the engines were loaded with (weights/transport/adapters.py).
 
     Attributes:
         entries: `<HF name>.lora_A` and `.lora_B`, what the file holds.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from penstock.dataflow.streams import REWARDS_KEPT
+from penstock.dataflow.task_queue import REWARDS_KEPT
 
 
 @dataclass(frozen=True, slots=True)

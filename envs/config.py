@@ -135,7 +135,7 @@ class EnvConfig(BaseModel):
         args: Keyword arguments of the factory.
         streams: Name -> stream of training tasks, mixed by weight; empty: one stream, that of the factory. Held-out
             tasks are always the factory's.
-        curriculum: Import path of a `Curriculum` (dataflow/streams.py) that changes the weights; None is off.
+        curriculum: Import path of a `Curriculum` (dataflow/task_queue.py) that changes the weights; None is off.
         episode: Limits of multi-turn episodes.
         endpoint: Where agent programs reach the policy.
         reasoning: Marks of the thinking that rewards, environments and agent programs get apart from the answer;

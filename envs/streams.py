@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from penstock.dataflow.stages import Stage
-from penstock.dataflow.streams import TaskStream
+from penstock.dataflow.task_queue import TaskStream
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, StreamConfig
 from penstock.envs.contract import TaskSource

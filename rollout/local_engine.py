@@ -15,8 +15,8 @@ from penstock.dataflow.ports import Engine, WeightAck, WeightManifest
 from penstock.rollout.config import EngineConfig
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType, ModelConfig
-from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.transport.process_group.endpoints import Crossing
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ There is no prefix cache, so there is nothing to salt by version.
 That a version has arrived is checked twice. `_stage` compares the bytes that arrived with the manifest while the old
 weights still serve, so a damaged version harms nothing; `swap` reads the live parameters back after copying, so an
 update that went elsewhere (a copy, an untied head) cannot pass for one that worked. What is still on its way then is
-compared bucket by bucket in `swap` (weights/streaming.py).
+compared bucket by bucket in `swap` (weights/transport/streaming.py).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from penstock.rollout.decode_thread import DecodeThread
 from penstock.rollout.local_engine import EngineSpec
 from penstock.rollout.torch_cache import SlotCache
 from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
-from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
-from penstock.weights.streaming import ON_THE_WAY, Pieces
-from penstock.weights.transport.crossing import Arrival, Crossing
+from penstock.weights.transport.adapters import BaseWeights, entries_of
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
+from penstock.weights.transport.process_group.endpoints import Arrival, Crossing
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
+from penstock.weights.transport.streaming import ON_THE_WAY, Pieces
 
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 Told = TypeVar("Told")
 StagedTensors = dict[str, torch.Tensor]
 Incoming = Callable[[Mapping[str, torch.Tensor]], None]
-"""Lets a version go into live parameters bucket by bucket: name -> flat tensor (weights/streaming.py)."""
+"""Lets a version go into live parameters bucket by bucket: name -> flat tensor (weights/transport/streaming.py)."""
 
 
 class TorchEngine:

@@ -47,9 +47,9 @@ from penstock.rollout.vllm_worker import BACKEND
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DTYPE_BYTES, DType
-from penstock.weights.streaming import ON_THE_WAY
-from penstock.weights.transport.crossing import Crossing
 from penstock.weights.transport.device_memory import SlotHandle
+from penstock.weights.transport.process_group.endpoints import Crossing
+from penstock.weights.transport.streaming import ON_THE_WAY
 
 UNPUBLISHED = -1
 POLL_S = 0.002

@@ -25,18 +25,18 @@ from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.vllm_layout import check_live, form_of, trace_rank
 from penstock.rollout.vllm_live import LiveTensors
-from penstock.weights.adapters import BaseWeights
-from penstock.weights.beside import Beside
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import DType
-from penstock.weights.staging import Staged, stage
-from penstock.weights.streaming import ON_THE_WAY, Pieces
-from penstock.weights.transport.crossing import Arrival, Crossing
+from penstock.weights.transport.adapters import BaseWeights
+from penstock.weights.transport.background import Beside
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
+from penstock.weights.transport.process_group.endpoints import Arrival, Crossing
 from penstock.weights.transport.shared_memory import read_version
+from penstock.weights.transport.staging import Staged, stage
+from penstock.weights.transport.streaming import ON_THE_WAY, Pieces
 
 BACKEND = "penstock_shared_memory"
 

@@ -18,10 +18,10 @@ import torch
 from penstock.dataflow.ports import WeightManifest
 from penstock.platform.config import compose
 from penstock.trainer.tiny_policy import create_policy
-from penstock.weights.adapters import adapter_manifest, adapter_tensors
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig
+from penstock.weights.transport.adapters import adapter_manifest, adapter_tensors
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter
 from penstock.weights.transport.shared_memory import write_version

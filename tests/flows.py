@@ -10,7 +10,7 @@ from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import GroupForward, LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import Curriculum, GroupSizing, LengthLimits, TaskLine, TaskStream
+from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts

@@ -42,8 +42,8 @@ from penstock.trainer.rank_agreement import RankShare, agreement
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
-from penstock.weights.adapters import adapter_tensors
 from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.transport.adapters import adapter_tensors
 
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
 """Metrics that compare policies; supervised steps have none."""

@@ -30,8 +30,8 @@ class WeightsConfig(BaseModel):
             the temporary folder.
         staging: What of an arriving version an engine holds beside its live parameters: `shard` is all of it, so that
             requests go on until it is there; `bucket` is one bucket (64 MiB), and requests stand still while the
-            version streams through it (weights/streaming.py): out of one slot in shared memory instead of two, or by a
-            process group straight into the parameters. Adapters are then added up in main memory.
+            version streams through it (weights/transport/streaming.py): out of one slot in shared memory instead of
+            two, or by a process group straight into the parameters. Adapters are then added up in main memory.
         update_mode: `keep_kv` freezes running requests for the swap and goes on with their old KV cache;
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions

@@ -28,8 +28,8 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import DType
-from penstock.weights.transport.crossing import Announced, Crossing, Sender, Sent
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
+from penstock.weights.transport.process_group.endpoints import Announced, Crossing, Sender, Sent
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 

@@ -1,4 +1,4 @@
-"""Publishing across nodes: the driver's side of weights/transport/crossing.py.
+"""Publishing across nodes: the driver's side of weights/transport/process_group/endpoints.py.
 
 Consumes: a new version of the trainer. Waits for: the training ranks to hold it, then for every end to have it.
 Unblocked by: those; or a time-out of a leg, which ends the crossing for everyone. Then ends that do not answer are
@@ -32,11 +32,11 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
-from penstock.weights.streaming import ON_THE_WAY
-from penstock.weights.transport.crossing import Announced, Crossing, End, Landing, changed_share
-from penstock.weights.transport.group import TransferGroup, serve_store
+from penstock.weights.transport.process_group.endpoints import Announced, Crossing, End, Landing, changed_share
+from penstock.weights.transport.process_group.group import TransferGroup, serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import private_directory, remove_directories_of
+from penstock.weights.transport.streaming import ON_THE_WAY
 
 logger = logging.getLogger(__name__)
 

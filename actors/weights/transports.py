@@ -18,10 +18,10 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
 from penstock.rollout.pool import EnginePool
-from penstock.weights.adapters import adapter_manifest
 from penstock.weights.config import NUM_SLOTS, WeightsConfig
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType
+from penstock.weights.transport.adapters import adapter_manifest
 from penstock.weights.transport.shards import ShardTransfer
 
 

@@ -8,7 +8,7 @@ from penstock.dataflow.difficulty import BY_SUCCESS
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.stages import stage_violations
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.dataflow.streams import stream_violations
+from penstock.dataflow.task_queue import stream_violations
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.checks.algorithm import cannot_divide, unequal_work

@@ -98,7 +98,7 @@ class DataflowConfig(Section):
         batch_groups: B, groups per training batch.
         group_size: Trajectories per group; they share a baseline.
         pass_reward: Reward from which a trajectory passes, for `filters.pass_rate` and `by_success`.
-        group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/streams.py):
+        group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/task_queue.py):
             gives single tasks fewer; None is off.
         length_limiting: `by_success`, or import path of a `LengthLimiting`, that gives single tasks shorter turns; None
             is off.

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
+from penstock.dataflow.early_logprobs import PrefetchQueue
 from penstock.dataflow.ports import GroupForward
-from penstock.dataflow.prefetch import PrefetchQueue
 from penstock.dataflow.trajectory import GroupRef
 
 _Batch = TypeVar("_Batch")

@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
+from penstock.dataflow.early_logprobs import PrefetchQueue
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import GroupForward, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
-from penstock.dataflow.prefetch import PrefetchQueue
-from penstock.dataflow.streams import TaskLine
+from penstock.dataflow.task_queue import TaskLine
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.early_logprobs import Prefetcher

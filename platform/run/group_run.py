@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.seeding import trajectory_sampling
-from penstock.dataflow.streams import QueuedTask
+from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
 from penstock.rollout.group_task import GroupTask
 

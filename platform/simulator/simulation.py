@@ -26,7 +26,7 @@ from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import Ledger, LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.task_queue import TaskLine, TaskStream
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub

@@ -21,7 +21,10 @@ TO_THE_ENGINE = [
     ("actors/engine/client.py", "update_weights"),
     ("actors/engine/actor.py", "update_weights"),
 ]
-STREAMED = [("weights/transport/crossing.py", "stream"), ("weights/transport/transfer.py", "run")]
+STREAMED = [
+    ("weights/transport/process_group/endpoints.py", "stream"),
+    ("weights/transport/process_group/transfer.py", "run"),
+]
 COPIED = [("weights/copies.py", "copy_values")]
 TO_VLLM = [*TO_THE_ENGINE, ("rollout/vllm_engine.py", "update_weights")]
 TO_TORCH = [
@@ -36,19 +39,19 @@ FROM_THE_TRAINER = [
     ("actors/weights/process_group.py", "begin"),
     ("actors/trainer/client.py", "ask"),
     ("actors/trainer/actor.py", "send_weights"),
-    ("weights/transport/crossing.py", "send"),
-    ("weights/transport/transfer.py", "run"),
+    ("weights/transport/process_group/endpoints.py", "send"),
+    ("weights/transport/process_group/transfer.py", "run"),
 ]
 PATHS = {
     "into vLLM, in messages": [*TO_VLLM, ("rollout/vllm_worker.py", "penstock_stream"), *STREAMED],
     "into vLLM, from a slot": [
         *TO_VLLM,
         ("rollout/vllm_worker.py", "receive_weights"),
-        ("weights/streaming.py", "apply"),
+        ("weights/transport/streaming.py", "apply"),
         *COPIED,
     ],
     "into the torch engine, in messages": [*TO_TORCH, *STREAMED],
-    "into the torch engine, from a slot": [*TO_TORCH, ("weights/streaming.py", "apply"), *COPIED],
+    "into the torch engine, from a slot": [*TO_TORCH, ("weights/transport/streaming.py", "apply"), *COPIED],
     "out of the training ranks": FROM_THE_TRAINER,
 }
 BETWEEN = {

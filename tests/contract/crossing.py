@@ -17,8 +17,8 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.planner.plan import make_plan
-from penstock.weights.transport.crossing import Crossing, End, Sender
-from penstock.weights.transport.group import serve_store
+from penstock.weights.transport.process_group.endpoints import Crossing, End, Sender
+from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 
 from .engine_harness import Harness, StreamingRequests, prompt_of, within

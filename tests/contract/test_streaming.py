@@ -22,9 +22,9 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.torch_engine import TorchEngine
 from penstock.weights.checksum import PartialSum
-from penstock.weights.streaming import ON_THE_WAY
-from penstock.weights.transport.crossing import Crossing, Sender
-from penstock.weights.transport.group import serve_store
+from penstock.weights.transport.process_group.endpoints import Crossing, Sender
+from penstock.weights.transport.process_group.group import serve_store
+from penstock.weights.transport.streaming import ON_THE_WAY
 
 from .crossing import CPU, NUM_RANKS, make_crossing
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, StreamingRequests, prompt_of, within

@@ -11,8 +11,8 @@ import torch
 from penstock.weights.checksum import check_arrived
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.crossing import Arrival, Crossing, End, Sender
-from penstock.weights.transport.group import serve_store
+from penstock.weights.transport.process_group.endpoints import Arrival, Crossing, End, Sender
+from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from tests.layouts import torch_side
 

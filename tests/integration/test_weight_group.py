@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.weights.transport.group import serve_store
+from penstock.weights.transport.process_group.group import serve_store
 from tests.integration.weight_group_stories import BACK, BUCKET_BYTES, HOST, PROGRAM, STORIES, Story, plan_to
 from tests.rank_processes import run_ranks
 

@@ -21,7 +21,7 @@ from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import GroupState, JournalEntry, Ledger
 from penstock.dataflow.ports import Engine
-from penstock.dataflow.streams import TaskLine, TaskStream
+from penstock.dataflow.task_queue import TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from penstock.dataflow.filters import FilterChain, user
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.streams import MIN_GROUP_SIZE, TaskLine, TaskStream
+from penstock.dataflow.task_queue import MIN_GROUP_SIZE, TaskLine, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import SimulationConfig, parse_simulation

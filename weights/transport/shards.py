@@ -27,9 +27,9 @@ from penstock.weights.config import NUM_SLOTS
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.strided import strided_box
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.planner.plan import Copy, Plan, make_plan
-from penstock.weights.strided import strided_box
 from penstock.weights.transport.device_memory import DeviceSlot, OpenedSlots
 from penstock.weights.transport.shared_memory import cut_slot, reserve, slot_size
 

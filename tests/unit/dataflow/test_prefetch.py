@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.dataflow.core import Dataflow, GroupRules
+from penstock.dataflow.early_logprobs import PrefetchQueue
 from penstock.dataflow.ids import GroupId, TaskId
-from penstock.dataflow.prefetch import PrefetchQueue
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.trajectory import GroupRef
 from penstock.dataflow.versions import Span

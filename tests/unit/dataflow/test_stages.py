@@ -10,7 +10,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ledger import Ledger
 from penstock.dataflow.stages import GatedStages, Stage, stage_violations
-from penstock.dataflow.streams import QueuedTask
+from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.checks.load import compose_config
 from penstock.platform.run.flow_builder import make_task_line

@@ -15,7 +15,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.journal import resume
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
-from penstock.dataflow.streams import LengthLimits, QueuedTask, TaskLine, TaskStream
+from penstock.dataflow.task_queue import LengthLimits, QueuedTask, TaskLine, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 
 

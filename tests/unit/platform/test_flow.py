@@ -11,7 +11,7 @@ from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryE
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import SamplingParams
-from penstock.dataflow.streams import LengthLimits
+from penstock.dataflow.task_queue import LengthLimits
 from penstock.dataflow.trajectory import Task
 from penstock.rollout.group_task import GroupTask
 from penstock.rollout.pool import EnginePool

@@ -14,7 +14,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.dataflow.streams import TaskStream
+from penstock.dataflow.task_queue import TaskStream
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.platform.run.flow import Flow
 from tests.fakes import FakeEngine, FakeRewards

@@ -12,7 +12,7 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, JournalEntry, LedgerEvent, Reason
 from penstock.dataflow.ports import Score
 from penstock.dataflow.staleness import ExpiryPolicy
-from penstock.dataflow.streams import LengthLimits, TaskStream
+from penstock.dataflow.task_queue import LengthLimits, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.config.schema import FilterConfig
 from penstock.platform.run import flow as shipping

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.adapters import BaseWeights, entries_of
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.engine import EngineSide
+from penstock.weights.transport.adapters import BaseWeights, entries_of
 from tests.conftest import TINY_SHAPE
 from tests.layouts import read
 

@@ -4,7 +4,7 @@ import threading
 import time
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.beside import Beside
+from penstock.weights.transport.background import Beside
 
 WAIT_S = 10.0
 

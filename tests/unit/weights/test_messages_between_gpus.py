@@ -21,11 +21,11 @@ from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
-from penstock.weights.transport.crossing import Announced, Arrival, Crossing, End, Sender
-from penstock.weights.transport.group import TransferGroup, connect, connect_store, serve_store
-from penstock.weights.transport.members import Members
+from penstock.weights.transport.process_group.endpoints import Announced, Arrival, Crossing, End, Sender
+from penstock.weights.transport.process_group.group import TransferGroup, connect, connect_store, serve_store
+from penstock.weights.transport.process_group.members import Members
+from penstock.weights.transport.process_group.transfer import Transfer
 from penstock.weights.transport.shards import ShardTransfer
-from penstock.weights.transport.transfer import Transfer
 from tests.fake_gpu import GPU, FakeNccl, GpuTensor, a_machine_with_nccl, in_main_memory, on_a_gpu
 from tests.layouts import torch_side
 from tests.unit.weights.models import (

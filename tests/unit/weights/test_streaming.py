@@ -11,8 +11,8 @@ from penstock.dataflow.ports import BucketSum, TensorEntry
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import View
 from penstock.weights.planner.plan import Copy
-from penstock.weights.streaming import Pieces
-from penstock.weights.transport.transfer import ExpectedBuckets, Message, sums_of
+from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Message, sums_of
+from penstock.weights.transport.streaming import Pieces
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

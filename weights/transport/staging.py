@@ -1,10 +1,12 @@
 """A version on its way into one rank of an engine, while that rank goes on decoding.
 
-Consumes: the shard in its slot, the whole tensors of a file, or the adapters that make it (weights/adapters.py). Waits
-for: nothing; in a thread (weights/beside.py) they are compared with the manifest and, if the device is a GPU, what is
-in shared memory is first copied there, on a stream of its own. What training ranks have written into device memory
-stays where it is. Unblocked by: the thread's end, which the engine polls. Only then are running requests frozen, so a
-damaged version harms nothing and the freeze lasts for one copy within the device, or for the loading of the file.
+Consumes: the shard in its slot, the whole tensors of a file, or the adapters that make it
+(weights/transport/adapters.py). Waits
+for: nothing; in a thread (weights/transport/background.py) they are compared with the manifest and, if the device is a
+GPU, what is in shared memory is first copied there, on a stream of its own. What training ranks have written into
+device memory stays where it is. Unblocked by: the thread's end, which the engine polls. Only then are running requests
+frozen, so a damaged version harms nothing and the freeze lasts for one copy within the device, or for the loading of
+the file.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError, boundary
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.weights.adapters import BaseWeights, entries_of
-from penstock.weights.beside import on_own_stream
 from penstock.weights.checksum import check_arrived
-from penstock.weights.streaming import Pieces
+from penstock.weights.transport.adapters import BaseWeights, entries_of
+from penstock.weights.transport.background import on_own_stream
 from penstock.weights.transport.device_memory import DeviceSlot
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
+from penstock.weights.transport.streaming import Pieces
 
 
 class Staged(NamedTuple):

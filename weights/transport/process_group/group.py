@@ -27,7 +27,7 @@ from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defi
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.dataflow.errors import WeightSyncError, boundary
-from penstock.weights.transport.members import Members
+from penstock.weights.transport.process_group.members import Members
 
 _SHORTEST_WAIT = timedelta(milliseconds=1)
 """A time-out of zero means none to torch."""

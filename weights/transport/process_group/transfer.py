@@ -35,11 +35,11 @@ from penstock.dataflow.ports import BucketSum
 from penstock.weights.checksum import PartialSum, strided_sum
 from penstock.weights.codec.codec import Codec, ReceiverState, SenderState
 from penstock.weights.codec.wire import HEADER_WORDS, from_wire, payload_bytes, to_wire
+from penstock.weights.layout.strided import strided_box
 from penstock.weights.planner.plan import Copy, Plan
-from penstock.weights.streaming import HALF_WRITTEN
-from penstock.weights.strided import strided_box
-from penstock.weights.transport.group import Exchange, Links, LostPeerError, Part, Pending, TransferGroup
-from penstock.weights.transport.members import Route
+from penstock.weights.transport.process_group.group import Exchange, Links, LostPeerError, Part, Pending, TransferGroup
+from penstock.weights.transport.process_group.members import Route
+from penstock.weights.transport.streaming import HALF_WRITTEN
 
 _WHAT_TO_DO = "What arrived is not used. Join a group of the next generation without it, and send the version again."
 Finish = Callable[[Sequence[Pending]], None]

@@ -22,7 +22,7 @@ from penstock.dataflow.ports import AdaptedBox, AdapterManifest, TensorEntry, We
 from penstock.weights.checksum import check_arrived, combine_checksums, entry_key, tensor_checksum
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import Layout, View
-from penstock.weights.strided import strided_box
+from penstock.weights.layout.strided import strided_box
 from penstock.weights.transport.shared_memory import read_version
 
 _DOWN, _UP = ".lora_A", ".lora_B"

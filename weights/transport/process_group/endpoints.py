@@ -21,17 +21,17 @@ import torch
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import BucketSum
-from penstock.weights.beside import on_own_stream
 from penstock.weights.checksum import PartialSum
 from penstock.weights.codec.wire import CODECS
 from penstock.weights.config import CodecName
 from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.planner.relay import relay_tree
+from penstock.weights.transport.background import on_own_stream
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
-from penstock.weights.transport.group import TransferGroup
-from penstock.weights.transport.members import Members, Route
+from penstock.weights.transport.process_group.group import TransferGroup
+from penstock.weights.transport.process_group.members import Members, Route
+from penstock.weights.transport.process_group.transfer import ExpectedBuckets, Tensors, Transfer
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer
-from penstock.weights.transport.transfer import ExpectedBuckets, Tensors, Transfer
 
 _MAIN_MEMORY = torch.device("cpu")
 
