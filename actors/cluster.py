@@ -28,8 +28,8 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.copies import copy_environment
 from penstock.weights.transport.shared_memory import remove_directories_of

@@ -38,8 +38,8 @@ from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, 
 from penstock.platform.simulator.simulation import Seams, simulate
 from penstock.platform.simulator.sweep import rounded
 from penstock.platform.simulator.world import LengthTable, World
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 GROUP_SIZE = 8
 ENGINES = 64

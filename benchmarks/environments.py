@@ -42,9 +42,9 @@ from penstock.envs.environment import Action, Environment, Observation
 from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.platform.metrics.memory_sampler import pss_bytes
-from penstock.rollout.dialogue import EpisodeBudget, PartialTurn
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn
+from penstock.rollout.trajectory.episodes import EpisodePlayer
 
 SIGMA, MOST_MEANS = 1.25, 30.0
 TURNS = 8

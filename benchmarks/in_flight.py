@@ -36,10 +36,10 @@ from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.platform.checks.load import compose_config
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
-from penstock.rollout.local_engine import EngineSpec, LocalEngine
-from penstock.rollout.tokenizers import character_tokenizer
-from penstock.rollout.torch_engine import TorchEngine
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.local_engine import EngineSpec, LocalEngine
+from penstock.rollout.engines.torch.engine import TorchEngine
+from penstock.rollout.engines.vllm.environment import vllm_environment
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
@@ -104,7 +104,7 @@ async def follow(engine: LocalEngine, request: GenerateRequest, deltas: list[Tok
 
 async def pauses(model: ModelConfig, folder: str) -> dict[str, list[float]]:
     """Seconds, by what was between freezing and resuming."""
-    from penstock.rollout.vllm_engine import VllmEngine
+    from penstock.rollout.engines.vllm.engine import VllmEngine
 
     config = VllmEngineConfig(type="vllm", max_num_seqs=PAUSED_ANSWERS, kv_cache_gib=0.25, enforce_eager=True)
     spec = EngineSpec(EngineId("engine-0"), str(model.path), model, config, "cpu", "keep_kv", seed=0, threads=1)

@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.table import Table
 from vs_trl_report import RESULTS
 
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec, volume
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.training import training_layout
@@ -94,7 +94,7 @@ def count_bytes() -> None:
 
 def penstock(setting: Setting, model: ModelConfig, tensors: list[TensorSpec], item_bytes: int) -> dict[str, Any]:
     """The plan for the first engine, and the relay from there."""
-    from penstock.rollout.vllm_layout import plain_layout
+    from penstock.rollout.engines.vllm.layout import plain_layout
 
     planning_s = []
     destination = plain_layout(config_of_shape(model.shape), tensors, model.dtype, setting.tp_size)

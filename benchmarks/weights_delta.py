@@ -33,7 +33,7 @@ from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.checks.load import compose_config
-from penstock.rollout.tokenizers import load_codec
+from penstock.rollout.tokenization.tokenizers import load_codec
 from penstock.trainer.build import build_trainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.codec.codec import ReceiverState, SenderState, words

@@ -27,7 +27,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.spec import free_port
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_environment, copy_values
@@ -58,7 +58,7 @@ TIMEOUT_S = 120.0
 def sides() -> tuple[TrainingSide, EngineSide]:
     """ZeRO-3 ranks, and a vLLM engine of so many devices."""
     os.environ.update(vllm_environment("cpu", threads=1))
-    from penstock.rollout.vllm_layout import plain_layout
+    from penstock.rollout.engines.vllm.layout import plain_layout
 
     config = config_of_shape(MODEL)
     tensors = tuple(module_tensors(config))

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.dataflow.errors import ConfigError
-from penstock.rollout.routing import RoutingName
+from penstock.rollout.pool.routing import RoutingName
 
 CPU_KV_CACHE_GIB = 0.25
 
 
 class VllmEngineConfig(BaseModel):
-    """A vLLM engine (rollout/vllm_engine.py).
+    """A vLLM engine (rollout/engines/vllm/engine.py).
 
     Attributes:
         max_num_seqs: Trajectories decoded at once by one engine.
@@ -60,7 +60,7 @@ class VllmEngineConfig(BaseModel):
 
 
 class TorchEngineConfig(BaseModel):
-    """The plain torch engine (rollout/torch_engine.py): for machines without vLLM and for fast tests.
+    """The plain torch engine (rollout/engines/torch/engine.py): for machines without vLLM and for fast tests.
 
     Attributes:
         deterministic: Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that
@@ -102,11 +102,12 @@ class RolloutConfig(BaseModel):
     Attributes:
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
-        max_resumes: Interruptions that one trajectory survives, going on from its tokens (rollout/runner.py).
+        max_resumes: Interruptions that one trajectory survives, going on from its tokens
+        (rollout/trajectory/runner.py).
         max_engine_restarts: Times that an engine which was lost, or fenced off, is started anew; it gets the version in
             service before it serves (platform/run/engine_restarts.py). Colocated engines are not.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
-            (rollout/routing.py).
+            (rollout/pool/routing.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

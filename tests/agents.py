@@ -21,12 +21,12 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Session
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
-from penstock.rollout.dialogue import EpisodeBudget
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.chat_tokenizers import chat_tokenizer
 
 CODEC = TokenCodec(chat_tokenizer("chatml"))

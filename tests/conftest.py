@@ -47,7 +47,7 @@ def tiny_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     The initialiser is wide, so that distributions are peaked and stale weights cannot look like fresh ones.
     """
-    from penstock.rollout.tokenizers import character_tokenizer
+    from penstock.rollout.tokenization.tokenizers import character_tokenizer
 
     directory = tmp_path_factory.mktemp("tiny-policy")
     model = ModelConfig(max_context_tokens=TINY_MAX_CONTEXT, shape=TINY_SHAPE)

@@ -14,9 +14,9 @@ from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, 
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards, FakeStore
 
 CODEC = TokenCodec(character_tokenizer())

@@ -20,7 +20,7 @@ import ray
 from penstock.dataflow.errors import EngineLostError, PenstockError, TrajectoryError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, TokenDelta, WeightAck, WeightManifest
-from penstock.rollout.local_engine import EngineSpec, LocalEngine
+from penstock.rollout.engines.local_engine import EngineSpec, LocalEngine
 from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
@@ -30,10 +30,10 @@ Parcel = tuple[RequestId, Answer]
 def create_engine(spec: EngineSpec) -> LocalEngine:
     """The engine class that the config names; imported here, in its own process."""
     if spec.engine.type == "vllm":
-        from penstock.rollout.vllm_engine import VllmEngine
+        from penstock.rollout.engines.vllm.engine import VllmEngine
 
         return VllmEngine(spec)
-    from penstock.rollout.torch_engine import TorchEngine
+    from penstock.rollout.engines.torch.engine import TorchEngine
 
     return TorchEngine(spec)
 

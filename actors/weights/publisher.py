@@ -44,7 +44,7 @@ from penstock.actors.weights.transports import Departure, Export, Parcel
 from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import PublishReport, WeightAck
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)

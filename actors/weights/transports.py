@@ -17,7 +17,7 @@ from penstock.actors.engine.client import RemoteEngine, in_service
 from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import NUM_SLOTS, WeightsConfig
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import DType

@@ -222,7 +222,7 @@ def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]
 
 def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task]) -> Iterator[Finding]:
     """The longest worked example, end token included, fits; a new policy has an embedding for every token."""
-    from penstock.rollout.tokenizers import NEW_TOKENIZERS
+    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS
 
     shape, context = config.model.shape, config.model.max_context_tokens
     num_tokens = len(NEW_TOKENIZERS[config.model.tokenizer]())
@@ -278,7 +278,7 @@ def _too_long(
     sentence: Callable[[Task, int], str],
 ) -> Iterator[Finding]:
     """A `sentence` about the longest of `tasks` if it exceeds the context; or why lengths cannot be told."""
-    from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+    from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
     if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):

@@ -18,7 +18,7 @@ from penstock.platform.cluster.actor_factory import pool_device
 from penstock.platform.cluster.placement import plan_placement
 from penstock.platform.cluster.weight_routes import way_of
 from penstock.platform.config.schema import RunConfig
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.tensor_parallel import expected_splits
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
@@ -85,7 +85,7 @@ def plan_report(config: RunConfig) -> PlanReport:
         layout = training_layout(tensors)
     else:  # vLLM's own loader tells it, without a device or memory
         os.environ.update(vllm_environment(pool_device(config, config.cluster.rollout_pool), threads=1))
-        from penstock.rollout.vllm_layout import plain_layout
+        from penstock.rollout.engines.vllm.layout import plain_layout
 
         layout = plain_layout(hf_config, tensors, config.model.dtype, rollout.engine.tensor_parallel_size)
     engine = EngineSide(rollout.engine.type, layout)

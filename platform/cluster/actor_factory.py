@@ -38,8 +38,8 @@ from penstock.platform.cluster.placement import Role, plan_placement, shared_bun
 from penstock.platform.cluster.weight_routes import GROUP_WAYS, way_of
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment

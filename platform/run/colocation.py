@@ -14,7 +14,7 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import StepReport, TrainerGroup
 from penstock.dataflow.trajectory import GroupRef, stream_of
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 
 
 class TakesTurns:

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Mapping
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine, EngineLoad
-from penstock.rollout.concurrency import ConcurrencyLimit
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.concurrency import ConcurrencyLimit
+from penstock.rollout.pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 

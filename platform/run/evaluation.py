@@ -11,8 +11,8 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import RewardWorker, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.run.lifecycle import first_error
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.runner import Runs, TrajectoryRunner
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import Runs, TrajectoryRunner
 
 ATTEMPTS = 3
 

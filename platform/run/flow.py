@@ -28,7 +28,7 @@ from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.early_logprobs import Prefetcher
 from penstock.platform.run.group_run import GroupRun, Outcome
-from penstock.rollout.runner import Runs
+from penstock.rollout.trajectory.runner import Runs
 
 logger = logging.getLogger(__name__)
 

@@ -48,8 +48,8 @@ from penstock.platform.run.run import Instruments, Run, Side
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
 from penstock.platform.run.two_policies import together
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import load_codec
+from penstock.rollout.tokenization.tokenizers import load_codec
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 
 def train(config: RunConfig) -> int:

@@ -23,7 +23,7 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import EngineLostError, TrajectoryError, WeightSyncError
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import Engine, GenerateRequest, SamplingParams
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.model_config import DType
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
-from penstock.rollout.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 from penstock.trainer.batches.sequences import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 

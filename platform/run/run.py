@@ -22,7 +22,7 @@ from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluates, Evaluation
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
-from penstock.rollout.runner import Runs
+from penstock.rollout.trajectory.runner import Runs
 
 
 @dataclass(frozen=True, slots=True)

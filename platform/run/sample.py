@@ -30,7 +30,7 @@ from penstock.platform.run.evaluation import scored_answer
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.platform.run.serving import Serving, rollout_sampling, serving
-from penstock.rollout.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import GroupTask
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
 TASKS_AT_A_TIME = 512

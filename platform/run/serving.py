@@ -28,12 +28,12 @@ from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
-from penstock.rollout.dialogue import EpisodeBudget
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.pool import make_pool
-from penstock.rollout.recording import PolicyAnswers
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec, load_codec
+from penstock.rollout.pool.pool import make_pool
+from penstock.rollout.tokenization.tokenizers import TokenCodec, load_codec
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.recording import PolicyAnswers
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.weights.checkpoint import checkpoint_tensors
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide

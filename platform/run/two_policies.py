@@ -1,7 +1,7 @@
 """A run of two policies: one flow, one ledger, one bound on staleness; two trainers, two sets of engines.
 
 Both train every batch and publish every version, so the controller's loop and the gates of the flow need not know.
-Consumes: batches of groups that both have answered (rollout/runner.py). Waits for: both. Unblocked by: the
+Consumes: batches of groups that both have answered (rollout/trajectory/runner.py). Waits for: both. Unblocked by: the
 slower one.
 """
 
@@ -21,7 +21,7 @@ from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher
 from penstock.dataflow.trajectory import GroupRef, Task, stream_of
 from penstock.platform.run.evaluation import Evaluates, Evaluation
 from penstock.platform.run.run import Side
-from penstock.rollout.runner import SharedGroups
+from penstock.rollout.trajectory.runner import SharedGroups
 
 
 def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:

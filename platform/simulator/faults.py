@@ -21,7 +21,7 @@ from penstock.platform.simulator.world import World
 
 if TYPE_CHECKING:
     from penstock.platform.simulator.checks import CheckedDataflow
-    from penstock.rollout.pool import EnginePool
+    from penstock.rollout.pool.pool import EnginePool
 
 
 MAX_DEATHS = 2

@@ -22,7 +22,7 @@ from penstock.envs.episode_child import EpisodeReply
 from penstock.platform.simulator.checks import check_step
 from penstock.platform.simulator.config import FaultRates, SimulationConfig
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 EVALUATION_TASKS = 1_000_000
 """Evaluation tasks are numbered from here, away from those that train."""

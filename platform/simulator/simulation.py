@@ -57,11 +57,11 @@ from penstock.platform.simulator.parts import (
 )
 from penstock.platform.simulator.virtual_loop import DeadlockError, VirtualTimeLoop
 from penstock.platform.simulator.world import InvariantError, LengthTable, Trace, World
-from penstock.rollout.dialogue import EpisodeBudget
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.routing import make_policy
-from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.pool.routing import make_policy
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.weights.config import WeightsConfig
 

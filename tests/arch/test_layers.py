@@ -31,7 +31,7 @@ INSIDE_PLATFORM = ("metrics", "config", "cluster", "checks", "run", "simulator",
 DOORS: dict[str, Callable[[str], bool]] = {
     "ray": lambda path: path.startswith(("actors/", "platform/")),
     "torch": lambda path: not path.startswith(("dataflow/", "envs/")) or path == "envs/rewards/reward_model.py",
-    "vllm": lambda path: path in {"rollout/vllm_engine.py", "rollout/vllm_layout.py", "rollout/vllm_worker.py"},
+    "vllm": lambda path: path.startswith("rollout/engines/vllm/"),
     "deepspeed": lambda path: path == "trainer/deepspeed_backend.py",
     "peft": lambda path: path == "trainer/lora.py",
     "wandb": lambda path: path.startswith("platform/metrics/trackers/"),
@@ -124,10 +124,13 @@ PLANTED = {
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.rollout import pool",
         "weights/ may not import from rollout/",
     ),
-    "rollout/pool.py": ("from penstock.trainer.config import TrainerConfig", "rollout/ may not import from trainer/"),
+    "rollout/pool/pool.py": (
+        "from penstock.trainer.config import TrainerConfig",
+        "rollout/ may not import from trainer/",
+    ),
     "rollout/vllm_helper.py": ("from vllm import LLM", "vllm has its own room"),
     "rollout/deep/relative.py": ("from ...trainer import config", "rollout/ may not import from trainer/"),
-    "trainer/step.py": ("import penstock.rollout.pool", "trainer/ may not import from rollout/"),
+    "trainer/step.py": ("import penstock.rollout.pool.pool", "trainer/ may not import from rollout/"),
     "trainer/other_backend.py": ("import deepspeed", "deepspeed has its own room"),
     "trainer/loss.py": ("import triton.language as tl", "triton has its own room"),
     "actors/engine/actor.py": ("import_module('penstock.platform.run.run')", "actors/ may not import from platform/"),
@@ -157,12 +160,12 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("rollout/vllm_engine.py", "import vllm"),
+        ("rollout/engines/vllm/engine.py", "import vllm"),
         ("trainer/deepspeed_backend.py", "import deepspeed"),
         ("platform/metrics/trackers/wandb.py", "import wandb"),
         ("platform/cluster/hardware.py", "import platform\nimport ray"),
         ("kernels/logprob.py", "import triton, torch"),
-        ("actors/engine/actor.py", "from penstock.rollout.pool import Pool\nfrom penstock.trainer import config"),
+        ("actors/engine/actor.py", "from penstock.rollout.pool.pool import Pool\nfrom penstock.trainer import config"),
     ],
 )
 def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, source: str) -> None:

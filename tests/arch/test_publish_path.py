@@ -26,12 +26,12 @@ STREAMED = [
     ("weights/transport/process_group/transfer.py", "run"),
 ]
 COPIED = [("weights/copies.py", "copy_values")]
-TO_VLLM = [*TO_THE_ENGINE, ("rollout/vllm_engine.py", "update_weights")]
+TO_VLLM = [*TO_THE_ENGINE, ("rollout/engines/vllm/engine.py", "update_weights")]
 TO_TORCH = [
     *TO_THE_ENGINE,
-    ("rollout/torch_engine.py", "update_weights"),
-    ("rollout/decode_thread.py", "call"),
-    ("rollout/torch_engine.py", "_swap"),
+    ("rollout/engines/torch/engine.py", "update_weights"),
+    ("rollout/engines/torch/decode_thread.py", "call"),
+    ("rollout/engines/torch/engine.py", "_swap"),
 ]
 FROM_THE_TRAINER = [
     ("platform/run/run.py", "publish"),
@@ -43,10 +43,10 @@ FROM_THE_TRAINER = [
     ("weights/transport/process_group/transfer.py", "run"),
 ]
 PATHS = {
-    "into vLLM, in messages": [*TO_VLLM, ("rollout/vllm_worker.py", "penstock_stream"), *STREAMED],
+    "into vLLM, in messages": [*TO_VLLM, ("rollout/engines/vllm/worker.py", "penstock_stream"), *STREAMED],
     "into vLLM, from a slot": [
         *TO_VLLM,
-        ("rollout/vllm_worker.py", "receive_weights"),
+        ("rollout/engines/vllm/worker.py", "receive_weights"),
         ("weights/transport/streaming.py", "apply"),
         *COPIED,
     ],
@@ -55,9 +55,12 @@ PATHS = {
     "out of the training ranks": FROM_THE_TRAINER,
 }
 BETWEEN = {
-    ("rollout/vllm_engine.py", "receive_weights"): "update_weights",  # vLLM's own, which calls its transfer engine's
+    (
+        "rollout/engines/vllm/engine.py",
+        "receive_weights",
+    ): "update_weights",  # vLLM's own, which calls its transfer engine's
     ("actors/trainer/client.py", "send_weights"): "getattr",  # methods of the ranks are called by name
-    ("rollout/decode_thread.py", "_swap"): "action",  # runs what it was given
+    ("rollout/engines/torch/decode_thread.py", "_swap"): "action",  # runs what it was given
 }
 """Calls that are not by the next one's name -> the name they are made by."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.chaos.processes import start_train, wait_for_line

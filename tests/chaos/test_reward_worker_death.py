@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.chaos.processes import start_train, wait_for_line
 from tests.command_line import read_metric, read_summary
 from tests.small_run import small_run_overrides

@@ -11,8 +11,8 @@ import pytest_asyncio
 import torch
 
 from penstock.rollout.config import EngineConfig
-from penstock.rollout.local_engine import LocalEngine
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.local_engine import LocalEngine
+from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig

@@ -18,7 +18,7 @@ from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta,
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Spans, join_spans, num_tokens
 from penstock.rollout.config import EngineConfig
-from penstock.rollout.local_engine import EngineSpec, LocalEngine
+from penstock.rollout.engines.local_engine import EngineSpec, LocalEngine
 from penstock.weights.model_config import ModelConfig
 from tests.conftest import TinyPublisher
 

@@ -18,12 +18,12 @@ from penstock.dataflow.trajectory import Task
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
 from penstock.envs.episode_child import EpisodeReply
-from penstock.rollout.dialogue import EpisodeBudget
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 from .engine_harness import Harness, within
 

@@ -14,11 +14,11 @@ import pytest
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.local_engine import LocalEngine
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.engines.local_engine import LocalEngine
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 from .engine_harness import Harness, within
 

@@ -21,7 +21,7 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.torch_engine import TorchEngine
+from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle

@@ -10,7 +10,7 @@ import torch
 
 from penstock.kernels.linear_logprob import linear_scores
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
-from penstock.rollout.torch_engine import load_batch
+from penstock.rollout.engines.torch.engine import load_batch
 from penstock.weights.model_config import ModelConfig
 
 from .engine_harness import make_spec, prompt_of
@@ -48,7 +48,7 @@ def test_vllm_computes_its_head_in_what_it_is_told(
     tiny_model_config: ModelConfig, head_dtype: HeadDType, computed_in: torch.dtype
 ) -> None:
     """vLLM's own configuration of the engine, read back: it may ignore an override that it does not know."""
-    from penstock.rollout.vllm_engine import engine_args
+    from penstock.rollout.engines.vllm.engine import engine_args
 
     config = VllmEngineConfig(type="vllm", kv_cache_gib=0.1)
     spec = make_spec(in_bfloat16(tiny_model_config, head_dtype), config, "keep_kv")

@@ -17,7 +17,7 @@ import pytest_asyncio
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.torch_engine import TorchEngine
+from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer

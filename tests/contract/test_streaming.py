@@ -20,7 +20,7 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
-from penstock.rollout.torch_engine import TorchEngine
+from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.checksum import PartialSum
 from penstock.weights.transport.process_group.endpoints import Crossing, Sender
 from penstock.weights.transport.process_group.group import serve_store
@@ -65,7 +65,7 @@ async def harness(
         async with open_harness(TorchEngine, TORCH, "keep_kv", bucket_bytes=BUCKET_BYTES) as harness:
             yield harness
         return
-    from penstock.rollout.vllm_engine import VllmEngine
+    from penstock.rollout.engines.vllm.engine import VllmEngine
 
     async with open_harness(VllmEngine, VLLM, "keep_kv", bucket_bytes=BUCKET_BYTES) as harness:
         yield harness
@@ -135,7 +135,7 @@ def damage_behind_staging(harness: Harness, version: int, patch: pytest.MonkeyPa
 
         patch.setattr(TorchEngine, "_stage", staged)
         return
-    from penstock.rollout.vllm_engine import VllmEngine
+    from penstock.rollout.engines.vllm.engine import VllmEngine
 
     stage_all = VllmEngine._stage
 

@@ -9,9 +9,9 @@ import pytest_asyncio
 import torch
 
 from penstock.dataflow.errors import EngineLostError, PlacementError, TrajectoryError, WeightSyncError
-from penstock.rollout import torch_engine
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.torch_engine import TorchEngine
+from penstock.rollout.engines.torch import engine as torch_engine
+from penstock.rollout.engines.torch.engine import TorchEngine
 
 from .crossing import CrossingContract
 from .engine_contract import EngineContract

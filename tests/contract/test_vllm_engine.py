@@ -51,7 +51,7 @@ ENGINES = [("keep_kv", 1, "host"), pytest.param(("recompute_kv", 2, "device"), m
 async def harness(
     request: pytest.FixtureRequest, cpu_profile: None, open_harness: OpenHarness
 ) -> AsyncIterator[Harness]:
-    from penstock.rollout.vllm_engine import VllmEngine
+    from penstock.rollout.engines.vllm.engine import VllmEngine
 
     update_mode, tp_size, memory = request.param
     config = CONFIG.model_copy(update={"tensor_parallel_size": tp_size})
@@ -68,7 +68,7 @@ async def test_only_a_dead_core_is_the_loss_of_the_engine(tiny_model_config: Mod
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-    from penstock.rollout.vllm_engine import VllmEngine
+    from penstock.rollout.engines.vllm.engine import VllmEngine
 
     class Llm:
         """Raises, in the place of AsyncLLM."""

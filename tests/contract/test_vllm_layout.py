@@ -20,7 +20,7 @@ import yaml
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import TensorEntry, WeightManifest
-from penstock.rollout.vllm_environment import vllm_environment
+from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.layout.algebra import TensorSpec, volume, whole
 from penstock.weights.layout.checkpoint import (
@@ -118,7 +118,7 @@ def build(case: Case, tp: int, device: str) -> Any:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    from penstock.rollout.vllm_layout import plain_config
+    from penstock.rollout.engines.vllm.layout import plain_config
 
     vllm_config = plain_config(case.config, "float32", tp)
     with set_current_vllm_config(vllm_config), torch.device(device):
@@ -160,7 +160,7 @@ def frozen_case(name: str) -> Case:
 
 @pytest.mark.parametrize("name", daily(LOADED, lambda name: name in ("loaded_qwen2", "loaded_qwen3_moe")))
 def test_what_is_read_from_the_loader_is_the_frozen_layout(name: str) -> None:
-    from penstock.rollout.vllm_layout import plain_layout
+    from penstock.rollout.engines.vllm.layout import plain_layout
 
     config, tensors = frozen_case(name)
     full = numbered(tensors)
@@ -178,7 +178,7 @@ def test_what_is_read_from_the_loader_is_the_frozen_layout(name: str) -> None:
 @pytest.mark.parametrize("name", daily(MODELS, lambda name: name in DAILY))
 def test_what_the_loader_writes_is_where_the_plan_puts_it(name: str, tp: int) -> None:
     """Bit for bit: numbers of which no two are equal, by our plan and by vLLM's own loader."""
-    from penstock.rollout.vllm_layout import plain_layout, stand_in_groups
+    from penstock.rollout.engines.vllm.layout import plain_layout, stand_in_groups
 
     model = case(name, **MODELS[name])
     full = numbered(model.tensors)
@@ -220,8 +220,8 @@ GATHERED = (*SHAPES, "gpt2")
 @pytest.mark.full
 @pytest.mark.parametrize("name", GATHERED)
 def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name: str) -> None:
-    from penstock.rollout.vllm_layout import stand_in_groups
-    from penstock.rollout.vllm_live import LiveTensors
+    from penstock.rollout.engines.vllm.layout import stand_in_groups
+    from penstock.rollout.engines.vllm.live import LiveTensors
 
     known = case("gpt2", **MODELS["gpt2"]) if name == "gpt2" else frozen_case(name)
     sent, manifest = gathered(known)
@@ -246,8 +246,8 @@ def test_whole_tensors_are_proven_to_be_in_the_model_whatever_it_calls_them(name
 
 @pytest.mark.full
 def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name() -> None:
-    from penstock.rollout.vllm_layout import stand_in_groups
-    from penstock.rollout.vllm_live import LiveTensors
+    from penstock.rollout.engines.vllm.layout import stand_in_groups
+    from penstock.rollout.engines.vllm.live import LiveTensors
 
     known = frozen_case("loaded_qwen3")
     with stand_in_groups(0, 1):
@@ -273,7 +273,7 @@ def test_whole_tensors_that_the_model_has_no_place_for_are_refused_by_name() -> 
     ],
 )
 def test_of_the_models_that_we_ship_configurations_of_every_element_is_on_an_engine_rank(name: str, tp: int) -> None:
-    from penstock.rollout.vllm_layout import plain_layout
+    from penstock.rollout.engines.vllm.layout import plain_layout
 
     shape = ModelShape.model_validate(yaml.safe_load((CONF / f"{name}.yaml").read_text())["shape"])
     config = config_of_shape(shape)
@@ -288,7 +288,7 @@ def test_of_the_models_that_we_ship_configurations_of_every_element_is_on_an_eng
 def test_a_loader_that_computes_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-    from penstock.rollout.vllm_layout import plain_layout
+    from penstock.rollout.engines.vllm.layout import plain_layout
 
     model = frozen_case("loaded_qwen3")
     really = Qwen3ForCausalLM.load_weights
@@ -317,8 +317,8 @@ def test_a_worker_tells_its_layout_beside_its_live_model_and_says_where_the_two_
     from vllm.v1.engine import UtilityResult
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from penstock.rollout.vllm_layout import joined, plain_config, stand_in_groups
-    from penstock.rollout.vllm_worker import WorkerExtension
+    from penstock.rollout.engines.vllm.layout import joined, plain_config, stand_in_groups
+    from penstock.rollout.engines.vllm.worker import WorkerExtension
 
     model, answers = frozen_case("loaded_qwen3"), []
     rows = [(name, list(shape)) for name, shape in model.tensors]
@@ -346,7 +346,7 @@ def test_a_worker_tells_its_layout_beside_its_live_model_and_says_where_the_two_
 
 
 def test_an_engine_that_holds_its_weights_in_another_form_than_it_loads_them_is_refused() -> None:
-    from penstock.rollout.vllm_layout import check_live, form_of
+    from penstock.rollout.engines.vllm.layout import check_live, form_of
 
     loaded = form_of({"w": torch.empty(4, 6), "v": torch.empty(3)})
     check_live(loaded, form_of({"w": torch.empty(4, 6), "v": torch.empty(3)}), 0)

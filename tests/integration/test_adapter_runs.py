@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.rollout.tokenizers import byte_tokenizer
+from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import TWO_WAYS, Train, small_run
 

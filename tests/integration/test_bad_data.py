@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import read_metric, read_summary, run_cli
 from tests.in_process import train_in_process
 from tests.small_run import small_run_overrides

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.platform.checks.load import compose_config
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.value_model import load_value_model
 from tests.command_line import read_metric, run_cli

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.in_process import train_in_process
 from tests.small_run import TWO_WAYS, Train, small_run, train_by_command

@@ -26,8 +26,8 @@ from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.config import WeightsConfig

@@ -22,10 +22,10 @@ from penstock.dataflow.seeding import derive_seed
 from penstock.dataflow.trajectory import GroupPayload, Task, Trajectory
 from penstock.envs.loading import load_reward, load_task_source
 from penstock.platform.config.schema import RunConfig
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.tokenizers import load_codec
-from penstock.rollout.torch_decoding import RunningRequest
-from penstock.rollout.torch_engine import load_batch
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.torch.decoding import RunningRequest
+from penstock.rollout.engines.torch.engine import load_batch
+from penstock.rollout.tokenization.tokenizers import load_codec
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.spec import TrainerSpec
 from tests.command_line import read_metric, read_summary

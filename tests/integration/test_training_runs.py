@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.platform.checks.load import compose_config
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from tests.command_line import read_metric, read_summary, run_cli
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import read_metric, read_summary

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.dispatch import Dispatcher
-from penstock.rollout.pool import EnginePool, Gang
-from penstock.rollout.routing import EngineView, LeastLoaded, PrefixAware, Ticket
+from penstock.rollout.pool.dispatch import Dispatcher
+from penstock.rollout.pool.pool import EnginePool, Gang
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, Ticket
 from tests.tiers import examples
 
 SLOTS = 4

@@ -33,9 +33,9 @@ from penstock.platform.simulator.durable import DurableState
 from penstock.platform.simulator.engine import SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedTrainer
 from penstock.platform.simulator.simulation import Seams, simulate
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.pool import EnginePool, Lease
-from penstock.rollout.routing import EngineView
+from penstock.rollout.pool.pool import EnginePool, Lease
+from penstock.rollout.pool.routing import EngineView
+from penstock.rollout.trajectory.episodes import EpisodePlayer
 from tests.simulation.wirings import parse_wired, wired
 
 SEEDS = 12

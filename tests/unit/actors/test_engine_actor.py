@@ -14,7 +14,7 @@ from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.versions import Span
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.weights.model_config import ModelConfig
 from tests.conftest import TINY_SHAPE
 

@@ -12,7 +12,7 @@ from penstock.actors.weights.transports import Departure, GatherExport, Parcel
 from penstock.dataflow.errors import EngineLostError, ExportError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 
 

@@ -21,12 +21,12 @@ from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.math_tasks import math_verify_reward
 from penstock.envs.reasoning import ReasoningReader, split_turn
 from penstock.platform.metrics.trajectory_table import trajectory_row
-from penstock.rollout.dialogue import EpisodeBudget
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.updates import batch_metrics
 from tests.agents import SayingEngine, chat, check_tokens, run_agent, user
 from tests.chat_tokenizers import chat_tokenizer

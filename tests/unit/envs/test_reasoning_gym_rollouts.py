@@ -15,12 +15,12 @@ from penstock.envs.adapters.reasoning_gym_tasks import ReasoningGymTasks, reason
 from penstock.envs.config import EnvConfig
 from penstock.envs.scripted_check import check_environment
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import byte_tokenizer, load_codec
-from penstock.rollout.torch_engine import TorchEngine
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.torch.engine import TorchEngine
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import byte_tokenizer, load_codec
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version

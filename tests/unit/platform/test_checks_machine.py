@@ -61,7 +61,9 @@ def overrides(tmp_path, monkeypatch):
     shape = {"vocab_size": 32, "hidden_size": 128, "num_hidden_layers": 4, "tie_word_embeddings": True}
     (policy / "config.json").write_text(json.dumps(shape))
     monkeypatch.setattr("penstock.platform.checks.tasks.NUM_MEASURED_TASKS", 4)
-    monkeypatch.setattr("penstock.rollout.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec())
+    monkeypatch.setattr(
+        "penstock.rollout.tokenization.tokenizers.load_codec", lambda _path, _marks=None: CharacterCodec()
+    )
     return ["experiment=arithmetic", f"model.path={policy}", "env.factory=my_plugin:Source", "env.args={}"]
 
 

@@ -11,7 +11,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupRef, stream_of
 from penstock.platform.run.colocation import TakesTurns
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 
 
 @dataclass

@@ -15,7 +15,7 @@ from penstock.actors.weights.transports import Departure, GatherExport
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.run.engine_restarts import EngineRestarts
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from tests.unit.actors.test_publisher import FakeTrainer, Receiver
 

@@ -13,9 +13,9 @@ from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.task_queue import LengthLimits
 from penstock.dataflow.trajectory import Task
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import CODEC, make_flow, next_groups, tasks, train_all
 from tests.virtual_time import run_virtual

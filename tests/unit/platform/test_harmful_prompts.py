@@ -20,7 +20,7 @@ from penstock.dataflow.task_queue import TaskStream
 from penstock.dataflow.trajectory import Task
 from penstock.platform.run.flow import Flow
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.local_engine import EngineSpec
+from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.weights.model_config import ModelConfig
 from tests.conftest import TINY_SHAPE
 from tests.fakes import FakeEngine, FakeRewards

@@ -15,9 +15,9 @@ from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.two_policies import EvaluateTogether, PublishTogether, TrainTogether
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import SharedGroups, TrajectoryRunner
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import SharedGroups, TrajectoryRunner
 from tests.fakes import FakeEngine
 from tests.flows import CODEC
 

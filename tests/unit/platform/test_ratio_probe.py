@@ -13,7 +13,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.versions import Span
 from penstock.platform.run.logprob_parity import TOLERANCE, RatioProbe
-from penstock.rollout.pool import EnginePool
+from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.model_config import DType
 
 

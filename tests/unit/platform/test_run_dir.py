@@ -15,7 +15,7 @@ from penstock.platform.checks.run_dir import is_finished
 from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.offline_training import run_sft
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
-from penstock.rollout.tokenizers import character_tokenizer
+from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.tiny_policy import create_policy
 
 

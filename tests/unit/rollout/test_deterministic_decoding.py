@@ -10,9 +10,9 @@ import torch
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.torch_decoding import DecodeBatch, RunningRequest
-from penstock.rollout.torch_engine import load_batch
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.torch.decoding import DecodeBatch, RunningRequest
+from penstock.rollout.engines.torch.engine import load_batch
 from penstock.weights.model_config import ModelConfig
 
 PROMPT = (2, 9, 20, 4, 17, 8, 30)

@@ -13,11 +13,11 @@ from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
-from penstock.rollout.dialogue import PartialTurn
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.trajectory.conversation import PartialTurn
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, ends_by_context
 
 CODEC = TokenCodec(character_tokenizer())

@@ -20,10 +20,10 @@ from penstock.envs.endpoint.session import Questions
 from penstock.envs.environment import EndpointAccess
 from penstock.platform.checks.load import compose_config
 from penstock.platform.run.serving import answer_questions, episode_player
-from penstock.rollout.group_task import GroupTask
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.recording import PolicyAnswers
-from penstock.rollout.runner import TrajectoryRunner
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.recording import PolicyAnswers
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.agents import CODEC, SayingEngine, chat, client_of, user
 from tests.unit.envs.test_judge import answered, make
 

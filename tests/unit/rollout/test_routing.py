@@ -12,9 +12,9 @@ import pytest
 from penstock.dataflow.errors import EngineLostError, PlacementError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
-from penstock.rollout.dispatch import Dispatcher
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, Ticket
+from penstock.rollout.pool.dispatch import Dispatcher
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.pool.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, Ticket
 from tests.fakes import FakeEngine
 
 

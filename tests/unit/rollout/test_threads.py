@@ -20,13 +20,13 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.episode_child import EpisodeReply, to_episode_reply
-from penstock.rollout.dialogue import EpisodeBudget
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask, OldestTurn
-from penstock.rollout.pool import EnginePool
-from penstock.rollout.routing import EngineView, LeastLoaded, Ticket
-from penstock.rollout.runner import TrajectoryRunner
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.pool.pool import EnginePool
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, Ticket
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.trajectory.conversation import EpisodeBudget
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.group_task import GroupTask, OldestTurn
+from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine
 
 CODEC = TokenCodec(character_tokenizer())

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.rollout.tokenizers import CHARACTERS, TokenCodec, byte_tokenizer, character_tokenizer, load_codec
+from penstock.rollout.tokenization.tokenizers import (
+    CHARACTERS,
+    TokenCodec,
+    byte_tokenizer,
+    character_tokenizer,
+    load_codec,
+)
 
 
 def test_the_vocabulary_is_exactly_the_32_ids_of_the_tiny_policies() -> None:

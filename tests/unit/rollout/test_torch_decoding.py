@@ -4,8 +4,8 @@ import torch
 
 from penstock.dataflow.ids import RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
-from penstock.rollout.torch_cache import SlotCache
-from penstock.rollout.torch_decoding import BatchLimits, RunningRequest, _chunks
+from penstock.rollout.engines.torch.cache import SlotCache
+from penstock.rollout.engines.torch.decoding import BatchLimits, RunningRequest, _chunks
 
 LIMITS = BatchLimits(max_num_seqs=4, max_context_tokens=20, journal_interval_tokens=8, device="cpu")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
-from penstock.rollout.tokenizers import TokenCodec, character_tokenizer
-from penstock.rollout.turn_template import TurnTemplate
+from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
+from penstock.rollout.tokenization.turn_template import TurnTemplate
 from tests.chat_tokenizers import chat_tokenizer
 
 TOOL = [{"role": "tool", "content": "4"}]

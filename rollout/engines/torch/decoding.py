@@ -31,7 +31,7 @@ from penstock.dataflow.ports import GenerateRequest, TokenDelta
 from penstock.dataflow.seeding import derive_seed, uniforms
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Span, join_spans
-from penstock.rollout.torch_cache import SlotCache
+from penstock.rollout.engines.torch.cache import SlotCache
 
 PREFILL_BUDGET_TOKENS = 8192
 """Padded tokens of one prefill pass: bounds its memory, and how long it holds up those already decoding."""

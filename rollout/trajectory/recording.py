@@ -1,4 +1,4 @@
-"""The tokens of an agent program's session: each request is the next turn of one dialogue (dialogue.py).
+"""The tokens of an agent program's session: each request is the next turn of one dialogue (conversation.py).
 
 A program decides when it asks, for how many tokens and up to which stop text; how tokens are drawn is the run's. The
 stop texts of a request are a rule that looks at sampled tokens only, so the turn ends with the token that completes
@@ -25,11 +25,11 @@ from penstock.envs.endpoint.requests import Asked, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.reasoning import ReasoningReader, num_begun
-from penstock.rollout.dialogue import Dialogue, EpisodeBudget, PartialTurn, SampleTurn, joined
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.rollout.trajectory.conversation import Dialogue, EpisodeBudget, PartialTurn, SampleTurn, joined
 
 if TYPE_CHECKING:
-    from penstock.rollout.runner import TrajectoryRunner
+    from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 
 class Recording:

@@ -18,8 +18,8 @@ from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Task, Turn
 from penstock.envs.environment import Action, Observation
 from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.threads import ThreadNames
-from penstock.rollout.dialogue import Dialogue, EpisodeBudget, PartialTurn
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.rollout.trajectory.conversation import Dialogue, EpisodeBudget, PartialTurn
 
 
 class Threads:

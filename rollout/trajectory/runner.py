@@ -20,11 +20,11 @@ from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryErr
 from penstock.dataflow.ids import PARTNER, RequestId, TaskId
 from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.rollout.dialogue import Dialogue, PartialTurn, joined
-from penstock.rollout.episodes import EpisodePlayer
-from penstock.rollout.group_task import GroupTask, OldestTurn
-from penstock.rollout.pool import EnginePool, Interruption, InterruptionKind, Lease
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.pool.pool import EnginePool, Interruption, InterruptionKind, Lease
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.rollout.trajectory.conversation import Dialogue, PartialTurn, joined
+from penstock.rollout.trajectory.episodes import EpisodePlayer
+from penstock.rollout.trajectory.group_task import GroupTask, OldestTurn
 
 LOOKS_PER_LIMIT = 8
 

@@ -21,10 +21,10 @@ from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.episode_host import PlayedEpisode
 from penstock.envs.threads import take_turns
-from penstock.rollout.dialogue import EpisodeBudget, PartialTurn, SampleTurn, joined
-from penstock.rollout.recording import Recording
-from penstock.rollout.threads import Threads
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.tokenization.tokenizers import TokenCodec
+from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn, SampleTurn, joined
+from penstock.rollout.trajectory.recording import Recording
+from penstock.rollout.trajectory.threads import Threads
 
 
 class EpisodeSource(Protocol):

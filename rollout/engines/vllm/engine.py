@@ -39,11 +39,11 @@ from penstock.dataflow.ports import (
 )
 from penstock.dataflow.trajectory import FinishReason
 from penstock.dataflow.versions import Span, Spans, join_spans
-from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import VllmEngineConfig
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.vllm_layout import joined
-from penstock.rollout.vllm_worker import BACKEND
+from penstock.rollout.engines.busy_clock import BusyClock
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.vllm.layout import joined
+from penstock.rollout.engines.vllm.worker import BACKEND
 from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DTYPE_BYTES, DType
@@ -94,7 +94,7 @@ def engine_args(spec: EngineSpec, config: VllmEngineConfig) -> AsyncEngineArgs:
         enable_sleep_mode=spec.device == "cuda",
         logprobs_mode="processed_logprobs",  # after temperature: what the importance ratio needs
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls="penstock.rollout.vllm_worker.WorkerExtension",
+        worker_extension_cls="penstock.rollout.engines.vllm.worker.WorkerExtension",
         tensor_parallel_size=config.tensor_parallel_size,
         distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
         moe_backend="triton",  # the other kernels for experts reorder what the loader wrote

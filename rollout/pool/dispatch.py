@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.routing import EngineView, LeastLoaded, Ticket
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, Ticket
 
 Granted = list[Ticket]
 

@@ -18,7 +18,7 @@ import torch
 
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import RequestId
-from penstock.rollout.torch_decoding import DecodeBatch, Deltas
+from penstock.rollout.engines.torch.decoding import DecodeBatch, Deltas
 
 Result = TypeVar("Result")
 Action = Callable[[DecodeBatch], Any]

@@ -5,8 +5,8 @@ request runs under it, the lease is also where it can be interrupted: silence an
 
 Consumes: leases. Waits for: an engine with a free slot, new enough. Unblocked by: a lease given back, an engine that
 joins or gets newer weights, the loss of the last engine that serves or is coming back (then every waiter gets the
-error), the time limit for a version that no engine has. Who gets what is decided in rollout/dispatch.py; here are only
-the futures.
+error), the time limit for a version that no engine has. Who gets what is decided in rollout/pool/dispatch.py; here are
+only the futures.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.dataflow.errors import EngineLostError, PlacementError, Trajectory
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
 from penstock.rollout.config import RolloutConfig
-from penstock.rollout.dispatch import Dispatcher
-from penstock.rollout.routing import EngineView, LeastLoaded, PrefixAware, Ticket, make_policy
+from penstock.rollout.pool.dispatch import Dispatcher
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, Ticket, make_policy
 
 logger = logging.getLogger(__name__)
 

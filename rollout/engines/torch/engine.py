@@ -32,12 +32,12 @@ from penstock.dataflow.errors import ConfigError, EngineLostError, PlacementErro
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, TokenDelta, WeightAck, WeightManifest
 from penstock.kernels.float32_head import use_float32_head
-from penstock.rollout.busy_clock import BusyClock
 from penstock.rollout.config import TorchEngineConfig
-from penstock.rollout.decode_thread import DecodeThread
-from penstock.rollout.local_engine import EngineSpec
-from penstock.rollout.torch_cache import SlotCache
-from penstock.rollout.torch_decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
+from penstock.rollout.engines.busy_clock import BusyClock
+from penstock.rollout.engines.local_engine import EngineSpec
+from penstock.rollout.engines.torch.cache import SlotCache
+from penstock.rollout.engines.torch.decode_thread import DecodeThread
+from penstock.rollout.engines.torch.decoding import BatchLimits, DecodeBatch, Deltas, RunningRequest
 from penstock.weights.checksum import combine_checksums, entry_key, tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES

@@ -23,8 +23,8 @@ from vllm.platforms import current_platform
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ports import WeightManifest
-from penstock.rollout.vllm_layout import check_live, form_of, trace_rank
-from penstock.rollout.vllm_live import LiveTensors
+from penstock.rollout.engines.vllm.layout import check_live, form_of, trace_rank
+from penstock.rollout.engines.vllm.live import LiveTensors
 from penstock.weights.checksum import tensor_checksum
 from penstock.weights.copies import copy_values
 from penstock.weights.dtypes import TORCH_DTYPES

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import ReasoningConfig
 from penstock.envs.reasoning import Spoken, split_turn
-from penstock.rollout.turn_template import TurnTemplate
+from penstock.rollout.tokenization.turn_template import TurnTemplate
 from penstock.weights.model_config import NewTokenizer
 
 if TYPE_CHECKING:

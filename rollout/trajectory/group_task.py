@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from penstock.dataflow.ids import GroupId, TrajectoryId
 from penstock.dataflow.trajectory import Task
-from penstock.rollout.routing import EngineView
-from penstock.rollout.tokenizers import TokenCodec
+from penstock.rollout.pool.routing import EngineView
+from penstock.rollout.tokenization.tokenizers import TokenCodec
 
 if TYPE_CHECKING:
-    from penstock.rollout.pool import EnginePool, Gang
+    from penstock.rollout.pool.pool import EnginePool, Gang
 
 
 class GroupTask:
