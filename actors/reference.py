@@ -19,7 +19,7 @@ from penstock.actors.cluster import Resources
 from penstock.actors.ray_errors import answer_of
 from penstock.dataflow.errors import PenstockError
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.spec import ReferenceSpec
 
 

@@ -42,9 +42,9 @@ from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter

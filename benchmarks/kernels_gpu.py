@@ -23,10 +23,10 @@ from penstock.kernels.changed_elements import compare_words, find_changes
 from penstock.kernels.linear_logprob import linear_scores
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
+from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, composed_loss
-from penstock.trainer.rank_agreement import RankShare
 from penstock.trainer.updates import OpenUpdate
 
 GIB = float(1 << 30)

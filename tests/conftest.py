@@ -17,7 +17,7 @@ import torch
 
 from penstock.dataflow.ports import WeightManifest
 from penstock.platform.config import compose
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.model_config import ModelConfig

@@ -35,7 +35,7 @@ from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.build import build_trainer, save_policy
-from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.transport.shared_memory import private_directory, write_version
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import read_summary, run_cli
 from tests.in_process import train_in_process

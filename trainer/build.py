@@ -12,16 +12,16 @@ import torch
 
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.algorithms.rules import algorithm_violations
-from penstock.trainer.backend import Backend
+from penstock.trainer.backends.base import Backend
+from penstock.trainer.backends.torch import Loader, build_torch_backend
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.critic import Critic
-from penstock.trainer.lora import load_adapted_policy
-from penstock.trainer.policy_model import load_policy
+from penstock.trainer.models.critic import Critic
+from penstock.trainer.models.lora import load_adapted_policy
+from penstock.trainer.models.policy_model import load_policy
+from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.trainer.torch_backend import Loader, build_torch_backend
 from penstock.trainer.validation import trainer_violations
-from penstock.trainer.value_model import load_value_model
 from penstock.trainer.work import Work, peak_flops
 from penstock.weights.model_config import ModelConfig
 
@@ -57,7 +57,7 @@ def build_trainer(
     torch.manual_seed(spec.seed)
     build_backend: Callable[[Loader, str, ModelConfig, TrainerConfig, str], Backend] = build_torch_backend
     if trainer.backend == "deepspeed":
-        from penstock.trainer.deepspeed_backend import build_deepspeed_backend as build_backend
+        from penstock.trainer.backends.deepspeed import build_deepspeed_backend as build_backend
 
         os.environ |= {
             "RANK": str(rank),

@@ -54,7 +54,7 @@ class OptimizerConfig(BaseModel):
 
 
 class LoraConfig(BaseModel):
-    """Low-rank adapters in place of whole weights (`trainer/lora.py`): W + alpha / rank · B·A with W frozen.
+    """Low-rank adapters in place of whole weights (`trainer/models/lora.py`): W + alpha / rank · B·A with W frozen.
 
     Attributes:
         rank: Rows of A and columns of B.

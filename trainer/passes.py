@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.backend import Backend
+from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.collate import MicroBatch, collate, sequence_share
 from penstock.trainer.batches.packing import (
     BatchPlan,

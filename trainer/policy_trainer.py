@@ -22,7 +22,8 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.metrics import TokenMetrics
-from penstock.trainer.backend import Backend, OptimizerResult
+from penstock.trainer.backends.base import Backend, OptimizerResult
+from penstock.trainer.backends.rank_consistency import RankShare, agreement
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import (
     Example,
@@ -34,11 +35,10 @@ from penstock.trainer.batches.sequences import (
     preference_sequences,
     supervised_sequences,
 )
-from penstock.trainer.critic import Critic
-from penstock.trainer.forwards import Forwards
+from penstock.trainer.early_logprobs import Forwards
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
+from penstock.trainer.models.critic import Critic
 from penstock.trainer.passes import Passes, TeacherForced
-from penstock.trainer.rank_agreement import RankShare, agreement
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work

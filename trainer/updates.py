@@ -11,10 +11,10 @@ import numpy as np
 from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.trajectory import GroupPayload, compared_rewards
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
-from penstock.trainer.backend import OptimizerResult
+from penstock.trainer.backends.base import OptimizerResult
+from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.sequences import group_rewards
 from penstock.trainer.config import OptimizerConfig
-from penstock.trainer.rank_agreement import RankShare
 
 
 def learning_rate(optimizer: OptimizerConfig, num_steps: int) -> float:

@@ -19,7 +19,7 @@ from penstock.platform.cluster.placement import plan_placement
 from penstock.platform.cluster.weight_routes import way_of
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engines.vllm.environment import vllm_environment
-from penstock.trainer.tensor_parallel import expected_splits
+from penstock.trainer.backends.tensor_parallel import expected_splits
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.layout.training import training_layout

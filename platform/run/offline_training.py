@@ -150,7 +150,7 @@ def initial_policy(config: RunConfig, run_dir: Path) -> str:
     """Where the warm start begins: `model.path`, or a new random policy of `model.shape` in the run directory."""
     if not config.model.from_scratch:
         return model_path(config)
-    from penstock.trainer.tiny_policy import create_policy
+    from penstock.trainer.models.tiny_policy import create_policy
 
     path = str(run_dir / "initial")
     create_policy(config.model, NEW_TOKENIZERS[config.model.tokenizer](), path, config.seed)

@@ -47,7 +47,7 @@ ALLOWED = {
     "rollout/engines/vllm/layout.py:static_all_moe_layers": "vLLM reads it",
     "rollout/engines/vllm/layout.py:static_forward_context": "vLLM reads it",
     "rollout/engines/vllm/worker.py:*": "vLLM loads its classes by name and calls their methods (worker_extension_cls)",
-    "trainer/deepspeed_backend.py:_hf_config": "kept, since transformers has a weak reference to it",
+    "trainer/backends/deepspeed.py:_hf_config": "kept, since transformers has a weak reference to it",
     "trainer/passes.py:greedy_accuracy": "a field of a tuple that platform/run/offline_training.py unpacks",
     "trainer/passes.py:sampled_accuracy": "the same",
     "weights/layout/tracing.py:types": "a parameter of torch's __torch_dispatch__",

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.chaos.processes import start_train, wait_for_line
 from tests.command_line import read_metric, read_summary

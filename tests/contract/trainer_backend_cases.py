@@ -22,12 +22,12 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
-from penstock.trainer.backend import Backend
+from penstock.trainer.backends.base import Backend
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
-from penstock.trainer.tiny_policy import create_policy
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.platform.checks.load import compose_config
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
-from penstock.trainer.tiny_policy import create_policy
-from penstock.trainer.value_model import load_value_model
+from penstock.trainer.models.tiny_policy import create_policy
+from penstock.trainer.models.value_model import load_value_model
 from tests.command_line import read_metric, run_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.full]

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.small_run import TWO_WAYS, Train

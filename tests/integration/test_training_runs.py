@@ -11,7 +11,7 @@ import pytest
 
 from penstock.platform.checks.load import compose_config
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from tests.command_line import read_metric, read_summary, run_cli
 
 pytestmark = pytest.mark.integration

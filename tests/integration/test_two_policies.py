@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import read_metric, read_summary
 from tests.small_run import MAX_CONTEXT_TOKENS, TWO_WAYS, Train, small_run_overrides

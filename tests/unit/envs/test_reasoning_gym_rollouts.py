@@ -21,7 +21,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer, load_codec
 from penstock.rollout.trajectory.group_task import GroupTask
 from penstock.rollout.trajectory.runner import TrajectoryRunner
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version
 from tests.answers import answered

@@ -15,8 +15,8 @@ from penstock.envs.config import RewardConfig
 from penstock.envs.contract import RewardContext
 from penstock.envs.rewards.reward_model import RewardModelReward
 from penstock.envs.scoring import RewardRunner
-from penstock.trainer.tiny_policy import create_policy
-from penstock.trainer.value_model import load_value_model
+from penstock.trainer.models.tiny_policy import create_policy
+from penstock.trainer.models.value_model import load_value_model
 from tests.tiny_policy import SPECIAL_TOKENS
 from tests.unit.trainer.torch_trainer import MODEL, VOCAB, trajectory
 

@@ -16,10 +16,10 @@ from penstock.dataflow.errors import ShapeError
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import MAXIMA, SUMS, ClippedTokens, clipped_policy_loss
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics, TokenSums
+from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micro_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective, can_fuse, fused_settings
-from penstock.trainer.rank_agreement import RankShare
 from penstock.trainer.updates import OpenUpdate
 from tests.tiers import by_tier, each_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels.float32_head import use_float32_head
-from penstock.trainer.policy_model import load_policy
+from penstock.trainer.models.policy_model import load_policy
 from penstock.weights.model_config import ModelConfig
 
 

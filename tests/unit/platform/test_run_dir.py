@@ -16,7 +16,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.platform.run.offline_training import run_sft
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.tiny_policy import create_policy
+from penstock.trainer.models.tiny_policy import create_policy
 from tests.tiny_policy import SPECIAL_TOKENS
 
 from .torch_trainer import MODEL, VOCAB, trajectory

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.dataflow.errors import ConfigError
+from penstock.trainer.backends.tensor_parallel import check_splittable, expected_splits, splits_of
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.passes import attention_share
-from penstock.trainer.tensor_parallel import check_splittable, expected_splits, splits_of
-from penstock.trainer.tiny_policy import create_policy
 from penstock.trainer.validation import trainer_violations
 from penstock.weights.layout.algebra import TensorSpec
 from tests.tiny_policy import SPECIAL_TOKENS

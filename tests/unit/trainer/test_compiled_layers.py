@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from penstock.trainer.backends.torch import build_torch_backend
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
-from penstock.trainer.policy_model import compile_body, load_policy
-from penstock.trainer.torch_backend import build_torch_backend
+from penstock.trainer.models.policy_model import compile_body, load_policy
 
 from .torch_trainer import MODEL
 

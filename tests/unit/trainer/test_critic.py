@@ -10,8 +10,8 @@ from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.build import build_trainer
 from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.spec import TrainerSpec
-from penstock.trainer.value_model import load_value_model
 from tests.unit.trainer.torch_trainer import MODEL, trainer_of
 
 # ε of AdamW far above the gradient: updates are proportional to it, so that weights compare gradients.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.config import LoraConfig
-from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.models.frozen_policy import FrozenPolicy
 from penstock.trainer.policy_trainer import PolicyTrainer
 
 from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of

@@ -9,7 +9,7 @@ import torch
 from penstock.dataflow.errors import ShapeError
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence
-from penstock.trainer.policy_model import PolicyModel
+from penstock.trainer.models.policy_model import PolicyModel
 
 from .torch_trainer import VOCAB
 

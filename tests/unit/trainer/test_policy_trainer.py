@@ -12,7 +12,7 @@ import torch
 from penstock.dataflow.errors import ShapeError, TrainingError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.backend import poison_if_not_finite
+from penstock.trainer.backends.base import poison_if_not_finite
 from penstock.trainer.config import OptimizerConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.updates import learning_rate

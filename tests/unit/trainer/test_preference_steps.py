@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from penstock.trainer.algorithms.metrics import TokenMetrics
+from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.batches.sequences import Preference, preference_sequences
 from penstock.trainer.build import save_policy
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective
-from penstock.trainer.rank_agreement import RankShare
 from penstock.trainer.updates import OpenUpdate
 
 from .torch_trainer import VOCAB, logprobs_of, trainer_of, trajectory

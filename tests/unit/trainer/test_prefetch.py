@@ -11,7 +11,7 @@ import pytest
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.config import LoraConfig
-from penstock.trainer.forwards import Forwarded, Prefetched
+from penstock.trainer.early_logprobs import Forwarded, Prefetched
 from penstock.trainer.policy_trainer import PolicyTrainer
 from tests.tiers import each_of
 from tests.unit.trainer.torch_trainer import scored, trainer_of

@@ -16,9 +16,9 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.algorithms.kl import k2, k3
 from penstock.trainer.batches.sequences import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.models.frozen_policy import FrozenPolicy
+from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.policy_trainer import PolicyTrainer
-from penstock.trainer.tiny_policy import create_policy
 from tests.tiny_policy import SPECIAL_TOKENS
 
 from .torch_trainer import MODEL, TEMPERATURE, logprobs_of, scored, trainer_of

@@ -11,7 +11,7 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan, TrainingSequence, plan_with_shared_prompts
-from penstock.trainer.policy_model import PolicyModel
+from penstock.trainer.models.policy_model import PolicyModel
 from penstock.trainer.policy_trainer import PolicyTrainer
 
 from .test_preference_steps import PAIRS, make_pairs

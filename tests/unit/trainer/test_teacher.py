@@ -8,9 +8,9 @@ import torch
 
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
-from penstock.trainer.frozen_policy import FrozenPolicy
-from penstock.trainer.tiny_policy import create_policy
-from penstock.trainer.value_model import load_value_model
+from penstock.trainer.models.frozen_policy import FrozenPolicy
+from penstock.trainer.models.tiny_policy import create_policy
+from penstock.trainer.models.value_model import load_value_model
 from penstock.weights.model_config import ModelConfig
 from tests.tiny_policy import SPECIAL_TOKENS
 

@@ -16,7 +16,7 @@ from penstock.dataflow.trajectory import GroupPayload, Thread, Trajectory
 from penstock.dataflow.versions import Span, concatenate_spans
 from penstock.trainer.batches.sequences import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
-from penstock.trainer.frozen_policy import FrozenPolicy
+from penstock.trainer.models.frozen_policy import FrozenPolicy
 
 from .test_policy_trainer import gradient_of
 from .torch_trainer import MODEL, TEMPERATURE, VOCAB, logprobs_of, scored, trainer_of, trajectory

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.trainer.rank_agreement import fingerprint
+from penstock.trainer.backends.rank_consistency import fingerprint
 from penstock.trainer.work import Work, forward_flops, peak_flops
 
 from .torch_trainer import MODEL, trainer_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.trainer.deepspeed_backend import check_partitions
+from penstock.trainer.backends.deepspeed import check_partitions
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.training import training_layout
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.trainer.tensor_parallel import expected_splits
+from penstock.trainer.backends.tensor_parallel import expected_splits
 from penstock.weights.layout.algebra import Layout, TensorSpec, flat_boxes, intersect, subtract, volume
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.layout.training import training_layout

@@ -21,12 +21,12 @@ from penstock.dataflow.versions import Span
 from penstock.trainer.algorithms.catalog import names
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.rules import algorithm_violations
+from penstock.trainer.backends.rank_consistency import RankShare
 from penstock.trainer.batches.collate import MicroBatch, collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.batches.sequences import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective
-from penstock.trainer.rank_agreement import RankShare
 from penstock.trainer.updates import OpenUpdate
 from tests.tiers import by_tier
 from tests.unit.trainer.torch_trainer import scored, trajectory

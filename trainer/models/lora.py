@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError
 from penstock.trainer.config import LoraConfig
-from penstock.trainer.policy_model import PolicyModel, hf_name, load_policy
+from penstock.trainer.models.policy_model import PolicyModel, hf_name, load_policy
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.model_config import ModelConfig
 

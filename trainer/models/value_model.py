@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
-from penstock.trainer.policy_model import hidden_at
+from penstock.trainer.models.policy_model import hidden_at
 from penstock.trainer.validation import check_vocabulary
 from penstock.weights.model_config import ModelConfig
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.batches.collate import ModelInputs
-from penstock.trainer.lora import Adapter, Adapters
+from penstock.trainer.models.lora import Adapter, Adapters
 from penstock.weights.layout.engine import TrainingSide
 
 

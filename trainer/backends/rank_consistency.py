@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.trainer.backend import Backend
+from penstock.trainer.backends.base import Backend
 
 _EXACT = 1 << 50
 """Below 2^53, so that a fingerprint is exact as a float64."""

@@ -92,7 +92,9 @@ def hf_name(parameter_name: str) -> str:
 
 
 def hf_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name in the Hugging Face checkpoint and parameter, tied ones once; adapters (trainer/lora.py) are left out."""
+    """Name in the Hugging Face checkpoint and parameter, tied ones once; adapters (trainer/models/lora.py) are left
+    out.
+    """
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield hf_name(name), parameter

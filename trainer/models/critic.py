@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.algorithms.losses import value
 from penstock.trainer.algorithms.tokens import LossTokens
-from penstock.trainer.backend import Backend
+from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import sampled_tokens
 from penstock.trainer.config import OptimizerConfig

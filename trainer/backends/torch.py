@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
+from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
-from penstock.trainer.lora import Adapter, Adapters, merged, save_adapter
-from penstock.trainer.policy_model import PolicyModel, compile_body, hf_parameters
-from penstock.trainer.value_model import ValueModel
+from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
+from penstock.trainer.models.policy_model import PolicyModel, compile_body, hf_parameters
+from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig

@@ -23,7 +23,7 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import policy_sequences, sampled_tokens
-from penstock.trainer.critic import Critic
+from penstock.trainer.models.critic import Critic
 from penstock.trainer.passes import Passes
 from penstock.trainer.work import Work
 

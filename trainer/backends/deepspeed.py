@@ -31,13 +31,13 @@ from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
 from penstock.kernels.linear_logprob import VocabularyPart
-from penstock.trainer.backend import OptimizerResult, poison_if_not_finite
+from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
+from penstock.trainer.backends.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
+from penstock.trainer.backends.torch import Loader, build_adamw, divide_gradients, evaluating, save_model
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.lora import Adapter, Adapters, merged
-from penstock.trainer.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
-from penstock.trainer.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
-from penstock.trainer.torch_backend import Loader, build_adamw, divide_gradients, evaluating, save_model
+from penstock.trainer.models.lora import Adapter, Adapters, merged
+from penstock.trainer.models.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
 from penstock.weights.layout.algebra import Shape, TensorSpec, volume
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import ModelConfig
