@@ -39,8 +39,8 @@ from penstock.dataflow.trajectory import Task
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Environment, Observation
-from penstock.envs.episode_host import EpisodeHost
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
+from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.metrics.memory_sampler import pss_bytes
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn

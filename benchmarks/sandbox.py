@@ -35,7 +35,7 @@ from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
 from penstock.envs.sandbox.local import LocalSandbox
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 
 CHECK = "assert 1 + 1 == 2"
 IMPORTS = "import json, math, random, re"

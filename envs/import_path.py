@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
+from penstock import MOVED
 from penstock.dataflow.errors import ConfigError
 
 
@@ -73,6 +74,8 @@ def _import_failed(where: str, name: str, error: Exception) -> str:
 
 def _not_found(where: str, name: str, parent: ModuleType | None) -> str:
     part = name.rpartition(".")[2]
+    if name in MOVED:
+        return f"{where}: {name} has moved. Write {MOVED[name]}."
     if parent is None:
         theirs = {module.name for module in pkgutil.iter_modules()} - sys.stdlib_module_names
         hint = nearest_hint(part, theirs)

@@ -11,11 +11,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.composition import WeightedPart, WeightedSum
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardContext, RewardFactory, RewardFunction, TaskSource
 from penstock.envs.import_path import load_object, nearest_hint
 from penstock.envs.registry import factory_path
+from penstock.envs.rewards.composition import WeightedPart, WeightedSum
 
 
 def load_task_source(config: EnvConfig, seed: int) -> TaskSource:

@@ -16,12 +16,12 @@ from penstock.envs.import_path import nearest_hint
 
 GROUP = "penstock.envs"
 BUILT_IN = {
-    "agent": "penstock.envs.agents:AgentTasks",
-    "arithmetic": "penstock.envs.arithmetic:ArithmeticTasks",
+    "agent": "penstock.envs.tasks.agents:AgentTasks",
+    "arithmetic": "penstock.envs.tasks.arithmetic:ArithmeticTasks",
     "dataset": "penstock.envs.adapters.rows:RowTasks",
     "gymnasium": "penstock.envs.adapters.gymnasium_env:GymnasiumTasks",
-    "math": "penstock.envs.math_tasks:MathTasks",
-    "python_code": "penstock.envs.python_tasks:PythonTasks",
+    "math": "penstock.envs.tasks.math_tasks:MathTasks",
+    "python_code": "penstock.envs.tasks.python_tasks:PythonTasks",
     "reasoning_gym": "penstock.envs.adapters.reasoning_gym_tasks:ReasoningGymTasks",
     "verifiers": "penstock.envs.adapters.verifiers_env:VerifiersTasks",
 }

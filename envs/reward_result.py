@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TypedDict
 
-from penstock.envs.missing_rights import missing_right
+from penstock.envs.workers.permission_hints import missing_right
 
 MAX_DETAIL_CHARACTERS = 4000
 MAX_PARTS = 64

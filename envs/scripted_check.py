@@ -26,11 +26,11 @@ from penstock.envs.contract import TaskSource
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
-from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.loading import load_task_source
-from penstock.envs.scoring import RewardRunner
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
+from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
+from penstock.envs.workers.scoring import RewardRunner
 
 NUM_TASKS = 8
 GARBAGE = ("", "???", "<tool_call>{not json</tool_call>", "0" * 500, "né ✓ \u202e", "I do not know.")

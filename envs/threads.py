@@ -14,8 +14,8 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, is_thread_part
 from penstock.envs.environment import Action, Observation, Role
-from penstock.envs.episode_child import EpisodeReply, Said
-from penstock.envs.episode_host import PlayedEpisode
+from penstock.envs.workers.episode_child import EpisodeReply, Said
+from penstock.envs.workers.episode_host import PlayedEpisode
 
 MAX_NAME_CHARACTERS = 64
 

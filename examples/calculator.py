@@ -18,8 +18,8 @@ from countdown import evaluate
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Environment
-from penstock.envs.generated_tasks import GeneratedTasks
-from penstock.envs.tool_environment import ToolEnvironment
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
+from penstock.envs.tools.tool_environment import ToolEnvironment
 
 _NUMBER = re.compile(r"-?\d+(?:/\d+)?")
 

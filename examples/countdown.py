@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 MAX_CHARACTERS = 200
 _SIGNS = re.compile(r"[\d\s+*/()-]*")

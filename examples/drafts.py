@@ -1,7 +1,7 @@
 """Parallel reasoning: a plan, `k` drafts that fork from it, and an answer that has read them all."""
 
-from penstock.envs.arithmetic import ArithmeticTasks
 from penstock.envs.environment import Done, Environment, Observation
+from penstock.envs.tasks.arithmetic import ArithmeticTasks
 
 
 class Drafts(ArithmeticTasks):

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 MAX_HIGH = 1_000_000
 _NUMBER = re.compile(r"\d+")

@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 SIDES = ("first", "second")
 MAX_STONES = 1_000_000

@@ -5,7 +5,7 @@ import sys
 
 from openai import OpenAI
 
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 
 class Codes(GeneratedTasks):

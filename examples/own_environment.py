@@ -1,7 +1,7 @@
 """Your own multi-turn environment, and a reward for it; docs/guides/first-environment.md goes through it."""
 
 from penstock.envs.environment import Done, Environment, Observation
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 
 class HotOrCold(GeneratedTasks):

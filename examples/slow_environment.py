@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from slow_tool import tool_latency_s
 
-from penstock.envs.arithmetic import ArithmeticTasks
 from penstock.envs.environment import Done, Environment
+from penstock.envs.tasks.arithmetic import ArithmeticTasks
 
 
 class CheckedSums(ArithmeticTasks):

@@ -10,7 +10,7 @@ import math
 import random
 
 from penstock.dataflow.trajectory import Trajectory
-from penstock.envs.arithmetic import exact_match
+from penstock.envs.tasks.arithmetic import exact_match
 
 MEAN_S = 1.0
 SIGMA = 1.25

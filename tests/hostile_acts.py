@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.envs.generated_tasks import GeneratedTasks
-from penstock.envs.tool_environment import ToolEnvironment
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
+from penstock.envs.tools.tool_environment import ToolEnvironment
 from tests.hostile_reaches import REACHES
 
 

@@ -18,11 +18,11 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
 from penstock.envs.environment import Action
-from penstock.envs.episode_child import EpisodeReply
-from penstock.envs.episode_host import EpisodeHost
-from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.hostile import Trap, survives
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.episode_child import EpisodeReply
+from penstock.envs.workers.episode_host import EpisodeHost
+from penstock.envs.workers.process_tree import descendants
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct
 from tests.hostile_reaches import REACHES, is_possible

@@ -26,7 +26,7 @@ from penstock.actors.weights.publisher import Probe
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport
 from penstock.dataflow.trajectory import GroupPayload, GroupRef
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.actor_factory import engine_specs, model_path, trainer_spec
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig

@@ -9,7 +9,7 @@ from penstock.dataflow.ports import Score
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 
 Result = Score | TrajectoryError | PenstockError
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Environment, Observation
-from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.import_path import import_extra
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 _MAX_SEED = 2**31 - 1
 _WORD = re.compile(r"[\w-]+")

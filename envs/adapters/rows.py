@@ -19,8 +19,8 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.generated_tasks import endless, first, is_held_out, row_key
 from penstock.envs.import_path import load_object, nearest_hint
+from penstock.envs.tasks.generated_tasks import endless, first, is_held_out, row_key
 
 
 @dataclass(eq=False)

@@ -22,10 +22,10 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.agents import Program, open_client
 from penstock.envs.environment import Done, EndpointAccess
-from penstock.envs.generated_tasks import endless, first, is_held_out, row_key
 from penstock.envs.import_path import import_extra
+from penstock.envs.tasks.agents import Program, open_client
+from penstock.envs.tasks.generated_tasks import endless, first, is_held_out, row_key
 
 _BUDGET_CODES = ("max_turns", "context_length_exceeded")
 """Of the endpoint's refusals that are the policy's doing: the episode is cut off, and scored as far as it went."""

@@ -11,7 +11,7 @@ from penstock.envs.endpoint.conversation import split_answer
 from penstock.envs.endpoint.requests import MODEL, Asked, Call
 from penstock.envs.endpoint.session import Answer, Piece, SampledToken
 from penstock.envs.reasoning import num_begun
-from penstock.envs.tools import CALL_OPENING
+from penstock.envs.tools.functions import CALL_OPENING
 
 Json = dict[str, Any]
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from penstock.envs.endpoint.requests import ApiError, Asked, Call, Said, bad_request
 from penstock.envs.environment import Message
-from penstock.envs.tool_environment import with_tools
-from penstock.envs.tools import CALL_OPENING, describe_tools, parse_calls
+from penstock.envs.tools.functions import CALL_OPENING, describe_tools, parse_calls
+from penstock.envs.tools.tool_environment import with_tools
 
 Part = str | list[Message]
 """What is new: text, or chat messages. The first one is the whole prompt."""

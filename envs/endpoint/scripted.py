@@ -10,8 +10,8 @@ from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.requests import too_many_turns
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, Exchange, Piece
-from penstock.envs.episode_child import EpisodeReply
-from penstock.envs.episode_host import PlayedEpisode
+from penstock.envs.workers.episode_child import EpisodeReply
+from penstock.envs.workers.episode_host import PlayedEpisode
 
 Say = Callable[[Part], Awaitable[str | None]]
 """The next answer to what is new; None if there is none left."""

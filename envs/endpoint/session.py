@@ -21,7 +21,7 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.envs.endpoint.conversation import Conversation, Part
 from penstock.envs.endpoint.requests import MODEL, ApiError, Asked, bad_request
 from penstock.envs.environment import EndpointAccess
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.workers.episode_child import EpisodeReply
 
 MAX_QUESTIONS = 1024
 FEWEST_CHARACTERS = 16

@@ -14,8 +14,8 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.dataflow.trajectory import Trajectory
 from penstock.envs.contract import RewardContext
-from penstock.envs.reward_cache import LastUsed
 from penstock.envs.rewards.http_reward import HttpConfig, HttpReward, RewardServiceError
+from penstock.envs.workers.reward_cache import LastUsed
 
 _MAX_SHOWN_CHARACTERS = 300
 

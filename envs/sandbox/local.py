@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast, get_args
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs import process_tree
-from penstock.envs.missing_rights import JAILED_VARIABLE
 from penstock.envs.sandbox import runner as runner_module
 from penstock.envs.sandbox.bubblewrap import ACCOUNTS, WORK_DIR, program_arguments, syscall_filter
 from penstock.envs.sandbox.config import SandboxConfig
@@ -40,6 +38,8 @@ from penstock.envs.sandbox.contract import (
     SandboxResult,
     SandboxUnavailableError,
 )
+from penstock.envs.workers import process_tree
+from penstock.envs.workers.permission_hints import JAILED_VARIABLE
 
 _START_TIMEOUT_S = 60.0
 _GRACE_S = 5.0
@@ -214,7 +214,8 @@ def _readable(content: bytes) -> BinaryIO:
 @functools.cache
 def _runner_code() -> bytes:
     """The runner and what it imports, compiled: no file of ours has to be visible, and none is compiled again."""
-    sources = {"penstock": "", "penstock.envs": ""}  # packages, of which nothing else is there
+    packages = ("penstock", "penstock.envs", "penstock.envs.workers")  # of which nothing else is there
+    sources = dict.fromkeys(packages, "")
     sources |= {module.__name__: inspect.getsource(module) for module in (process_tree, runner_module)}
     return marshal.dumps([(name, compile(source, f"<{name}>", "exec")) for name, source in sources.items()])
 

@@ -25,7 +25,7 @@ import site
 import sys
 import time
 
-from penstock.envs import process_tree
+from penstock.envs.workers import process_tree
 
 TYPE_CHECKING = False  # that of `typing` takes as long to import as the interpreter takes to start
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, cast
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.composition import calls_of
 from penstock.envs.contract import GoldSource, RewardContext, RewardFunction, TaskSource
 from penstock.envs.fingerprint import changes, fingerprints
 from penstock.envs.loading import load_reward, load_task_source
-from penstock.envs.preferences import preferred_pair
+from penstock.envs.rewards.composition import calls_of
 from penstock.envs.streams import MAIN, load_task_streams, named_tasks
+from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_run_dir, read_data
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.schema import RunConfig
@@ -93,7 +93,7 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
             streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
         train = [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
         tasks = TaskSample(train, held_out)
-    except ConfigError as problem:  # a dataset that cannot be had, says envs/math_tasks.py
+    except ConfigError as problem:  # a dataset that cannot be had, says envs/tasks/math_tasks.py
         yield from (absent(violation, "env") for violation in problem.violations)
         return None
     except ValueError as problem:

@@ -18,13 +18,13 @@ from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, Rewa
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
-from penstock.envs.episode_host import EpisodeHost, PlayedEpisode
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_task_source
 from penstock.envs.registry import factory_path, known_factories
 from penstock.envs.scripted_check import Finding, check_environment
 from penstock.envs.streams import MAIN, named_tasks
 from penstock.envs.threads import ThreadNames, take_turns
+from penstock.envs.workers.episode_host import EpisodeHost, PlayedEpisode
 
 _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: "not checked"}
 

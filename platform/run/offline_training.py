@@ -22,7 +22,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import GoldSource, TaskSource
 from penstock.envs.loading import load_task_source
-from penstock.envs.preferences import preferred_pair
+from penstock.envs.tasks.preferences import preferred_pair
 from penstock.platform.checks.run_dir import is_finished
 from penstock.platform.cluster.actor_factory import model_path, start_trainer_group
 from penstock.platform.config.findings import Command

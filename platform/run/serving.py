@@ -21,8 +21,8 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ports import Engine, RewardWorker, SamplingParams, WeightManifest
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Questions
-from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.streams import load_held_out
+from penstock.envs.workers.episode_host import EpisodeHost
 from penstock.platform.cluster.actor_factory import model_path, reward_workers, rewards_are_loaded, start_engine_group
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import RunConfig

@@ -18,7 +18,7 @@ from penstock.dataflow.ports import Score, StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Task, Trajectory
 from penstock.dataflow.versions import versions_per_token
 from penstock.envs.environment import Action, EndpointAccess
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.simulator.checks import check_step
 from penstock.platform.simulator.config import FaultRates, SimulationConfig
 from penstock.platform.simulator.world import InvariantError, World, member_of, prompt_ids, task_of, true_reward

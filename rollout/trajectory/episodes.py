@@ -19,8 +19,8 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.server import Endpoint
-from penstock.envs.episode_host import PlayedEpisode
 from penstock.envs.threads import take_turns
+from penstock.envs.workers.episode_host import PlayedEpisode
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn, SampleTurn, joined
 from penstock.rollout.trajectory.recording import Recording
@@ -28,7 +28,7 @@ from penstock.rollout.trajectory.threads import Threads
 
 
 class EpisodeSource(Protocol):
-    """Where episodes are played (envs/episode_host.py)."""
+    """Where episodes are played (envs/workers/episode_host.py)."""
 
     def open(self, task: Task) -> AbstractAsyncContextManager[PlayedEpisode]: ...
 

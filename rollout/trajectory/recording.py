@@ -23,8 +23,8 @@ from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.requests import Asked, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
-from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.reasoning import ReasoningReader, num_begun
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Dialogue, EpisodeBudget, PartialTurn, SampleTurn, joined
 

@@ -16,8 +16,8 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.seeding import derive_seed
 from penstock.dataflow.trajectory import MAIN_THREAD, EpisodeEnd, Task, Turn
 from penstock.envs.environment import Action, Observation
-from penstock.envs.episode_child import EpisodeReply
 from penstock.envs.threads import ThreadNames
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Dialogue, EpisodeBudget, PartialTurn
 

@@ -118,7 +118,7 @@ PLANTED = {
     "dataflow/core.py": ("from penstock.envs.config import EnvConfig", "dataflow/ may not import from envs/"),
     "dataflow/torchy.py": ("def late():\n    import torch.nn", "torch has its own room"),
     "envs/rayish.py": ("import ray", "ray has its own room"),
-    "envs/scoring.py": ("from torch import nn", "torch has its own room"),
+    "envs/workers/scoring.py": ("from torch import nn", "torch has its own room"),
     "kernels/loss.py": ("from penstock import trainer", "kernels/ may not import from trainer/"),
     "weights/typed.py": (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.rollout import pool",

@@ -26,11 +26,11 @@ DECORATORS = ["@*.command", "@*.callback", "@model_validator", "@field_validator
 """What is decorated so is called by typer, pydantic or Triton."""
 
 ALLOWED = {
-    "envs/mcp_tools.py": "users name McpToolEnvironment in their own environment (docs/guides/tools-and-agents.md)",
-    "envs/mcp_tools.py:McpToolEnvironment": "the same",
+    "envs/tools/mcp_tools.py": "users name it in their own environment (docs/guides/tools-and-agents.md)",
+    "envs/tools/mcp_tools.py:McpToolEnvironment": "the same",
     "envs/rewards/formats.py:*": "rewards of a form, which users name in reward.parts (docs/guides/sandbox.md)",
-    "envs/episode_child.py:main": "what the keeper calls in the process that it started for this module",
-    "envs/reward_child.py:main": "the same",
+    "envs/workers/episode_child.py:main": "what the keeper calls in the process that it started for this module",
+    "envs/workers/reward_child.py:main": "the same",
     "envs/sandbox/runner.py:main": "local.py sends this module to the interpreter in a jail, which calls it",
     "envs/sandbox/runner.py:get_source": "the standard library's linecache calls it",
     "envs/endpoint/requests.py:include_obfuscation": "clients of the OpenAI API send it; it changes nothing here",

@@ -96,7 +96,7 @@ def end_at(process: subprocess.Popen[str], marker: str, later_s: float, signum: 
 def test_an_error_in_the_middle_is_one_readable_message(workspace: Path, train_overrides: list[str]) -> None:
     (workspace / "broken_tasks.py").write_text(
         "from itertools import islice\n"
-        "from penstock.envs.arithmetic import ArithmeticTasks\n"
+        "from penstock.envs.tasks.arithmetic import ArithmeticTasks\n"
         "class BrokenTasks(ArithmeticTasks):\n"
         "    def train(self):\n"
         "        yield from islice(super().train(), 5000)\n"

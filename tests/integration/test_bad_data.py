@@ -15,7 +15,7 @@ from tests.small_run import small_run_overrides
 STEPS, BATCH = 12, 100
 BAD_TASKS = """
 from dataclasses import replace
-from penstock.envs.arithmetic import ArithmeticTasks
+from penstock.envs.tasks.arithmetic import ArithmeticTasks
 
 class BadTasks(ArithmeticTasks):
     def train(self):  # beyond the tasks that are looked at before a run starts

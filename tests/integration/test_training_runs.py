@@ -254,7 +254,7 @@ def test_a_users_own_reward_and_tasks_train_with_versions_in_a_folder(
     workspace: Path, train_overrides: list[str], tmp_path: Path
 ) -> None:
     (workspace / "my_task.py").write_text(
-        "from penstock.envs.arithmetic import ArithmeticTasks\n"
+        "from penstock.envs.tasks.arithmetic import ArithmeticTasks\n"
         "class MyTasks(ArithmeticTasks):\n"
         "    pass\n"
         "async def my_reward(trajectory, answer, **_):\n"

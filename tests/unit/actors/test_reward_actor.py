@@ -10,7 +10,7 @@ from penstock.actors.reward.actor import RewardActor
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import pair
 
 
@@ -20,7 +20,7 @@ async def test_a_job_whose_runner_fails_is_answered(monkeypatch: pytest.MonkeyPa
         raise error
 
     monkeypatch.setattr(RewardRunner, "score", fail)
-    actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig(), "cpu")
+    actor = RewardActor(RewardConfig(fn="penstock.envs.tasks.arithmetic:exact_match"), SandboxConfig(), "cpu")
     result = await actor.score("0/0", pickle.dumps(pair("!")))
     if isinstance(error, ConfigError):
         assert isinstance(result, ConfigError)

@@ -22,7 +22,7 @@ from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import RewardConfig
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import pair
 
 ELSEWHERE = asyncio.new_event_loop()
@@ -182,7 +182,7 @@ async def test_a_task_that_the_worker_cannot_read_fails_with_the_cause_and_costs
         return Score(1.0)
 
     monkeypatch.setattr(RewardRunner, "score", score)
-    actor = RewardActor(RewardConfig(fn="penstock.envs.arithmetic:exact_match"), SandboxConfig(), "cpu")
+    actor = RewardActor(RewardConfig(fn="penstock.envs.tasks.arithmetic:exact_match"), SandboxConfig(), "cpu")
     handle: Any = SimpleNamespace(score=method(actor.score), is_alive=method(actor.is_alive))
     client = RewardClient([lambda: handle])
     task, trajectory = pair("!")

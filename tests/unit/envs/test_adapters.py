@@ -31,7 +31,7 @@ from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.config import IsolationConfig
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.sandbox.bubblewrap import why_no_jails
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
 from tests.answers import answered
 

@@ -14,12 +14,12 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.agents import parse_reward
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.endpoint.scripted import play_program
-from penstock.envs.episode_child import EpisodeReply
-from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.loading import load_task_source
+from penstock.envs.tasks.agents import parse_reward
+from penstock.envs.workers.episode_child import EpisodeReply
+from penstock.envs.workers.episode_host import EpisodeHost
 
 PROGRAM = """
 import http.client, json, os, sys, time
@@ -66,7 +66,7 @@ if kind == "leaves a daemon":
 """
 FUNCTIONS = """
 import time
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 class Tasks(GeneratedTasks):
     def draw(self, rng): return {"prompt": str(rng.random()), "answer": "yes"}

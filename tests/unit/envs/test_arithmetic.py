@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match, worked_response
+from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem, exact_match, worked_response
 from tests.answers import answered
 
 OPERANDS = st.integers(0, 10**6 - 1)

@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
-from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match
-from penstock.envs.arithmetic_form import MixedWriters, is_consistent
+from penstock.envs.rewards.arithmetic_form import MixedWriters, is_consistent
+from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem, exact_match
 from tests.answers import answered
 
 

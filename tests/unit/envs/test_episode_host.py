@@ -17,12 +17,12 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, StreamConfig
 from penstock.envs.environment import Action
-from penstock.envs.episode_host import EpisodeHost
+from penstock.envs.workers.episode_host import EpisodeHost
 
 ENVIRONMENTS = """
 import asyncio, os, socket, struct, sys, time
 from penstock.envs.environment import Done, Environment, Observation
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 class Play(Environment):
     def __init__(self, greeting):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 
 def test_a_draw_without_a_prompt_is_said() -> None:

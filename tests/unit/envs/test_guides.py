@@ -22,9 +22,9 @@ from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action
-from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.loading import load_task_source
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.episode_host import EpisodeHost
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import answered
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"

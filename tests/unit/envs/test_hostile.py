@@ -20,13 +20,13 @@ import pytest_asyncio
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.envs.process_tree import descendants
 from penstock.envs.sandbox.bubblewrap import why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
 from penstock.envs.sandbox.hostile import HostileCase, Trap, Verdict, lay_trap, survives, try_all
 from penstock.envs.sandbox.local import Isolation, LocalSandbox
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.process_tree import descendants
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import pair
 from tests.hostile_acts import ACTS, FINE, HostileAct, says
 from tests.hostile_play import EPISODES, REWARDS, STRICT, Played, no_process_left, play_steps_and_tools
@@ -279,7 +279,7 @@ WORKER = """
 import asyncio
 from tests.answers import pair
 from penstock.envs.config import RewardConfig
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 
 async def main():
     config = RewardConfig.model_validate_json({config!r}).model_copy(update={{"timeout_s": 60.0}})

@@ -18,7 +18,7 @@ from penstock.envs.contract import RewardContext
 from penstock.envs.loading import load_reward
 from penstock.envs.retrying import parse_retry_after
 from penstock.envs.rewards.http_reward import HttpReward, RewardServiceError
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import answered, pair
 from tests.unit.envs.http_service import Handler, Service, answer, hang, hang_up, raw, serving
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os.path
 import re
 from pathlib import Path
 
 import pytest
 
+from penstock import MOVED
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.arithmetic import ArithmeticTasks, Problem, exact_match
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.import_path import load_object
 from penstock.envs.loading import load_reward, load_task_source
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem, exact_match
+from penstock.envs.workers.scoring import RewardRunner
 
 
 def test_both_spellings_nested_names_and_aliased_modules_resolve() -> None:
-    assert load_object("penstock.envs.arithmetic:exact_match") is exact_match
-    assert load_object("penstock.envs.arithmetic.exact_match") is exact_match
-    assert load_object("penstock.envs.arithmetic:Problem.from_prompt") == Problem.from_prompt
+    assert load_object("penstock.envs.tasks.arithmetic:exact_match") is exact_match
+    assert load_object("penstock.envs.tasks.arithmetic.exact_match") is exact_match
+    assert load_object("penstock.envs.tasks.arithmetic:Problem.from_prompt") == Problem.from_prompt
     assert load_object("os.path.join") is os.path.join
 
 
@@ -27,15 +29,19 @@ def test_both_spellings_nested_names_and_aliased_modules_resolve() -> None:
     ("path", "message"),
     [
         ("exact_match", "is no import path"),
-        ("penstock.envs.arithmetic:exact match", "is no import path"),
+        ("penstock.envs.tasks.arithmetic:exact match", "is no import path"),
         ("penstok.envs.arithmetic:exact_match", "no module 'penstok'.*Did you mean 'penstock'"),
-        ("penstock.envs.arithmetik:exact_match", "penstock.envs has no module or attribute 'arithmetik'.*'arithmetic'"),
         (
-            "penstock.envs.arithmetic:exact_mach",
-            "penstock.envs.arithmetic has no attribute 'exact_mach'.*'exact_match'",
+            "penstock.envs.tasks.arithmetik:exact_match",
+            "penstock.envs.tasks has no module or attribute 'arithmetik'.*'arithmetic'",
         ),
-        ("penstock.envs.arithmetic.exact_mach", "Did you mean 'exact_match'"),
-        ("penstock.envs.arithmetic.Problem:answer", "penstock.envs.arithmetic.Problem is no module"),
+        ("penstock.envs.arithmetic:exact_match", "has moved. Write penstock.envs.tasks.arithmetic"),
+        (
+            "penstock.envs.tasks.arithmetic:exact_mach",
+            "penstock.envs.tasks.arithmetic has no attribute 'exact_mach'.*'exact_match'",
+        ),
+        ("penstock.envs.tasks.arithmetic.exact_mach", "Did you mean 'exact_match'"),
+        ("penstock.envs.tasks.arithmetic.Problem:answer", "penstock.envs.tasks.arithmetic.Problem is no module"),
     ],
 )
 def test_the_part_that_does_not_resolve_is_named(path: str, message: str) -> None:
@@ -44,7 +50,7 @@ def test_the_part_that_does_not_resolve_is_named(path: str, message: str) -> Non
     assert caught.value.violations[0].startswith(f"reward.fn={path!r}")
 
 
-@pytest.mark.parametrize("path", ["nope:f", "tokn:f", "penstock.envs.arithmetic:answer", "penstock.rewards:f"])
+@pytest.mark.parametrize("path", ["nope:f", "tokn:f", "penstock.envs.tasks.arithmetic:answer", "penstock.rewards:f"])
 def test_nothing_is_suggested_where_nothing_is_close(path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_object(path)
@@ -91,7 +97,7 @@ class Reward:
 
 
 def test_a_task_source_is_built_from_its_config() -> None:
-    config = EnvConfig(factory="penstock.envs.arithmetic:ArithmeticTasks", args={"digits": 3})
+    config = EnvConfig(factory="penstock.envs.tasks.arithmetic:ArithmeticTasks", args={"digits": 3})
     source = load_task_source(config, seed=1)
     assert source.held_out(5) == ArithmeticTasks(1, 3).held_out(5)
 
@@ -107,9 +113,16 @@ def test_a_task_source_is_built_from_its_config() -> None:
 )
 def test_what_is_no_task_source_is_refused(factory: str, args: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_task_source(EnvConfig(factory=f"penstock.envs.arithmetic:{factory}", args=args), seed=0)
+        load_task_source(EnvConfig(factory=f"penstock.envs.tasks.arithmetic:{factory}", args=args), seed=0)
 
 
 def test_a_factory_that_returns_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="returned a dict without train and held_out"):
         load_task_source(EnvConfig(factory="builtins:dict"), seed=0)
+
+
+@pytest.mark.parametrize("old", sorted(MOVED))
+def test_a_public_module_that_has_moved_is_answered_with_where_it_is(old: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"{old} has moved: import {MOVED[old]}"):
+        importlib.import_module(old)
+    importlib.import_module(MOVED[old])

@@ -11,8 +11,8 @@ import pytest
 
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import EnvConfig, RewardConfig
-from penstock.envs.math_tasks import MathTasks, math_verify_reward
 from penstock.envs.scripted_check import check_environment
+from penstock.envs.tasks.math_tasks import MathTasks, math_verify_reward
 from tests.answers import answered
 
 RESPONSE = answered("")
@@ -80,7 +80,7 @@ async def test_gold_answers_are_the_worked_steps_and_the_boxed_answer_and_get_fu
     gold = {source.gold_response(task) for task in islice(source.train(), 2)}
     assert gold == {"2*600=1200.\n\nThe answer is \\boxed{1200}.", "The answer is \\boxed{\\frac{1}{2}}."}
     env = EnvConfig(factory="math", args={"dataset": str(folder), "subset": None})
-    findings = await check_environment(env, RewardConfig(fn="penstock.envs.math_tasks:math_verify_reward"))
+    findings = await check_environment(env, RewardConfig(fn="penstock.envs.tasks.math_tasks:math_verify_reward"))
     judged = {finding.name: finding.is_good for finding in findings}
     assert judged["gold gets full reward"]
     assert judged["garbage gets no full reward"]

@@ -16,9 +16,9 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, Done, Observation
-from penstock.envs.episode_host import EpisodeHost
-from penstock.envs.mcp_tools import McpServer, McpToolEnvironment
-from penstock.envs.tools import ToolServerError
+from penstock.envs.tools.functions import ToolServerError
+from penstock.envs.tools.mcp_tools import McpServer, McpToolEnvironment
+from penstock.envs.workers.episode_host import EpisodeHost
 
 SERVER = '''
 import os, sys, time
@@ -182,8 +182,8 @@ async def test_an_environment_process_that_is_killed_leaves_no_server(
         f"""
 import os, signal, sys
 from penstock.dataflow.trajectory import Task
-from penstock.envs.generated_tasks import GeneratedTasks
-from penstock.envs.mcp_tools import McpServer, McpToolEnvironment
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
+from penstock.envs.tools.mcp_tools import McpServer, McpToolEnvironment
 
 class Tasks(GeneratedTasks):
     def draw(self, rng):

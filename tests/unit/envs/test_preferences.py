@@ -10,8 +10,8 @@ import pytest
 
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
-from penstock.envs.arithmetic import MISTAKES, ArithmeticTasks, Problem, worked_response
-from penstock.envs.preferences import preferred_pair
+from penstock.envs.tasks.arithmetic import MISTAKES, ArithmeticTasks, Problem, worked_response
+from penstock.envs.tasks.preferences import preferred_pair
 
 
 class Answers:

@@ -14,10 +14,10 @@ import pytest
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import RewardContext
 from penstock.envs.loading import load_task_source
-from penstock.envs.python_tasks import MAX_STEPS, PythonTasks
 from penstock.envs.rewards.python_code import PythonCodeReward
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.scripted_check import check_environment
+from penstock.envs.tasks.python_tasks import MAX_STEPS, PythonTasks
 from tests.answers import answered
 
 Form = Literal["function", "program"]

@@ -17,9 +17,9 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import GroupPayload, Task
 from penstock.envs.config import EnvConfig, ReasoningConfig
 from penstock.envs.environment import Action
-from penstock.envs.episode_child import EpisodeReply
-from penstock.envs.math_tasks import math_verify_reward
 from penstock.envs.reasoning import ReasoningReader, split_turn
+from penstock.envs.tasks.math_tasks import math_verify_reward
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.platform.metrics.trajectory_table import trajectory_row
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec

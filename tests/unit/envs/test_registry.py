@@ -14,7 +14,7 @@ from penstock.envs.registry import BUILT_IN, known_factories
 from penstock.envs.streams import MAIN, named_tasks
 
 MAZE = """
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 class Maze(GeneratedTasks):
     def draw(self, rng):

@@ -14,7 +14,7 @@ from penstock.dataflow.trajectory import Thread
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import RewardContext
 from penstock.envs.rewards.reward_model import RewardModelReward
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.trainer.models.value_model import load_value_model
 from tests.tiny_policy import SPECIAL_TOKENS

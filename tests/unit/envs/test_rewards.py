@@ -13,16 +13,16 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task
-from penstock.envs.composition import is_pure_function
 from penstock.envs.config import RewardConfig, RewardPartConfig
 from penstock.envs.contract import RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
 from penstock.envs.rewards import formats
+from penstock.envs.rewards.composition import is_pure_function
 from penstock.envs.rewards.python_code import PythonCodeReward, last_code_block
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program, Sandbox, SandboxResult
 from penstock.envs.sandbox.local import LocalSandbox
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import answered
 
 SANDBOX = SandboxConfig(allow_unisolated=True, limits=Limits(wall_s=3.0))
@@ -299,8 +299,8 @@ async def test_a_pure_reward_is_remembered_by_its_input_and_its_failures_are_not
 @pytest.mark.parametrize(
     ("fn", "is_pure"),
     [
-        ("penstock.envs.arithmetic:exact_match", True),
-        ("penstock.envs.math_tasks:math_verify_reward", True),
+        ("penstock.envs.tasks.arithmetic:exact_match", True),
+        ("penstock.envs.tasks.math_tasks:math_verify_reward", True),
         ("penstock.envs.adapters.reasoning_gym_tasks:reasoning_gym_reward", True),
         ("penstock.envs.rewards.episode:episode_reward", False),
     ],

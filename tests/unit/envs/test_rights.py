@@ -16,10 +16,10 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig, RewardPartConfig, StreamConfig
-from penstock.envs.rights import environment_for, grants_of_episodes, grants_of_reward
 from penstock.envs.sandbox import bubblewrap
 from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.permissions import environment_for, grants_of_episodes, grants_of_reward
+from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
 from tests.answers import pair
 

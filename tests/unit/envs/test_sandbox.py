@@ -21,8 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs import process_tree
-from penstock.envs.keeper import how_it_ended
 from penstock.envs.sandbox import local, runner
 from penstock.envs.sandbox.bubblewrap import find_bwrap
 from penstock.envs.sandbox.config import RemoteConfig, SandboxConfig
@@ -39,6 +37,8 @@ from penstock.envs.sandbox.local import Isolation, Jail, LocalSandbox, judge_iso
 from penstock.envs.sandbox.open_sandbox import open_sandbox
 from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.envs.sandbox.service import make_service
+from penstock.envs.workers import process_tree
+from penstock.envs.workers.supervisor import how_it_ended
 
 CONFIG = SandboxConfig(allow_unisolated=True, max_concurrency=4)
 LIMITS = Limits(wall_s=10.0, memory_mib=256)

@@ -17,7 +17,7 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import RewardConfig
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 from tests.answers import pair
 
 REWARDS = """
@@ -273,7 +273,7 @@ def is_zombie(pid: int) -> bool:
 PARENT = """
 import asyncio
 from penstock.envs.config import RewardConfig
-from penstock.envs.scoring import RewardRunner
+from penstock.envs.workers.scoring import RewardRunner
 
 async def main():
     runner = RewardRunner(RewardConfig(fn="penstock_test_rewards:obey", timeout_s=60))

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock.envs.composition import WeightedPart, WeightedSum
 from penstock.envs.environment import Action, Done, Environment, Observation
-from penstock.envs.episode_child import is_episode_reply, to_episode_reply
+from penstock.envs.rewards.composition import WeightedPart, WeightedSum
+from penstock.envs.workers.episode_child import is_episode_reply, to_episode_reply
 from tests.answers import answered
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

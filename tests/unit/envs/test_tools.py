@@ -12,8 +12,8 @@ import pytest
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done, Observation
-from penstock.envs.tool_environment import ToolEnvironment
-from penstock.envs.tools import Tool, Toolbox, ToolCall, parse_calls
+from penstock.envs.tools.functions import Tool, Toolbox, ToolCall, parse_calls
+from penstock.envs.tools.tool_environment import ToolEnvironment
 
 
 def add(a: int, b: int = 1) -> int:

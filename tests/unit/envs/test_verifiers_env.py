@@ -19,8 +19,8 @@ from penstock.envs.adapters.verifiers_env import VerifiersTasks
 from penstock.envs.config import EnvConfig, StreamConfig
 from penstock.envs.endpoint.conversation import Part
 from penstock.envs.endpoint.scripted import play_program
-from penstock.envs.episode_host import EpisodeHost
 from penstock.envs.streams import named_tasks
+from penstock.envs.workers.episode_host import EpisodeHost
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

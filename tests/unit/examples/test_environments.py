@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Action, Done
-from penstock.envs.episode_child import call_environment
-from penstock.envs.generated_tasks import GeneratedTasks
 from penstock.envs.registry import factory_path
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
+from penstock.envs.workers.episode_child import call_environment
 from penstock.platform.checks.load import compose_config, load_config
 from penstock.platform.cli.main import app
 from tests.answers import answered

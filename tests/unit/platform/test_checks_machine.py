@@ -314,7 +314,7 @@ def test_both_forms_of_import_paths_work(overrides, path):
 
 
 def test_too_few_held_out_tasks_are_refused_with_both_numbers(overrides):
-    typed = ["env.factory=penstock.envs.arithmetic:ArithmeticTasks", "env.args={digits: 1}"]
+    typed = ["env.factory=penstock.envs.tasks.arithmetic:ArithmeticTasks", "env.args={digits: 1}"]
     found = problem([*overrides, *typed])
     assert "evaluation.num_tasks=1024" in found
 

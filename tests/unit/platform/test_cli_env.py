@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 PLANTED = """
 import os, time, random
 from penstock.envs.environment import Done, Environment, Observation
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 class Tasks(GeneratedTasks):
     def draw(self, rng): return {"prompt": str(rng.random())}
@@ -139,7 +139,7 @@ def test_a_reward_in_a_jail_needs_grants(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_list_and_show_say_what_there_is() -> None:
-    assert "penstock.envs.arithmetic:ArithmeticTasks" in invoke("list")[1]
+    assert "penstock.envs.tasks.arithmetic:ArithmeticTasks" in invoke("list")[1]
     exit_code, output = invoke("show", "arithmetic", "digits=1")
     assert exit_code == 0
     assert "tasks of a single turn" in output

@@ -8,7 +8,7 @@ import pytest
 from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.workers.episode_child import EpisodeReply
 from tests.agents import SayingEngine, check_tokens, run_agent
 
 CALL = 'Let me see.\n<tool_call>{"name": "add", "arguments": {"a": 17, "b": 25}}</tool_call>'

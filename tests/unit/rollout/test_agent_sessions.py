@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.environment import EndpointAccess
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.workers.episode_child import EpisodeReply
 from tests.agents import SayingEngine, chat, check_tokens, client_of, run_agent, run_agents, user
 from tests.fakes import FakeEngine
 

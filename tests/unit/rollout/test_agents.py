@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from tests.agents import CODEC, Program, SayingEngine, chat, check_tokens, run_agent, run_agents, user
 from tests.fakes import FakeEngine

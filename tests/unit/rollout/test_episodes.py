@@ -15,7 +15,7 @@ from penstock.dataflow.ids import EngineId, TaskId
 from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.environment import Action
-from penstock.envs.episode_child import EpisodeReply
+from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget

@@ -19,7 +19,7 @@ from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation
-from penstock.envs.episode_child import EpisodeReply, to_episode_reply
+from penstock.envs.workers.episode_child import EpisodeReply, to_episode_reply
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.pool.routing import EngineView, LeastLoaded, Ticket
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from penstock.dataflow.errors import ConfigError, PenstockError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.envs.child_process import ChildProcess, reward_spec
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device
-from penstock.envs.reward_cache import LastUsed, seen_key
-from penstock.envs.reward_child import encode_frame
 from penstock.envs.reward_result import Reply
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.workers.child_process import ChildProcess, reward_spec
+from penstock.envs.workers.reward_cache import LastUsed, seen_key
+from penstock.envs.workers.reward_child import encode_frame
 
 _ASYNC_GRACE_S = 1.0
 

@@ -14,7 +14,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.envs.contract import pure
-from penstock.envs.generated_tasks import endless, first
+from penstock.envs.tasks.generated_tasks import endless, first
 
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 _HELD_OUT_SEED = "math/held-out"

@@ -1,9 +1,9 @@
 """The process between a reward worker and the user's code: it ends all that the user's code has started, always.
 
-Started as `python -m penstock.envs.keeper SETTINGS_FD`; the user's code runs in its child. It consumes nothing; waits
-for the child's end, for the end of its own standard input (the worker closed it, or died), or for a limit; is unblocked
-by the first of them, kills every descendant, says on its standard output how the child ended, removes the child's
-folder for temporary files, and ends. If it is killed itself, the child dies with it.
+Started as `python -m penstock.envs.workers.supervisor SETTINGS_FD`; the user's code runs in its child. It consumes
+nothing; waits for the child's end, for the end of its own standard input (the worker closed it, or died), or for a
+limit; is unblocked by the first of them, kills every descendant, says on its standard output how the child ended,
+removes the child's folder for temporary files, and ends. If it is killed itself, the child dies with it.
 
 `SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
 `section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary` (the folder), `jail`
@@ -23,8 +23,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.envs import process_tree
 from penstock.envs.sandbox.contract import RUNNER
+from penstock.envs.workers import process_tree
 
 _LOOK_EVERY_MS = 50
 _LIFELINE = 0
@@ -82,7 +82,7 @@ def _become_child(settings: Mapping[str, Any], keeper: int, settings_fd: str) ->
     if not settings["jail"]:
         _serve(settings)
         return
-    command = [sys.executable, "-P", "-m", "penstock.envs.keeper", settings_fd, "serve"]
+    command = [sys.executable, "-P", "-m", "penstock.envs.workers.supervisor", settings_fd, "serve"]
     os.execv(settings["jail"][0], [*settings["jail"], "--", *command])  # noqa: S606  no shell is what we want
 
 

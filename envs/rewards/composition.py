@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.dataflow.trajectory import Trajectory, is_thread_part
 from penstock.envs.contract import RewardFunction
-from penstock.envs.reward_cache import LastUsed, seen_key
 from penstock.envs.reward_result import Reply, to_reply
+from penstock.envs.workers.reward_cache import LastUsed, seen_key
 
 
 @dataclass(frozen=True, slots=True)

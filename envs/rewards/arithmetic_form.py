@@ -12,8 +12,8 @@ from hashlib import blake2b
 from typing import Any
 
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.envs.arithmetic import ArithmeticTasks, Problem
 from penstock.envs.contract import pure
+from penstock.envs.tasks.arithmetic import ArithmeticTasks, Problem
 
 
 class MixedWriters(ArithmeticTasks):

@@ -1,7 +1,8 @@
 """The process that runs the user's reward function, and nothing else.
 
-Forked by its keeper (keeper.py) with `SOCKET_FD DEVICE REWARD SANDBOX`, the last two as JSON. It consumes request
-frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the socket closes.
+Forked by its supervisor (supervisor.py) with `SOCKET_FD DEVICE REWARD SANDBOX`, the last two as JSON. It consumes
+request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the socket
+closes.
 
 Request frame: `!IQ` length and call id, then a pickle of `(trajectory, fields)`.
 Reply frame: `!IQ` length and call id (`HELLO_ID` once, after loading the function), then a JSON object: a `Reply`.
@@ -19,13 +20,13 @@ import struct
 from typing import Any, cast
 
 from penstock.dataflow.errors import ConfigError
-from penstock.envs.composition import is_async_function, is_pure_function
 from penstock.envs.config import RewardConfig
 from penstock.envs.contract import Device, RewardContext, RewardFunction
 from penstock.envs.loading import load_reward
-from penstock.envs.missing_rights import missing_right
 from penstock.envs.reward_result import Reply, to_failure, to_reply
+from penstock.envs.rewards.composition import is_async_function, is_pure_function
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.workers.permission_hints import missing_right
 
 HEADER = struct.Struct("!IQ")
 HELLO_ID = 0

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, NamedTuple
 
 from penstock.dataflow.trajectory import Task
-from penstock.envs.generated_tasks import GeneratedTasks
+from penstock.envs.tasks.generated_tasks import GeneratedTasks
 
 MAX_STEPS = 8
 _MAX_DRAWS = 100

@@ -20,13 +20,13 @@ from typing import Any
 from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import IsolationConfig, RewardConfig
 from penstock.envs.contract import Device
-from penstock.envs.keeper import how_it_ended
-from penstock.envs.missing_rights import JAILED_VARIABLE
-from penstock.envs.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.reward_result import is_hello, is_reply
-from penstock.envs.rights import environment_for, grants_of_reward
 from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_jails
 from penstock.envs.sandbox.config import SandboxConfig
+from penstock.envs.workers.permission_hints import JAILED_VARIABLE
+from penstock.envs.workers.permissions import environment_for, grants_of_reward
+from penstock.envs.workers.reward_child import HEADER, MAX_REPLY_BYTES
+from penstock.envs.workers.supervisor import how_it_ended
 
 _MAX_END_BYTES = 500
 _LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
@@ -68,7 +68,7 @@ def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) ->
     return ChildSpec(
         f"reward.fn={reward.label!r}",
         "reward",
-        "penstock.envs.reward_child",
+        "penstock.envs.workers.reward_child",
         [device, reward.model_dump_json(), sandbox.model_dump_json()],
         reward.max_memory_gib,
         reward.max_processes,
@@ -181,7 +181,7 @@ class ChildProcess:
             json.dump(settings, file)
             file.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.envs.keeper", str(file.fileno())],
+                [sys.executable, "-P", "-m", "penstock.envs.workers.supervisor", str(file.fileno())],
                 pass_fds=[connection.fileno(), file.fileno()],
                 env=environment,
                 stdin=subprocess.PIPE,

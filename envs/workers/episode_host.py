@@ -24,13 +24,13 @@ from typing import Any, Protocol
 
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
-from penstock.envs.child_process import ChildProcess, ChildSpec
 from penstock.envs.config import EnvConfig, EpisodeConfig
 from penstock.envs.environment import Action, EndpointAccess
-from penstock.envs.episode_child import EpisodeReply, is_episode_hello, is_episode_reply
-from penstock.envs.reward_child import encode_frame
-from penstock.envs.rights import grants_of_episodes
 from penstock.envs.streams import stream_factories
+from penstock.envs.workers.child_process import ChildProcess, ChildSpec
+from penstock.envs.workers.episode_child import EpisodeReply, is_episode_hello, is_episode_reply
+from penstock.envs.workers.permissions import grants_of_episodes
+from penstock.envs.workers.reward_child import encode_frame
 
 
 class PlayedEpisode(Protocol):
@@ -126,7 +126,7 @@ class EpisodeHost:
         self._spec = ChildSpec(
             f"env.factory={env.factory!r}",
             "env.episode",
-            "penstock.envs.episode_child",
+            "penstock.envs.workers.episode_child",
             [json.dumps(factories), str(seed)],
             env.episode.max_memory_gib,
             env.episode.max_processes,

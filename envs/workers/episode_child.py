@@ -1,7 +1,7 @@
 """The process that plays episodes of the user's environments, and nothing else.
 
-Forked by its keeper (keeper.py) with `SOCKET_FD FACTORIES SEED`, the second a JSON object name -> `EnvConfig`. It
-consumes request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the
+Forked by its supervisor (supervisor.py) with `SOCKET_FD FACTORIES SEED`, the second a JSON object name -> `EnvConfig`.
+It consumes request frames from the socket, waits for nothing else, and is unblocked by the next frame. It ends when the
 socket closes.
 
 Every episode has a thread with an event loop of its own, so a step that blocks holds up nobody else's episode. Nobody
@@ -31,9 +31,9 @@ from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART
 from penstock.envs.config import EnvConfig
 from penstock.envs.environment import Done, EnvironmentSource, Observation, Playable, Role, RunsItself
 from penstock.envs.loading import load_task_source
-from penstock.envs.missing_rights import missing_right
-from penstock.envs.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_reply
+from penstock.envs.workers.permission_hints import missing_right
+from penstock.envs.workers.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 
 
 class Said(TypedDict, total=False):

@@ -23,13 +23,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.trajectory import Task
-from penstock.envs import process_tree
 from penstock.envs.config import EnvConfig
 from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Done, EndpointAccess, Playable, RunsItself
 from penstock.envs.import_path import load_object
-from penstock.envs.keeper import how_it_ended
 from penstock.envs.loading import load_task_source
+from penstock.envs.workers import process_tree
+from penstock.envs.workers.supervisor import how_it_ended
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -183,7 +183,7 @@ async def _run_command(command: Sequence[str], task: Task, access: EndpointAcces
         await _ended(process.pid)
     finally:
         # It and what it started, as far as that can be found by parentage or process group; what is left is ended with
-        # the environment process (keeper.py).
+        # the environment process (workers/supervisor.py).
         process_tree.kill_descendants(process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What to say when user code fails for something that jailed code was not given (rights.py)."""
+"""What to say when user code fails for something that jailed code was not given (permissions.py)."""
 
 from __future__ import annotations
 

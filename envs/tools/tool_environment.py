@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from penstock.dataflow.trajectory import Task
 from penstock.envs.contract import RewardResult
 from penstock.envs.environment import Action, Done, Environment, Message, Observation
-from penstock.envs.tools import Tool, Toolbox, parse_calls
+from penstock.envs.tools.functions import Tool, Toolbox, parse_calls
 
 
 class ToolEnvironment(Environment):

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from penstock.dataflow.trajectory import Task
 from penstock.envs.environment import Observation
-from penstock.envs.tool_environment import ToolEnvironment, prompt_with_tools
-from penstock.envs.tools import DescribedTool, Toolbox, ToolError, ToolServerError
+from penstock.envs.tools.functions import DescribedTool, Toolbox, ToolError, ToolServerError
+from penstock.envs.tools.tool_environment import ToolEnvironment, prompt_with_tools
 
 _MAX_STDERR_BYTES = 500
 _CLOSE_S = 8.0
