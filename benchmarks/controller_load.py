@@ -26,12 +26,12 @@ from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import EngineLoad, GenerateRequest, SamplingParams, Score, TokenDelta
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.task_queue import TaskLine, TaskStream
+from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.run.lifecycle import collect_rarely
+from penstock.platform.run.lifecycle import set_gc_thresholds
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.engine import EngineCost, SimulatedEngine
 from penstock.platform.simulator.parts import SimulatedCodec, SimulatedRewards, SimulatedStore, training_tasks
@@ -75,7 +75,7 @@ def load_config(live_groups: int) -> SimulationConfig:
 def controller_load(sizes: Iterable[int], num_runs: int) -> dict[str, Any]:
     """Completions per second of CPU time by number of live groups, and memory per live group."""
     figures: dict[str, Any] = {"unit": f"trajectory completions per CPU second, one core, groups of {GROUP_SIZE}"}
-    collect_rarely()  # as every run does
+    set_gc_thresholds()  # as every run does
     for live_groups in sizes:
         costs_s, bare_s = [], []
         for seed in range(num_runs):
@@ -220,7 +220,7 @@ async def _park_flow(measure: Callable[[], None]) -> None:
         SimulatedStore(),
         SamplingParams(16),
     )
-    line = TaskLine([TaskStream("", training_tasks())], limits.window, GROUP_SIZE)
+    line = TaskQueue([TaskStream("", training_tasks())], limits.window, GROUP_SIZE)
     async with Flow(core, line, FilterChain([], 1), ports, FlowStats(), FlowOptions(60.0)):
         await engine.is_full.wait()
         await asyncio.sleep(0)

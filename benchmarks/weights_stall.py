@@ -30,7 +30,7 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.copies import copy_environment
 from penstock.weights.planner.plan import BUCKET_BYTES
 from penstock.weights.transport.adapters import BaseWeights
-from penstock.weights.transport.process_group.endpoints import Announced, Arrival, Crossing, End, Sender
+from penstock.weights.transport.process_group.endpoints import Announced, Arrival, End, Sender, TransferGroupSpec
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import private_directory
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 class StreamingRank(TrainingProcess):
     """A training rank that can send, too."""
 
-    def join(self, crossing: Crossing) -> None:
+    def join(self, crossing: TransferGroupSpec) -> None:
         self._sender = Sender(self._rank, CPU)
         self._sender.join(crossing)
         self._sender.hold(self._parts, copies=False)
@@ -61,7 +61,7 @@ class StreamingRank(TrainingProcess):
 class StreamingEngine(EngineProcess):
     """An engine rank that can receive, too."""
 
-    def join(self, crossing: Crossing) -> None:
+    def join(self, crossing: TransferGroupSpec) -> None:
         self._arrival = Arrival(self._rank, CPU)
         self._slot = self._arrival.join(crossing, 0, None)
 
@@ -110,7 +110,7 @@ def _measured(directory: str) -> dict[str, Any]:
         ray.remote(StreamingEngine).options(**as_shipped).remote(rank, transfer, engine.layout) for rank in range(TP)
     ]
     _all(rank.share.remote(transfer) for rank in ranks)
-    crossing = Crossing(
+    crossing = TransferGroupSpec(
         transfer=replace(transfer, directory=None),
         num_training=NUM_RANKS,
         ends=(End("engine-0", "node"),),
@@ -149,7 +149,7 @@ def _slots(ranks: Any, engines: Any, transfer: ShardTransfer, number: int, extra
     return took | {"bucket, slot": (before_s + stage_s, apply_s + check_s)}
 
 
-def _messages(ranks: Any, engines: Any, crossing: Crossing, version: int, extra: dict[str, int]) -> Any:
+def _messages(ranks: Any, engines: Any, crossing: TransferGroupSpec, version: int, extra: dict[str, int]) -> Any:
     took = {}
     for place, way in enumerate(("shard, messages", "bucket, messages")):
         met = replace(crossing, generation=100 + version + place, is_streamed=bool(place))

@@ -22,7 +22,7 @@ from penstock.dataflow.trajectory import GroupRef
 
 Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
 """Why a report changed nothing."""
-Hold = Literal["too_few", "generating", "scoring"]
+WaitReason = Literal["too_few", "generating", "scoring"]
 """What holds a batch open: too few groups are ready; or enough are, and one that must still be in is not."""
 MAX_LISTED = 8
 """Groups that a time-out names."""
@@ -243,7 +243,7 @@ class Dataflow:
         self._in_training = []
         return self.ledger.counts()
 
-    def held_by(self, num_needed: int) -> Hold:
+    def held_by(self, num_needed: int) -> WaitReason:
         """What the trainer waits for, of which `num_needed` groups would be enough if nobody fell due."""
         awaited = self._gate.first_unready()
         if self.num_ready < num_needed or awaited is None:

@@ -18,7 +18,7 @@ FindReady = Callable[[GroupId], GroupRef | None]
 """`Dataflow.find_ready`."""
 
 
-class PrefetchQueue:
+class EarlyLogprobsQueue:
     """Ready groups in the order in which batches take them: due first, then admitted first.
 
     A group that ended or trained is forgotten when it comes up. Those come up first, since batches take groups in this

@@ -265,7 +265,8 @@ class PublishReport:
     Attributes:
         acks: Those there were at its end; with `multi_version` the first one only.
         drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
-        probe_nat: Largest difference between a logprob of an engine and of the trainer, if this version was probed.
+        max_logprob_diff: Largest difference between a logprob of an engine and of the trainer, if this version was
+        probed.
         sent_bytes: By the training ranks to other processes; 0 through shared memory.
         changed_share: Elements whose bits differ from the version before, where a codec has counted them.
         rewrites: Times that the version was written once more because an engine had refused it.
@@ -277,7 +278,7 @@ class PublishReport:
     total_s: float
     acks: Sequence[WeightAck]
     drain_timeouts: int = 0
-    probe_nat: float | None = None
+    max_logprob_diff: float | None = None
     sent_bytes: int = 0
     changed_share: float | None = None
     rewrites: int = 0

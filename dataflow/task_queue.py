@@ -61,8 +61,8 @@ class QueuedTask:
 
 
 @runtime_checkable
-class HearsGroups(Protocol):
-    """A hook of `TaskLine` that is told of every scored group, also of those that are filtered afterwards."""
+class GroupListener(Protocol):
+    """A hook of `TaskQueue` that is told of every scored group, also of those that are filtered afterwards."""
 
     def group_scored(self, task: Task, stream: str, members: Sequence[Trajectory]) -> None: ...
 
@@ -121,7 +121,7 @@ class LengthLimiting(Protocol):
 
 
 @dataclass(slots=True)
-class TaskLine:
+class TaskQueue:
     """The line of tasks before the admission gate.
 
     Attributes:
@@ -137,7 +137,7 @@ class TaskLine:
     lengths: LengthLimits | None = None
     curriculum: Curriculum | None = None
     _weights: dict[str, float] = field(init=False)
-    _listeners: tuple[HearsGroups, ...] = field(init=False)
+    _listeners: tuple[GroupListener, ...] = field(init=False)
     _base: Counter[str] = field(default_factory=Counter)
     _rewards: dict[str, deque[float]] = field(default_factory=dict)
     _requeued: deque[tuple[int, QueuedTask]] = field(default_factory=deque)
@@ -145,7 +145,7 @@ class TaskLine:
     def __post_init__(self) -> None:
         self._weights = {stream.name: stream.weight for stream in self.streams}
         hooks: tuple[object, ...] = (self.sizing, None if self.lengths is None else self.lengths.limiting)
-        self._listeners = tuple(hook for hook in hooks if isinstance(hook, HearsGroups))
+        self._listeners = tuple(hook for hook in hooks if isinstance(hook, GroupListener))
         violations = list(stream_violations(self.streams))
         if violations:
             raise ConfigError(violations)

@@ -23,7 +23,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.dataflow.versions import Span
 from penstock.envs.config import EnvConfig, RewardConfig
 from penstock.envs.contract import TaskSource
-from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.message_history import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.loading import load_task_source

@@ -25,7 +25,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.chat_tokenizers import chat_tokenizer
 
@@ -113,7 +113,7 @@ async def run_agents(
     runner = TrajectoryRunner(EnginePool([engine], 64), codec, 20.0, episodes=player)
     sampling = SamplingParams(max_new_tokens, stop_token_ids=codec.stop_token_ids)
     try:
-        runs = [runner.run(GroupTask(task, task.task_id), 0, sampling) for task in tasks]
+        runs = [runner.run(RolloutContext(task, task.task_id), 0, sampling) for task in tasks]
         return list(await asyncio.wait_for(asyncio.gather(*runs), 60))
     finally:
         await endpoint.close()

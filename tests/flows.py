@@ -10,7 +10,7 @@ from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ports import GroupForward, LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskLine, TaskStream
+from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
@@ -63,7 +63,7 @@ def make_flow(
     runner = TrajectoryRunner(EnginePool(engines, slots), CODEC, silence_s, max_context_tokens=max_context)
     sampling = SamplingParams(5000, stop_token_ids=CODEC.stop_token_ids)
     ports = FlowPorts(runner, rewards, FakeStore(), sampling, reference, teacher, forward)
-    line = TaskLine(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
+    line = TaskQueue(streams or [TaskStream("", tasks())], limits.window, group_size, sizing, lengths, curriculum)
     chain = FilterChain(filters, max_refills)
     return Flow(core, line, chain, ports, FlowStats(), FlowOptions(timeout_s, streamed, gang))
 

@@ -108,8 +108,8 @@ class InProcessPublisher:
         assert {ack.checksum for ack in acks} == {manifest.checksum}
         self.pool.refresh()
         is_probed = self.probe_every and version % self.probe_every == 0
-        probe_nat = await self.probe(version) if is_probed else None
-        self.last = PublishReport(version, manifest.num_bytes, 0.0, 0.0, acks, probe_nat=probe_nat)
+        max_logprob_diff = await self.probe(version) if is_probed else None
+        self.last = PublishReport(version, manifest.num_bytes, 0.0, 0.0, acks, max_logprob_diff=max_logprob_diff)
         return self.last
 
     async def delivered(self) -> PublishReport:

@@ -11,7 +11,7 @@ from penstock.dataflow.ports import PublishReport, StepReport, WeightAck
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluation
-from penstock.platform.run.run import Run, Side
+from penstock.platform.run.run import PolicyRuntime, Run
 from penstock.platform.simulator.config import SimulationConfig
 from penstock.platform.simulator.simulation import instruments, run_config
 from penstock.rollout.pool.pool import EnginePool
@@ -108,7 +108,7 @@ def run_of(
         run_dir=run_dir,
         note=notes.append,
     )
-    side = Side(
+    side = PolicyRuntime(
         flows.ports.runner,
         Trainer(bad, run_dir),
         Publisher(engine),

@@ -24,7 +24,7 @@ from penstock.rollout.engines.local_engine import EngineSpec, LocalEngine
 from penstock.weights.transport.shared_memory import private_directory
 
 Answer = TokenDelta | EngineLostError | TrajectoryError
-Parcel = tuple[RequestId, Answer]
+EngineOutput = tuple[RequestId, Answer]
 
 
 def create_engine(spec: EngineSpec) -> LocalEngine:
@@ -49,7 +49,7 @@ class EngineActor:
         self._engine: LocalEngine | None = None
         self._requests: dict[RequestId, asyncio.Task[None]] = {}
         self._aborted: set[RequestId] = set()
-        self._outbox: list[Parcel] = []
+        self._outbox: list[EngineOutput] = []
         self._has_answers = asyncio.Event()
         self._inbound = private_directory(spec.publish_in)
 
@@ -63,7 +63,7 @@ class EngineActor:
         for request in requests:
             self._requests[request.request_id] = asyncio.create_task(self._pump(request))
 
-    async def collect(self, wait_s: float) -> list[Parcel]:
+    async def collect(self, wait_s: float) -> list[EngineOutput]:
         """Everything sampled since the last call; waits at most `wait_s` seconds for the first of it."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_answers.wait(), wait_s)

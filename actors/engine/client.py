@@ -1,6 +1,6 @@
 """The driver's side of an engine actor: implements the `Engine` port over batched Ray calls.
 
-Consumes: parcels that the actor's long poll returns. Waits for: the next parcel of each request.
+Consumes: outputs that the actor's long poll returns. Waits for: the next output of each request.
 Unblocked by: a delta, or the engine's death, which fails every pending request at once.
 """
 
@@ -53,7 +53,7 @@ def at_node(manifest: WeightManifest, payload: Any, node_id: str) -> tuple[Weigh
     return replace(manifest, location=payload.by_node[node_id]), None
 
 
-class Streaming:
+class InPlaceUpdate:
     """A version that engines take while they are frozen (`weights.staging=bucket`), once.
 
     Consumes: the engines' updates. Waits for: nothing; the first update has the training ranks begin to send, since
@@ -151,11 +151,11 @@ class RemoteEngine:
         self._outgoing.append(request)
         try:
             while True:
-                parcel = await inbox.get()
-                if isinstance(parcel, Exception):
-                    raise parcel
-                yield parcel
-                if parcel.finish_reason is not None:
+                output = await inbox.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finish_reason is not None:
                     return
         finally:
             del self._inboxes[request.request_id]
@@ -175,7 +175,7 @@ class RemoteEngine:
             WeightSyncError: The engine refused them.
             EngineLostError: The engine died.
         """
-        if isinstance(payload, Streaming):
+        if isinstance(payload, InPlaceUpdate):
             return await payload.into(self.engine_id, self._update_weights(manifest, None))
         return await self._update_weights(manifest, payload)
 
@@ -287,16 +287,16 @@ class RemoteEngine:
         while True:
             try:
                 async with silence_limit(POLL_S + SILENCE_S):
-                    parcels = await self._actor.collect.remote(POLL_S)
+                    outputs = await self._actor.collect.remote(POLL_S)
             except TimeoutError:
                 self._lose(f"did not answer for {POLL_S + SILENCE_S:.0f} s")
                 return
             except ray.exceptions.RayError as error:
                 self._lose(f"died: {first_line(error)}")
                 return
-            for request_id, parcel in parcels:
+            for request_id, output in outputs:
                 if (inbox := self._inboxes.get(request_id)) is not None:
-                    inbox.put_nowait(parcel)
+                    inbox.put_nowait(output)
 
     def _lose(self, what: str) -> EngineLostError:
         """Fail every pending request, now and later."""

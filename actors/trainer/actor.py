@@ -29,7 +29,7 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
-from penstock.weights.transport.process_group.endpoints import Announced, Crossing, Sender, Sent
+from penstock.weights.transport.process_group.endpoints import Announced, Sender, Sent, TransferGroupSpec
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
@@ -109,7 +109,7 @@ class TrainerRank:
         self._writer.write(version, tensors)
         return self._writer.sums(tensors)
 
-    @ray.method(concurrency_group="courier")
+    @ray.method(concurrency_group="weight_io")
     def writing(self) -> str:
         """How far this rank is with what it writes for engines; answers beside the writing."""
         writers = {engine_id: writer.progress for engine_id, writer in self._writers_of.items()}
@@ -140,21 +140,21 @@ class TrainerRank:
             writer.write(version, tensors)
         return self._writers_of[engine_ids[0]].sums(tensors)
 
-    def hold_weights(self, copies: bool) -> None:  # noqa: FBT001 - Ray passes arguments by position
+    def snapshot_weights(self, copies: bool) -> None:  # noqa: FBT001 - Ray passes arguments by position
         """Take the weights as they are now for `send_weights`; with `copies` they may change meanwhile."""
         self._sender.hold(self._running().local_weights(), copies=copies)
 
-    @ray.method(concurrency_group="courier")
-    def join_crossing(self, crossing: Crossing) -> None:
+    @ray.method(concurrency_group="weight_io")
+    def join_crossing(self, crossing: TransferGroupSpec) -> None:
         """Meet the ends of the engines' side; the crossing before is left."""
         self._sender.join(crossing)
 
-    @ray.method(concurrency_group="courier")
-    def announce_weights(self) -> Announced:
+    @ray.method(concurrency_group="weight_io")
+    def bucket_checksums(self) -> Announced:
         """What `send_weights` will send of what is held, bucket by bucket."""
         return self._sender.sums()
 
-    @ray.method(concurrency_group="courier")
+    @ray.method(concurrency_group="weight_io")
     def send_weights(self, version: int) -> Sent:
         """Send what is held, beside training."""
         return self._sender.send(version)

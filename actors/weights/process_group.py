@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.actors.engine.client import Locations, RemoteEngine, Streaming, in_service
+from penstock.actors.engine.client import InPlaceUpdate, Locations, RemoteEngine, in_service
 from penstock.actors.ray_errors import ray_boundary, together
 from penstock.actors.trainer.client import TrainerClient
-from penstock.actors.weights.transports import Departure, Export, Parcel, arrived
+from penstock.actors.weights.transports import PublishedVersion, PublishHandle, WeightTransport, already_published
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.pool.pool import EnginePool
@@ -32,11 +32,17 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
-from penstock.weights.transport.process_group.endpoints import Announced, Crossing, End, Landing, changed_share
+from penstock.weights.transport.process_group.endpoints import (
+    Announced,
+    End,
+    TransferGroupSpec,
+    WeightReceiver,
+    changed_share,
+)
 from penstock.weights.transport.process_group.group import TransferGroup, serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import private_directory, remove_directories_of
-from penstock.weights.transport.streaming import ON_THE_WAY
+from penstock.weights.transport.streaming import IN_PLACE
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +55,7 @@ PING_S = 30.0
 SHUTDOWN_S = 5.0
 
 
-class Ends(Protocol):
+class Receivers(Protocol):
     """Where versions arrive.
 
     Attributes:
@@ -91,7 +97,7 @@ def _on(node: str) -> dict[str, Any]:
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
-class Landings:
+class NodeReceivers:
     """One process on every node with engines."""
 
     on_devices = False
@@ -100,7 +106,7 @@ class Landings:
         self._pool = pool
         self._first_node = first_node
         self._config = config
-        self._type = ray.remote(concurrency_groups={"beside": 1})(LandingActor)
+        self._type = ray.remote(concurrency_groups={"beside": 1})(WeightReceiverActor)
         self._landings: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
 
@@ -161,7 +167,7 @@ class Landings:
             await asyncio.wait_for(sweep.remote([self._pids.pop(node, 0)], self._config.directory), PING_S)
 
 
-class EngineSlots:
+class EngineReceivers:
     """The engines themselves: every rank receives into a slot on its own device, or into its live parameters.
 
     Attributes:
@@ -206,7 +212,7 @@ class EngineSlots:
         return {engine.engine_id: engine for engine in in_service(self._pool)}
 
 
-class LandingActor(Landing):
+class WeightReceiverActor(WeightReceiver):
     """A landing in its own process: one on every node with engines, where weights come from other nodes."""
 
     def __init__(self, publish_in: str | None) -> None:
@@ -224,11 +230,11 @@ class LandingActor(Landing):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class GroupExport(Export):
+class ProcessGroupTransport(WeightTransport):
     """Training ranks send each version to the ends, in a group of their own."""
 
     def __init__(
-        self, trainer: TrainerClient, ends: Ends, layout: EngineSide, dtype: DType, config: WeightsConfig
+        self, trainer: TrainerClient, ends: Receivers, layout: EngineSide, dtype: DType, config: WeightsConfig
     ) -> None:
         self._trainer = trainer
         self._ends = ends
@@ -236,19 +242,19 @@ class GroupExport(Export):
         self._dtype: DType = dtype
         self._config = config
         self._store = serve_store(ray.util.get_node_ip_address())
-        self._crossing: Crossing | None = None
+        self._crossing: TransferGroupSpec | None = None
         self._generation = self._num_sent = 0
         self._transfer: ShardTransfer | None = None
         self._begun: int | None = None
         self._is_streamed = config.staging == "bucket" and ends.on_devices
         self._leg_s = config.timeout_s
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         await self._get_ready(version)
-        await self._trainer.ask("hold_weights", self._config.overlap)
+        await self._trainer.ask("snapshot_weights", self._config.overlap)
         return self._deliver(version)
 
-    async def _get_ready(self, version: int) -> Crossing:
+    async def _get_ready(self, version: int) -> TransferGroupSpec:
         """Be in a crossing with every end that is to get a version."""
         if version == self._begun:
             self._crossing = None  # it is damaged somewhere: codecs begin anew, so that all of it is sent
@@ -264,7 +270,7 @@ class GroupExport(Export):
     async def close(self) -> None:
         await self._ends.close()
 
-    async def _deliver(self, version: int) -> Parcel:
+    async def _deliver(self, version: int) -> PublishedVersion:
         for attempt in range(ATTEMPTS):
             try:
                 if self._crossing is None:
@@ -278,7 +284,7 @@ class GroupExport(Export):
                 await self._ends.give_up_silent_ones(str(error))
         raise AssertionError("unreachable")
 
-    async def _cross(self, version: int) -> Parcel:
+    async def _cross(self, version: int) -> PublishedVersion:
         crossing = self._crossing
         assert crossing is not None
         limit = self._config.timeout_s + GRACE_S
@@ -293,9 +299,9 @@ class GroupExport(Export):
         manifest = crossing.transfer.manifest(version, [part for one in sent for part in one.sums])
         payload = self._ends.payload(dict(zip(crossing.ends, answers, strict=True)))
         share = None if self._config.codec == "int8_delta" else changed_share(sent)
-        return Parcel(manifest, payload, sum(one.num_bytes for one in sent), share)
+        return PublishedVersion(manifest, payload, sum(one.num_bytes for one in sent), share)
 
-    async def _meet(self) -> Crossing:
+    async def _meet(self) -> TransferGroupSpec:
         """Make a crossing of the ends that are there now."""
         ends = self._ends.present()
         if not ends:
@@ -303,7 +309,7 @@ class GroupExport(Export):
         await self._ends.prepare()
         self._generation += 1
         timeout_s, codec = self._leg_s, self._config.codec
-        crossing = Crossing(
+        crossing = TransferGroupSpec(
             transfer=self._transfer or await self._plan(ends[0].node),
             num_training=len(self._trainer.nodes),
             ends=ends,
@@ -332,34 +338,34 @@ class GroupExport(Export):
         return self._transfer
 
 
-class StreamExport(GroupExport):
+class StreamingTransport(ProcessGroupTransport):
     """Training ranks send each version into the live parameters of frozen engines, which have no second shard.
 
     Waits for: a crossing with the engines that lack it, then for the training ranks to sum what they will send.
-    Unblocked by: their answers; the version itself leaves when the engines are frozen (`Streaming`), and stays as it is
-    with the training ranks until then.
+    Unblocked by: their answers; the version itself leaves when the engines are frozen (`InPlaceUpdate`), and stays as
+    it is with the training ranks until then.
     """
 
     def __init__(
-        self, trainer: TrainerClient, ends: EngineSlots, layout: EngineSide, dtype: DType, config: WeightsConfig
+        self, trainer: TrainerClient, ends: EngineReceivers, layout: EngineSide, dtype: DType, config: WeightsConfig
     ) -> None:
         super().__init__(trainer, ends, layout, dtype, config)
         self._engines = ends
         self._leg_s = LEG_SHARE * config.timeout_s
-        self._streaming: Streaming | None = None
+        self._streaming: InPlaceUpdate | None = None
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         if self._streaming is not None:
             await self._streaming.over()
         self._engines.lacking = version  # on a second try those that have taken it serve, and are left alone
         crossing = await self._get_ready(version)
-        await self._trainer.ask("hold_weights", self._config.overlap)
-        announced = await self._trainer.ask("announce_weights", timeout_s=self._config.timeout_s)
+        await self._trainer.ask("snapshot_weights", self._config.overlap)
+        announced = await self._trainer.ask("bucket_checksums", timeout_s=self._config.timeout_s)
         self._streaming = self._stream(version, crossing)
         sent_bytes = sum(one.num_bytes for one in announced)
-        return arrived(_manifest(version, crossing, announced), self._streaming, sent_bytes)
+        return already_published(_manifest(version, crossing, announced), self._streaming, sent_bytes)
 
-    def _stream(self, version: int, crossing: Crossing) -> Streaming:
+    def _stream(self, version: int, crossing: TransferGroupSpec) -> InPlaceUpdate:
         num_before, self._num_sent = self._num_sent, self._num_sent + 1
 
         async def send() -> None:
@@ -370,10 +376,10 @@ class StreamExport(GroupExport):
                 self._crossing = None
             TransferGroup.interrupt(self._store, crossing.generation, num_before, crossing.members, cause)
 
-        return Streaming(version, [end.name for end in crossing.ends], send, interrupt)
+        return InPlaceUpdate(version, [end.name for end in crossing.ends], send, interrupt)
 
 
-def _manifest(version: int, crossing: Crossing, announced: list[Announced]) -> WeightManifest:
+def _manifest(version: int, crossing: TransferGroupSpec, announced: list[Announced]) -> WeightManifest:
     sums = tuple(one for rank in announced for one in rank.sums)
     parts = [PartialSum(one.rank, one.buffer, one.checksum) for one in sums]
-    return replace(crossing.transfer.manifest(version, parts), location=ON_THE_WAY, bucket_sums=sums)
+    return replace(crossing.transfer.manifest(version, parts), location=IN_PLACE, bucket_sums=sums)

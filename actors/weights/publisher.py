@@ -40,7 +40,7 @@ from typing import Any, cast
 
 from penstock.actors.engine.client import RemoteEngine, in_service
 from penstock.actors.trainer.client import TrainerClient
-from penstock.actors.weights.transports import Departure, Export, Parcel
+from penstock.actors.weights.transports import PublishedVersion, PublishHandle, WeightTransport
 from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import PublishReport, WeightAck
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 Probe = Callable[[int], Awaitable[float | None]]
 """What the logprobs of engines at a version differ by at most from the trainer's, nat; None if none could be asked."""
-WriteAgain = Callable[[], Awaitable[Parcel]]
+WriteAgain = Callable[[], Awaitable[PublishedVersion]]
 """Has the trainer write a version once more."""
 
 
@@ -66,7 +66,7 @@ class ActorWeightPublisher:
         self,
         pool: EnginePool,
         config: WeightsConfig,
-        export: Export,
+        export: WeightTransport,
         trainer: TrainerClient | None = None,
         probe: Probe | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class ActorWeightPublisher:
         self._updater = make_updater(pool, config)
         self._delivery: asyncio.Task[PublishReport] | None = None
         self._publishing = asyncio.Lock()
-        self._parcel: Parcel | None = None
+        self._published: PublishedVersion | None = None
         self.last: PublishReport | None = None
 
     async def catch_up(self, engine: RemoteEngine) -> None:
@@ -106,14 +106,14 @@ class ActorWeightPublisher:
         async with self._publishing:
             if self._delivery is not None:
                 await asyncio.wait([self._delivery])
-            parcel, answer = self._parcel, None
-            if parcel is not None:
-                answer = await attempt(engine, parcel, self._config.timeout_s)
+            published, answer = self._published, None
+            if published is not None:
+                answer = await attempt(engine, published, self._config.timeout_s)
                 if isinstance(answer, EngineLostError):
                     raise answer
             self._pool.add(engine)  # before it is written again: slots are made for engines of the pool
-            if parcel is not None and isinstance(answer, WeightSyncError):
-                await self._write_if_none_serves(parcel.manifest.version, engine)
+            if published is not None and isinstance(answer, WeightSyncError):
+                await self._write_if_none_serves(published.manifest.version, engine)
 
     async def _write_if_none_serves(self, version: int, engine: RemoteEngine) -> None:
         """Have the trainer write a version that no engine has any more, unless a step is on its way to the next one."""
@@ -124,8 +124,8 @@ class ActorWeightPublisher:
         try:
             async with trainer.step_lock:
                 await self._updater.settle()
-                departure = await self._export.begin(version)
-                await self._deliver(version, departure, time.monotonic(), 0.0, may_repeat=False)
+                handle = await self._export.begin(version)
+                await self._deliver(version, handle, time.monotonic(), 0.0, may_repeat=False)
         except Exception as error:
             self._pool.fence(engine.engine_id, str(error))
             raise
@@ -158,20 +158,20 @@ class ActorWeightPublisher:
         if self._probe is None or not every or version % every:
             return report
         report = await self.delivered()
-        return replace(report, probe_nat=await self._probe(version))
+        return replace(report, max_logprob_diff=await self._probe(version))
 
     async def _publish(self, version: int) -> PublishReport:
         if self._delivery is not None:
             await self.delivered()
         await self._updater.settle()  # the export removes the version before
         started = time.monotonic()
-        departure = await self._export.begin(version)
+        handle = await self._export.begin(version)
         export_s = time.monotonic() - started
         if not self._config.overlap or self.last is None:
-            self.last = await self._deliver(version, departure, started, export_s, may_repeat=True)
+            self.last = await self._deliver(version, handle, started, export_s, may_repeat=True)
         else:
             self._pool.raise_floor(version)
-            delivery = self._deliver(version, departure, started, export_s, may_repeat=False)
+            delivery = self._deliver(version, handle, started, export_s, may_repeat=False)
             self._delivery = asyncio.create_task(self._beside(delivery), name=f"deliver v{version}")
         return self.last
 
@@ -205,30 +205,30 @@ class ActorWeightPublisher:
             raise
 
     async def _deliver(
-        self, version: int, departure: Departure, started: float, export_s: float, *, may_repeat: bool
+        self, version: int, handle: PublishHandle, started: float, export_s: float, *, may_repeat: bool
     ) -> PublishReport:
-        parcel, rewrites = await departure, 0
-        self._parcel = parcel
+        published, rewrites = await handle, 0
+        self._published = published
 
-        async def write_again() -> Parcel:
+        async def write_again() -> PublishedVersion:
             nonlocal rewrites
             rewrites += 1
             logger.warning("publish v%d: it was refused, so the trainer writes it once more", version)
-            self._parcel = repeated = await (await self._export.begin(version))
+            self._published = repeated = await (await self._export.begin(version))
             return repeated
 
-        acks = await self._updater.update(parcel, write_again if may_repeat else None)
+        acks = await self._updater.update(published, write_again if may_repeat else None)
         if not acks:
             raise WeightSyncError(f"publish v{version}: no engine acknowledged it: {self._pool.fenced}")
         return PublishReport(
             version=version,
-            num_bytes=parcel.manifest.num_bytes,
+            num_bytes=published.manifest.num_bytes,
             export_s=export_s,
             total_s=time.monotonic() - started,
             acks=acks,
             drain_timeouts=self._updater.drain_timeouts,
-            sent_bytes=parcel.sent_bytes,
-            changed_share=parcel.changed_share,
+            sent_bytes=published.sent_bytes,
+            changed_share=published.changed_share,
             rewrites=rewrites,
         )
 
@@ -248,23 +248,23 @@ class InFlight:
     async def settle(self) -> None:
         """End what is left of the version before, whose bytes are about to go: here nothing is ever left."""
 
-    async def update(self, parcel: Parcel, write_again: WriteAgain | None = None) -> list[WeightAck]:
+    async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
         """Bring the engines to a version; returns when new work is sampled from it, with those that have it by then.
 
         Args:
-            parcel: The version.
+            published: The version.
             write_again: Called at most once, and not after the return; None if the trainer has it no more.
         """
         engines, timeout_s = in_service(self._pool), self._config.timeout_s
-        answers = await asyncio.gather(*(attempt(engine, parcel, timeout_s) for engine in engines))
+        answers = await asyncio.gather(*(attempt(engine, published, timeout_s) for engine in engines))
         acks = [answer for answer in answers if isinstance(answer, WeightAck)]
         failed = [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, WeightAck)]
         if write_again is not None and is_refused(answers):
-            parcel = await write_again()
-        last = (last_attempt(engine, parcel, self._pool, timeout_s) for engine in failed)
+            published = await write_again()
+        last = (last_attempt(engine, published, self._pool, timeout_s) for engine in failed)
         acks += [ack for ack in await asyncio.gather(*last) if ack is not None]
         if acks:
-            self._pool.raise_floor(parcel.manifest.version)
+            self._pool.raise_floor(published.manifest.version)
         return acks
 
     async def close(self) -> None:
@@ -274,7 +274,7 @@ class InFlight:
 class Drain(InFlight):
     """All engines at once, after their requests have ended. Waits for: the requests, at most `drain_timeout_s`."""
 
-    async def update(self, parcel: Parcel, write_again: WriteAgain | None = None) -> list[WeightAck]:
+    async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
         names = [engine.engine_id for engine in in_service(self._pool)]
         for name in names:
             self._pool.pause(name)
@@ -282,9 +282,9 @@ class Drain(InFlight):
             async with asyncio.timeout(self._config.drain_timeout_s):
                 await asyncio.gather(*(self._pool.quiet(name) for name in names))
         except TimeoutError:
-            self.drain_timeouts += _report_late(self._pool, names, parcel, self._config)
+            self.drain_timeouts += _report_late(self._pool, names, published, self._config)
         try:
-            return await super().update(parcel, write_again)
+            return await super().update(published, write_again)
         finally:
             for name in names:
                 self._pool.resume(name)
@@ -309,12 +309,12 @@ class Rolling:
             self._taken_over.set()
             await roll
 
-    async def update(self, parcel: Parcel, write_again: WriteAgain | None = None) -> list[WeightAck]:
+    async def update(self, published: PublishedVersion, write_again: WriteAgain | None = None) -> list[WeightAck]:
         await self.settle()
         self._taken_over.clear()
         first: asyncio.Future[WeightAck | None] = asyncio.get_running_loop().create_future()
-        roll = self._run(parcel, first, write_again)
-        self._roll = asyncio.create_task(roll, name=f"roll to v{parcel.manifest.version}")
+        roll = self._run(published, first, write_again)
+        self._roll = asyncio.create_task(roll, name=f"roll to v{published.manifest.version}")
         either: set[asyncio.Future[Any]] = {first, self._roll}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not first.done():
@@ -330,22 +330,22 @@ class Rolling:
             await asyncio.gather(self._roll, return_exceptions=True)
 
     async def _run(
-        self, parcel: Parcel, first: asyncio.Future[WeightAck | None], write_again: WriteAgain | None
+        self, published: PublishedVersion, first: asyncio.Future[WeightAck | None], write_again: WriteAgain | None
     ) -> None:
-        now, version = asyncio.get_running_loop().time, parcel.manifest.version
+        now, version = asyncio.get_running_loop().time, published.manifest.version
         drained_by = now() + self._config.drain_timeout_s
         asked: set[EngineId] = set()
         while (engine := self._next(version, asked)) is not None:
             asked.add(engine.engine_id)
             self._pool.pause(engine.engine_id)
             try:
-                if not await self._drained(engine, parcel, drained_by - now()):
+                if not await self._drained(engine, published, drained_by - now()):
                     return
-                answer = await attempt(engine, parcel, self._config.timeout_s)
+                answer = await attempt(engine, published, self._config.timeout_s)
                 if write_again is not None and not first.done() and is_refused([answer]):
-                    parcel = await write_again()
+                    published = await write_again()
                     write_again = None
-                last = partial(last_attempt, engine, parcel, self._pool, self._config.timeout_s)
+                last = partial(last_attempt, engine, published, self._pool, self._config.timeout_s)
                 ack = answer if isinstance(answer, WeightAck) else await last()
             finally:
                 self._pool.resume(engine.engine_id)
@@ -364,7 +364,7 @@ class Rolling:
         nearest = min(behind, key=lambda view: (view.in_use > 0, view.outstanding_tokens))
         return cast("RemoteEngine", nearest.engine)
 
-    async def _drained(self, engine: RemoteEngine, parcel: Parcel, timeout_s: float) -> bool:
+    async def _drained(self, engine: RemoteEngine, published: PublishedVersion, timeout_s: float) -> bool:
         """Whether to go on with this engine: it is quiet, or its time is up, and no newer version has come."""
         quiet = asyncio.create_task(self._pool.quiet(engine.engine_id))
         taken_over = asyncio.create_task(self._taken_over.wait())
@@ -376,7 +376,7 @@ class Rolling:
             quiet.cancel()
             taken_over.cancel()
         if not done:
-            self.drain_timeouts += _report_late(self._pool, [engine.engine_id], parcel, self._config)
+            self.drain_timeouts += _report_late(self._pool, [engine.engine_id], published, self._config)
         return not self._taken_over.is_set()
 
 
@@ -387,12 +387,12 @@ def make_updater(pool: EnginePool, config: WeightsConfig) -> InFlight | Rolling:
     return Drain(pool, config) if config.update_mode == "drain" else InFlight(pool, config)
 
 
-async def attempt(engine: RemoteEngine, parcel: Parcel, timeout_s: float) -> WeightAck | PenstockError:
+async def attempt(engine: RemoteEngine, published: PublishedVersion, timeout_s: float) -> WeightAck | PenstockError:
     """Update one engine; its acknowledgement, or why there is none."""
-    version = parcel.manifest.version
+    version = published.manifest.version
     try:
         async with asyncio.timeout(timeout_s):
-            return await engine.update_weights(parcel.manifest, parcel.payload)
+            return await engine.update_weights(published.manifest, published.payload)
     except TimeoutError:
         return EngineLostError(f"publish v{version} took longer than {timeout_s:.0f} s")
     except (WeightSyncError, EngineLostError) as error:
@@ -400,9 +400,11 @@ async def attempt(engine: RemoteEngine, parcel: Parcel, timeout_s: float) -> Wei
         return error
 
 
-async def last_attempt(engine: RemoteEngine, parcel: Parcel, pool: EnginePool, timeout_s: float) -> WeightAck | None:
+async def last_attempt(
+    engine: RemoteEngine, published: PublishedVersion, pool: EnginePool, timeout_s: float
+) -> WeightAck | None:
     """Update one engine; if that fails it is fenced off, and the run goes on with the rest."""
-    answer = await attempt(engine, parcel, timeout_s)
+    answer = await attempt(engine, published, timeout_s)
     if isinstance(answer, WeightAck):
         return answer
     pool.fence(engine.engine_id, str(answer))
@@ -414,13 +416,13 @@ def is_refused(answers: Sequence[WeightAck | PenstockError]) -> bool:
     return any(isinstance(answer, WeightSyncError) for answer in answers)
 
 
-def _report_late(pool: EnginePool, names: list[EngineId], parcel: Parcel, config: WeightsConfig) -> int:
+def _report_late(pool: EnginePool, names: list[EngineId], published: PublishedVersion, config: WeightsConfig) -> int:
     """Say who did not drain; returns how many."""
     late = [view for view in pool.views() if view.engine_id in names and view.in_use]
     for view in late:
         logger.warning(
             "publish v%d: %d requests on %s had not ended within weights.drain_timeout_s=%g; they are frozen for the "
             "swap and go on with the new weights",
-            *(parcel.manifest.version, view.in_use, view.engine_id, config.drain_timeout_s),
+            *(published.manifest.version, view.in_use, view.engine_id, config.drain_timeout_s),
         )
     return len(late)

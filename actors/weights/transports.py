@@ -25,12 +25,12 @@ from penstock.weights.transport.adapters import adapter_manifest
 from penstock.weights.transport.shards import ShardTransfer
 
 
-class Parcel(NamedTuple):
+class PublishedVersion(NamedTuple):
     """A version that engines can fetch.
 
     Attributes:
         payload: What else they need: `Locations`, a handle of the bytes for engines without access to the file, or a
-            `Streaming` that they take it from.
+            `InPlaceUpdate` that they take it from.
         sent_bytes: By the training ranks, to other processes.
         changed_share: Of the elements, since the version before, where a codec has counted them.
     """
@@ -41,13 +41,13 @@ class Parcel(NamedTuple):
     changed_share: float | None = None
 
 
-Departure = Awaitable[Parcel]
+PublishHandle = Awaitable[PublishedVersion]
 
 
-class Export:
+class WeightTransport:
     """Puts versions where engines find them."""
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         """Returns once the trainer may go on; what it returns, once engines can fetch the version."""
         raise NotImplementedError
 
@@ -55,26 +55,26 @@ class Export:
         """Free what it holds, if that does not end with the processes anyway."""
 
 
-def arrived(manifest: WeightManifest, payload: Any = None, sent_bytes: int = 0) -> Departure:
-    """A departure that is over."""
-    future: asyncio.Future[Parcel] = asyncio.get_running_loop().create_future()
-    future.set_result(Parcel(manifest, payload, sent_bytes))
+def already_published(manifest: WeightManifest, payload: Any = None, sent_bytes: int = 0) -> PublishHandle:
+    """A handle of a publish that is complete."""
+    future: asyncio.Future[PublishedVersion] = asyncio.get_running_loop().create_future()
+    future.set_result(PublishedVersion(manifest, payload, sent_bytes))
     return future
 
 
-class GatherExport(Export):
+class GatherTransport(WeightTransport):
     """Rank 0 gathers whole tensors into a file in shared memory; engines elsewhere get its bytes."""
 
     def __init__(self, trainer: TrainerClient, pool: EnginePool) -> None:
         self._trainer = trainer
         self._pool = pool
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         manifest = await self._trainer.export(version)
-        return arrived(manifest, _bytes_for_other_nodes(self._trainer, self._pool, manifest))
+        return already_published(manifest, _bytes_for_other_nodes(self._trainer, self._pool, manifest))
 
 
-class AdapterExport(Export):
+class AdapterTransport(WeightTransport):
     """Rank 0 gathers the adapters into a file in shared memory; engines elsewhere get its bytes. They have the rest."""
 
     def __init__(self, trainer: TrainerClient, pool: EnginePool, layout: EngineSide, dtype: DType) -> None:
@@ -84,7 +84,7 @@ class AdapterExport(Export):
         self._dtype: DType = dtype
         self._base: tuple[TensorEntry, ...] | None = None
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         if self._base is None:  # find out what the engines must have been loaded with
             training, folder = await self._trainer.training_side()
             transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
@@ -92,7 +92,7 @@ class AdapterExport(Export):
             self._base = transfer.manifest(0, [part for some in parts for part in some]).entries
         sent = await self._trainer.export_adapters(version)
         manifest = adapter_manifest(sent, self._base, self._layout.layout, self._layout.tp_size)
-        return arrived(manifest, _bytes_for_other_nodes(self._trainer, self._pool, sent))
+        return already_published(manifest, _bytes_for_other_nodes(self._trainer, self._pool, sent))
 
 
 def _bytes_for_other_nodes(trainer: TrainerClient, pool: EnginePool, file: WeightManifest) -> ray.ObjectRef | None:
@@ -101,7 +101,7 @@ def _bytes_for_other_nodes(trainer: TrainerClient, pool: EnginePool, file: Weigh
     return trainer.read_back(file) if is_elsewhere else None
 
 
-class SharedMemoryExport(Export):
+class SharedMemoryTransport(WeightTransport):
     """Training ranks write each version into shared memory in the engines' own layout, by a plan made at the first."""
 
     def __init__(
@@ -126,7 +126,7 @@ class SharedMemoryExport(Export):
         self._num_slots = num_slots
         self._transfer: ShardTransfer | None = None
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         what = f"publish v{version}"
         if self._transfer is None:
             planned = await self._trainer.plan_transfer(self._layout, self._dtype)
@@ -134,7 +134,7 @@ class SharedMemoryExport(Export):
             await self._trainer.leg(what, self._timeout_s, "share_weights", ray.put(transfer))
             self._transfer = transfer
         parts = await self._trainer.leg(what, self._timeout_s, "write_shards", version)
-        return arrived(self._transfer.manifest(version, [part for some in parts for part in some]))
+        return already_published(self._transfer.manifest(version, [part for some in parts for part in some]))
 
 
 def is_one_node(trainer: TrainerClient, engines: Sequence[RemoteEngine]) -> bool:
@@ -150,7 +150,7 @@ def _check_one_node(transport: str, trainer: TrainerClient, engines: Sequence[Re
         )
 
 
-class DeviceExport(Export):
+class DeviceMemoryTransport(WeightTransport):
     """Training ranks write each version into slots in the memory of the engines' devices, by CUDA IPC.
 
     Waits for: engines that are new to make their slots, training ranks to open them and to write. Unblocked by: their
@@ -176,7 +176,7 @@ class DeviceExport(Export):
         self._training: tuple[TrainingSide, list[str]] | None = None
         self._transfers: dict[RemoteEngine, ShardTransfer] = {}
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         if self._training is None:
             training, _ = await self._trainer.training_side()
             self._training = training, await self._trainer.ask("device")
@@ -189,7 +189,7 @@ class DeviceExport(Export):
         names = [engine.engine_id for engine in self._transfers]
         parts = await self._trainer.leg(f"publish v{version}", self._timeout_s, "write_slots", version, names)
         first = next(iter(self._transfers.values()))  # the sums of all are the same: only who sends what differs
-        return arrived(first.manifest(version, [part for some in parts for part in some]))
+        return already_published(first.manifest(version, [part for some in parts for part in some]))
 
     async def _connect(self, engine: RemoteEngine, training: TrainingSide, devices: list[str]) -> None:
         """Let an engine make its slots, and every training rank open them."""

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from penstock.envs.endpoint.conversation import split_answer
+from penstock.envs.endpoint.message_history import split_answer
 from penstock.envs.endpoint.requests import MODEL, Asked, Call
 from penstock.envs.endpoint.session import Answer, Piece, SampledToken
 from penstock.envs.reasoning import num_begun

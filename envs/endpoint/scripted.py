@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.envs.config import EnvConfig
-from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.message_history import Part
 from penstock.envs.endpoint.requests import too_many_turns
 from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.endpoint.session import Answer, Exchange, Piece

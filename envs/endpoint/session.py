@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.envs.endpoint.conversation import Conversation, Part
+from penstock.envs.endpoint.message_history import MessageHistory, Part
 from penstock.envs.endpoint.requests import MODEL, ApiError, Asked, bad_request
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -159,7 +159,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._secret = secrets.token_urlsafe(32)
         self.access = EndpointAccess(base_url, f"pk-{serial}-{self._secret}", MODEL)
-        self._conversation = Conversation()
+        self._conversation = MessageHistory()
         self._incoming: asyncio.Queue[Exchange] = asyncio.Queue(maxsize=1)
         self._last: Exchange | None = None
         self._is_closed = False
@@ -298,7 +298,7 @@ class Questions:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            exchange.finish(await self._policy.answer(Conversation().next_part(exchange.asked), exchange))
+            exchange.finish(await self._policy.answer(MessageHistory().next_part(exchange.asked), exchange))
         except ApiError as error:
             exchange.refuse(error)
         except PenstockError as error:

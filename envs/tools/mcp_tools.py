@@ -76,11 +76,11 @@ class McpSession:
         Raises:
             ToolServerError: If the server does not start, does not answer in time, or lacks a tool that is named.
         """
-        connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._holding = asyncio.create_task(self._hold(connected))
+        policy_runtime: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._holding = asyncio.create_task(self._hold(policy_runtime))
         try:
             async with asyncio.timeout(self._server.startup_timeout_s):
-                await connected
+                await policy_runtime
                 listed = await self._list_tools()
         except TimeoutError:
             problem = f"did not say its tools within {self._server.startup_timeout_s:g} s"
@@ -105,7 +105,7 @@ class McpSession:
         if self._stderr is not None:
             self._stderr.close()
 
-    async def _hold(self, connected: asyncio.Future[None]) -> None:
+    async def _hold(self, policy_runtime: asyncio.Future[None]) -> None:
         from mcp import Client
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -118,12 +118,12 @@ class McpSession:
                 target = stdio_client(parameters, self._stderr)
             async with Client(target) as self._client:
                 self._is_connected = True
-                if not connected.done():
-                    connected.set_result(None)
+                if not policy_runtime.done():
+                    policy_runtime.set_result(None)
                 await self._is_over.wait()
         except Exception as error:  # noqa: BLE001  the library's, of many kinds: `open` classifies it
-            if not connected.done():
-                connected.set_exception(error)
+            if not policy_runtime.done():
+                policy_runtime.set_exception(error)
 
     async def _list_tools(self) -> list[DescribedTool]:
         tools: list[DescribedTool] = []

@@ -15,7 +15,7 @@ from yaml import YAMLError, safe_load
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
-from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.message_history import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.import_path import load_object

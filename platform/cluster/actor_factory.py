@@ -22,14 +22,19 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.reference import ReferenceClient, start_references
 from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.client import TrainerClient
-from penstock.actors.weights.process_group import EngineSlots, GroupExport, Landings, StreamExport
+from penstock.actors.weights.process_group import (
+    EngineReceivers,
+    NodeReceivers,
+    ProcessGroupTransport,
+    StreamingTransport,
+)
 from penstock.actors.weights.publisher import ActorWeightPublisher, Probe
 from penstock.actors.weights.transports import (
-    AdapterExport,
-    DeviceExport,
-    Export,
-    GatherExport,
-    SharedMemoryExport,
+    AdapterTransport,
+    DeviceMemoryTransport,
+    GatherTransport,
+    SharedMemoryTransport,
+    WeightTransport,
     is_one_node,
 )
 from penstock.dataflow.errors import ConfigError
@@ -81,26 +86,28 @@ class RunActors:
         (self.engines[index],) = await start_engines([spec], [need], config.rollout.start_timeout_s)
         return self.engines[index]
 
-    async def _export(self, pool: EnginePool, config: RunConfig) -> Export:
+    async def _export(self, pool: EnginePool, config: RunConfig) -> WeightTransport:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
         weights, dtype = config.weights, config.model.dtype
         way, first = way_of(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
         if weights.codec != "full" and way not in GROUP_WAYS:
             logger.warning("weights.codec=%s has no effect: versions go by %s", weights.codec, way)
         if way == "gather":
-            return GatherExport(self.trainer, pool)
+            return GatherTransport(self.trainer, pool)
         training, _ = await self.trainer.training_side()
         layout = EngineSide(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
         if way == "adapters":
-            return AdapterExport(self.trainer, pool, layout, dtype)
+            return AdapterTransport(self.trainer, pool, layout, dtype)
         if way == "cuda_ipc":
-            return DeviceExport(self.trainer, pool, layout, dtype, weights)
+            return DeviceMemoryTransport(self.trainer, pool, layout, dtype, weights)
         if way == "shared_memory":
-            return SharedMemoryExport(self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_slots)
+            return SharedMemoryTransport(
+                self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_slots
+            )
         if way == "live_parameters":
-            return StreamExport(self.trainer, EngineSlots(pool, first), layout, dtype, weights)
-        ends = EngineSlots(pool, first) if way == "engine_devices" else Landings(pool, first, weights)
-        return GroupExport(self.trainer, ends, layout, dtype, weights)
+            return StreamingTransport(self.trainer, EngineReceivers(pool, first), layout, dtype, weights)
+        ends = EngineReceivers(pool, first) if way == "engine_devices" else NodeReceivers(pool, first, weights)
+        return ProcessGroupTransport(self.trainer, ends, layout, dtype, weights)
 
 
 @asynccontextmanager

@@ -236,7 +236,7 @@ class RunConfig(Section):
         return self.model_copy(update={"model": self.partner.model, "trainer": trainer, "partner": None})
 
     @property
-    def prefetches(self) -> bool:
+    def computes_logprobs_early(self) -> bool:
         """The trainer forwards ready groups while it waits for their batch (docs/concepts/dataflow.md)."""
         algorithm, flow = self.algorithm, self.dataflow
         is_own_reference = algorithm.needs_reference and not self.num_frozen("reference")

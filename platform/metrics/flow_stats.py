@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import get_args
 
-from penstock.dataflow.core import Hold
+from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason, VersionMark
@@ -26,30 +26,30 @@ class BatchStaleness:
     """Staleness of one batch, in versions, counted over sampled tokens.
 
     Attributes:
-        tokens_by_lag: Staleness -> tokens.
+        tokens_by_staleness: Staleness -> tokens.
         multi_version_trajectories: Trajectories that hold tokens of two or more versions.
         trimmed_tokens: Sampled tokens that lost their loss weight because they were too old.
     """
 
-    tokens_by_lag: Counter[int]
+    tokens_by_staleness: Counter[int]
     multi_version_trajectories: int = 0
     trimmed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.tokens_by_lag.total()
+        return self.tokens_by_staleness.total()
 
     @property
     def mean_versions(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.tokens_by_lag.items()) / max(self.num_tokens, 1)
+        return sum(lag * tokens for lag, tokens in self.tokens_by_staleness.items()) / max(self.num_tokens, 1)
 
     @property
     def max_versions(self) -> int:
-        return max(self.tokens_by_lag, default=0)
+        return max(self.tokens_by_staleness, default=0)
 
     @property
     def stale_share(self) -> float:
-        return 1 - self.tokens_by_lag[0] / max(self.num_tokens, 1)
+        return 1 - self.tokens_by_staleness[0] / max(self.num_tokens, 1)
 
     @property
     def trimmed_share(self) -> float:
@@ -101,7 +101,7 @@ class FlowStats:
 
     total: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
     last: BatchStaleness = field(default_factory=lambda: BatchStaleness(Counter()))
-    trainer_wait_for: dict[Hold, float] = field(default_factory=lambda: dict.fromkeys(get_args(Hold), 0.0))
+    trainer_wait_for: dict[WaitReason, float] = field(default_factory=lambda: dict.fromkeys(get_args(WaitReason), 0.0))
     population: MeanLength = field(default_factory=MeanLength)
     trained: MeanLength = field(default_factory=MeanLength)
     failures: list[TrajectoryError] = field(default_factory=list)
@@ -120,7 +120,7 @@ class FlowStats:
         return self.trained.tokens / self.population.tokens if self.trained.num_trajectories else 1.0
 
     @contextmanager
-    def trainer_waits(self, held_by: Hold) -> Iterator[None]:
+    def trainer_waits(self, held_by: WaitReason) -> Iterator[None]:
         """Count the time inside as the trainer waiting for data."""
         started = asyncio.get_running_loop().time()
         try:
@@ -148,7 +148,7 @@ class FlowStats:
     def batch_closed(self, batch: Sequence[GroupRef], version: int) -> None:
         """Account a batch that is about to train at `version`."""
         self.last = batch_staleness(batch, version)
-        self.total.tokens_by_lag.update(self.last.tokens_by_lag)
+        self.total.tokens_by_staleness.update(self.last.tokens_by_staleness)
         self.total.multi_version_trajectories += self.last.multi_version_trajectories
         self.total.trimmed_tokens += self.last.trimmed_tokens
         self.trained.num_trajectories += sum(len(group.spans) for group in batch)

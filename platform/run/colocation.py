@@ -17,7 +17,7 @@ from penstock.dataflow.trajectory import GroupRef, stream_of
 from penstock.rollout.pool.pool import EnginePool
 
 
-class TakesTurns:
+class TimeSharedTrainer:
     """A `TrainerGroup` that has the devices to itself for each step.
 
     Consumes a closed batch. Waits for: the engines to be idle (evaluations included), then asleep. Unblocked by: those

@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from penstock.dataflow.early_logprobs import PrefetchQueue
+from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
 from penstock.dataflow.ports import GroupForward
 from penstock.dataflow.trajectory import GroupRef
 
 _Batch = TypeVar("_Batch")
 
 
-class Prefetcher:
-    """Hands the groups of a `PrefetchQueue` to the trainer, while it has nothing else to do."""
+class EarlyLogprobs:
+    """Hands the groups of a `EarlyLogprobsQueue` to the trainer, while it has nothing else to do."""
 
-    def __init__(self, trainer: GroupForward, queue: PrefetchQueue) -> None:
+    def __init__(self, trainer: GroupForward, queue: EarlyLogprobsQueue) -> None:
         self._trainer = trainer
         self._queue = queue
         self._changed = asyncio.Event()

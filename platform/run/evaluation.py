@@ -11,8 +11,8 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ports import RewardWorker, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.run.lifecycle import first_error
-from penstock.rollout.trajectory.group_task import GroupTask
-from penstock.rollout.trajectory.runner import Runs, TrajectoryRunner
+from penstock.rollout.trajectory.group_task import RolloutContext
+from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
 
 ATTEMPTS = 3
 
@@ -48,7 +48,7 @@ class Evaluation:
 
 
 async def scored_answer(
-    runner: Runs, rewards: RewardWorker, asked: GroupTask, member: int, sampling: SamplingParams
+    runner: RolloutRunner, rewards: RewardWorker, asked: RolloutContext, member: int, sampling: SamplingParams
 ) -> Trajectory:
     """A scored answer to a task, outside the ledger.
 
@@ -69,7 +69,7 @@ async def scored_answer(
     raise failure
 
 
-class Evaluates(Protocol):
+class EvaluatorPort(Protocol):
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
 
 
@@ -109,7 +109,7 @@ class Evaluator:
 
     async def _answer(self, index: int, task: Task) -> Trajectory:
         try:
-            return await scored_answer(self._runner, self._rewards, GroupTask(task, "eval"), index, self._greedy)
+            return await scored_answer(self._runner, self._rewards, RolloutContext(task, "eval"), index, self._greedy)
         except TrajectoryError as failure:
             raise PenstockError(
                 f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}"

@@ -17,18 +17,18 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.dataflow.core import Dataflow
-from penstock.dataflow.early_logprobs import PrefetchQueue
+from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
 from penstock.dataflow.ports import GroupForward, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
-from penstock.dataflow.task_queue import TaskLine
+from penstock.dataflow.task_queue import TaskQueue
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
-from penstock.platform.run.early_logprobs import Prefetcher
+from penstock.platform.run.early_logprobs import EarlyLogprobs
 from penstock.platform.run.group_run import GroupRun, Outcome
-from penstock.rollout.trajectory.runner import Runs
+from penstock.rollout.trajectory.runner import RolloutRunner
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class FlowPorts:
     `reference` and `teacher` are asked for each group as soon as it is scored, `forward` while the trainer waits.
     """
 
-    runner: Runs
+    runner: RolloutRunner
     rewards: RewardWorker
     store: PayloadStore
     sampling: SamplingParams
@@ -78,7 +78,7 @@ class Flow:
     def __init__(
         self,
         core: Dataflow,
-        tasks: TaskLine,
+        tasks: TaskQueue,
         filters: FilterChain,
         ports: FlowPorts,
         stats: FlowStats,
@@ -99,8 +99,8 @@ class Flow:
         self._failures_in_a_row = 0
         self._ignored_logged = 0
         self._ignored_logged_at = -math.inf
-        queue = PrefetchQueue(core.limits.batch_groups, core.find_ready)
-        self._prefetcher = None if ports.forward is None else Prefetcher(ports.forward, queue)
+        queue = EarlyLogprobsQueue(core.limits.batch_groups, core.find_ready)
+        self._prefetcher = None if ports.forward is None else EarlyLogprobs(ports.forward, queue)
 
     async def __aenter__(self) -> Self:
         self._admission = asyncio.create_task(self._admit(), name="admission")

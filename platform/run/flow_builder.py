@@ -9,7 +9,7 @@ from penstock.dataflow.difficulty import BY_SUCCESS, LengthBySuccess, SizeBySucc
 from penstock.dataflow.filters import FilterChain, GroupFilter, has_parts, overlong, pass_rate, user, zero_variance
 from penstock.dataflow.stages import GatedStages
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskLine
+from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimiting, LengthLimits, TaskQueue
 from penstock.envs.import_path import load_object
 from penstock.envs.streams import load_task_streams, stages_of
 from penstock.platform.cluster.memory import max_live_trajectories
@@ -30,7 +30,7 @@ def flow_limits(config: RunConfig) -> FlowLimits:
     )
 
 
-def make_task_line(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskLine:
+def make_task_queue(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskQueue:
     """The tasks in line for admission: streams, curriculum and group sizes; `note` hears of stages that begin."""
     flow, env = config.dataflow, config.env
     longest = config.rollout.sampling.max_new_tokens
@@ -39,7 +39,7 @@ def make_task_line(config: RunConfig, note: Callable[[str], None] = lambda _: No
     stages = stages_of(env)
     named = None if env.curriculum is None else load_object(env.curriculum, "env.curriculum")
     curriculum = GatedStages(stages, note) if stages else cast("Curriculum | None", named)
-    return TaskLine(
+    return TaskQueue(
         load_task_streams(env, config.seed),
         window=flow_limits(config).window,
         group_size=flow.group_size,

@@ -15,7 +15,7 @@ from penstock.dataflow.ids import GroupId
 from penstock.dataflow.seeding import trajectory_sampling
 from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 
 if TYPE_CHECKING:
     from penstock.platform.run.flow import Flow
@@ -25,7 +25,7 @@ Outcome = Trajectory | TrajectoryError
 """What a member comes to."""
 
 
-class GroupRun(GroupTask):
+class GroupRun(RolloutContext):
     """The running work of one group.
 
     Attributes:

@@ -1,6 +1,6 @@
 """`penstock train`: from the configuration to the running loop, and to the summary and report that it leaves.
 
-`assembled` starts all that runs in other processes (cluster/actor_factory.py), connects each policy's engines with its
+`build_run` starts all that runs in other processes (cluster/actor_factory.py), connects each policy's engines with its
 trainer, and builds the flow (flow_builder.py); the loop is `controller.train`.
 """
 
@@ -36,15 +36,15 @@ from penstock.platform.metrics.summary import (
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
-from penstock.platform.run.colocation import TakesTurns
+from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_line
+from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
-from penstock.platform.run.logprob_parity import NUM_PROBES, RatioProbe
-from penstock.platform.run.run import Instruments, Run, Side
+from penstock.platform.run.logprob_parity import NUM_PROBES, LogprobParityCheck
+from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
 from penstock.platform.run.two_policies import together
@@ -70,7 +70,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
     status: RunStatus = "failed"
     run: Run | None = None
     try:
-        async with assembled(config, instruments, events) as run:
+        async with build_run(config, instruments, events) as run:
             try:
                 await controller.train(run)
             except BaseException:
@@ -88,7 +88,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
         if run is not None and run.has_begun:
             summary = summarise(run, hub, status, time.monotonic() - started, peak_gib)
             write_summary(run_dir, summary)
-            write_staleness(run_dir, run.stats.total.tokens_by_lag)
+            write_staleness(run_dir, run.stats.total.tokens_by_staleness)
             write_failures(run_dir, run.stats.failures)
             hub.close(summary)
             write_report(run_dir)
@@ -117,7 +117,7 @@ def _policy(config: RunConfig) -> str:
 
 
 @asynccontextmanager
-async def assembled(config: RunConfig, instruments: Instruments, events: EventTail) -> AsyncIterator[Run]:
+async def build_run(config: RunConfig, instruments: Instruments, events: EventTail) -> AsyncIterator[Run]:
     """Everything a run needs, started; ended in reverse order, whatever happens."""
     async with AsyncExitStack() as stack:
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
@@ -128,21 +128,21 @@ async def assembled(config: RunConfig, instruments: Instruments, events: EventTa
         sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
         runner = make_runner(config, actors.engines, codec, episodes)
-        side = await stack.enter_async_context(connected(config, actors, runner, probes))
+        side = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
         await answer_questions(config, episodes, runner, sampling)
         if actors.partner is not None:
             view = config.partner_view
             runner = make_runner(view, actors.partner.engines, codec, episodes)
-            partner = await stack.enter_async_context(connected(view, actors.partner, runner, probes))
+            partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes))
             side = together(side, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
         core.ledger.sink = events
-        forward = cast("GroupForward", side.trainer) if config.prefetches else None
+        forward = cast("GroupForward", side.trainer) if config.computes_logprobs_early else None
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
             core,
-            make_task_line(config, instruments.note),
+            make_task_queue(config, instruments.note),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
             FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, forward),
             FlowStats(),
@@ -154,9 +154,9 @@ async def assembled(config: RunConfig, instruments: Instruments, events: EventTa
 
 
 @asynccontextmanager
-async def connected(
+async def policy_runtime(
     config: RunConfig, actors: RunActors, runner: TrajectoryRunner, probes: Sequence[tuple[int, ...]]
-) -> AsyncIterator[Side]:
+) -> AsyncIterator[PolicyRuntime]:
     """The engines and the trainer of one policy, in service until the context ends.
 
     Args:
@@ -167,16 +167,16 @@ async def connected(
     """
     pool, rollout = runner.pool, config.rollout
     sampling = rollout_sampling(config, runner.codec)
-    probe = RatioProbe(pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s)
+    probe = LogprobParityCheck(pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s)
     publisher = await actors.publisher(pool, config, probe.check)
     # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
     most = 0 if config.cluster.colocated else rollout.max_engine_restarts
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)
     try:
         async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:
-            yield Side(
+            yield PolicyRuntime(
                 runner,
-                trainer=TakesTurns(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
+                trainer=TimeSharedTrainer(actors.trainer, pool) if config.cluster.colocated else actors.trainer,
                 publisher=publisher,
                 evaluator=Evaluator(runner, actors.rewards, rollout.sampling.max_new_tokens),
                 monitor=monitor,

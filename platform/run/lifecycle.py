@@ -33,7 +33,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the r
         super().__init__(signal.Signals(signum).name)
 
 
-def collect_rarely() -> None:
+def set_gc_thresholds() -> None:
     """Look for garbage in cycles after 100,000 young objects instead of 700.
 
     A run keeps hundreds of thousands of small objects alive (tasks, futures, records of live groups), and walking them
@@ -54,7 +54,7 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """
     signals: list[int] = []
     first_at = 0.0
-    collect_rarely()
+    set_gc_thresholds()
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
 

@@ -44,7 +44,7 @@ class _Answer:
     logprobs: list[float]
 
 
-class RatioProbe:
+class LogprobParityCheck:
     """Compares every engine in service with the trainer."""
 
     def __init__(

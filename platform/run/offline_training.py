@@ -38,7 +38,7 @@ from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 
 
 @asynccontextmanager
-async def trainer_alone(
+async def offline_training(
     config: RunConfig, run_dir: Path, path: str, command: Command
 ) -> AsyncIterator[tuple[TrainerClient, MetricsHub]]:
     """Trackers, Ray and the trainer ranks over the model at `path`; the run is marked finished if nothing failed."""
@@ -84,7 +84,7 @@ async def _learn_answers(config: RunConfig, sft: SftConfig, source: GoldSource, 
             "run": str(run_dir),
         },
     )
-    async with trainer_alone(config, run_dir, path, "sft") as (trainer, hub):
+    async with offline_training(config, run_dir, path, "sft") as (trainer, hub):
         codec, policy = load_codec(path), str(run_dir / "policy")
         held_out = [worked_example(source, codec, task) for task in source.held_out(sft.eval_tasks)]
         examples = (worked_example(source, codec, task) for task in source.train())
@@ -191,7 +191,7 @@ async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command:
     limit = config.model.max_context_tokens
     pairs = encoded(source, codec, islice(source.train(), size * preference.num_steps), limit)
     held_out = encoded(source, codec, source.held_out(preference.eval_pairs), limit)
-    async with trainer_alone(config, run_dir, path, command) as (trainer, hub):
+    async with offline_training(config, run_dir, path, command) as (trainer, hub):
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
         try:
             started = time.monotonic()

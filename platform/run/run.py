@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from penstock.dataflow.core import Hold
+from penstock.dataflow.core import WaitReason
 from penstock.dataflow.errors import FailureKind, PenstockError, TrainingError
 from penstock.dataflow.ledger import LedgerCounts
 from penstock.dataflow.ports import PublishReport, StepReport, TrainerGroup, WeightPublisher
@@ -19,20 +19,20 @@ from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import Evaluates, Evaluation
+from penstock.platform.run.evaluation import Evaluation, EvaluatorPort
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
-from penstock.rollout.trajectory.runner import Runs
+from penstock.rollout.trajectory.runner import RolloutRunner
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class PolicyRuntime:
     """The engines of a policy, its trainer, and the way between them; of two policies taken as one."""
 
-    runner: Runs
+    runner: RolloutRunner
     trainer: TrainerGroup
     publisher: WeightPublisher
-    evaluator: Evaluates
+    evaluator: EvaluatorPort
     monitor: EngineMonitor
 
 
@@ -59,7 +59,7 @@ class Run:
     """
 
     def __init__(
-        self, config: RunConfig, side: Side, held_out: list[Task], flow: Flow, instruments: Instruments
+        self, config: RunConfig, side: PolicyRuntime, held_out: list[Task], flow: Flow, instruments: Instruments
     ) -> None:
         self.config = config
         self.version = 0
@@ -78,7 +78,7 @@ class Run:
         self._mismatch = MismatchTrend()
         self._last_publish: PublishReport | None = None
         self._last_step_at = 0.0
-        self._trainer_waited_for: Mapping[Hold, float] = {}
+        self._trainer_waited_for: Mapping[WaitReason, float] = {}
         self._tokens_generated = 0
         self._bad_steps_in_a_row = 0
         self._skipped_steps = 0
@@ -268,7 +268,7 @@ class Run:
         last = self._last_publish
         if last is None:
             return {}
-        measured = {"weights/probe_nat": last.probe_nat, "weights/changed_share": last.changed_share}
+        measured = {"weights/max_logprob_diff": last.max_logprob_diff, "weights/changed_share": last.changed_share}
         return {
             "weights/bytes": last.num_bytes,
             "weights/sent_bytes": last.sent_bytes,

@@ -30,7 +30,7 @@ from penstock.platform.run.evaluation import scored_answer
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.platform.run.serving import Serving, rollout_sampling, serving
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
 TASKS_AT_A_TIME = 512
@@ -94,7 +94,7 @@ async def _group(
     served: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig
 ) -> list[Trajectory]:
     """Scored answers of one task; one that failed every time is not there."""
-    asked = GroupTask(task, group_id)
+    asked = RolloutContext(task, group_id)
 
     async def answer(member: int) -> Trajectory | None:
         drawn = trajectory_sampling(sampling, group_id, member)

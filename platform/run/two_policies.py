@@ -19,17 +19,17 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher
 from penstock.dataflow.trajectory import GroupRef, Task, stream_of
-from penstock.platform.run.evaluation import Evaluates, Evaluation
-from penstock.platform.run.run import Side
+from penstock.platform.run.evaluation import Evaluation, EvaluatorPort
+from penstock.platform.run.run import PolicyRuntime
 from penstock.rollout.trajectory.runner import SharedGroups
 
 
-def together(policy: Side, partner: Side, max_bad_steps: int) -> Side:
+def together(policy: PolicyRuntime, partner: PolicyRuntime, max_bad_steps: int) -> PolicyRuntime:
     """Both sides as one; what the monitor tells is of the policy's engines."""
     trainer = TrainTogether(
         cast("TrainerClient", policy.trainer), cast("TrainerClient", partner.trainer), max_bad_steps
     )
-    return Side(
+    return PolicyRuntime(
         SharedGroups(policy.runner, partner.runner),
         trainer=trainer,
         publisher=PublishTogether(policy.publisher, partner.publisher),
@@ -111,7 +111,7 @@ class PublishTogether:
 class EvaluateTogether:
     """Evaluates both on the same tasks, at the same time, each on its own engines."""
 
-    def __init__(self, policy: Evaluates, partner: Evaluates) -> None:
+    def __init__(self, policy: EvaluatorPort, partner: EvaluatorPort) -> None:
         self._evaluators = (policy, partner)
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
@@ -128,7 +128,9 @@ def _both(reports: Sequence[PublishReport]) -> PublishReport:
         total_s=max(mine.total_s, other.total_s),
         acks=(*mine.acks, *other.acks),
         drain_timeouts=mine.drain_timeouts + other.drain_timeouts,
-        probe_nat=max((one.probe_nat for one in reports if one.probe_nat is not None), default=None),
+        max_logprob_diff=max(
+            (one.max_logprob_diff for one in reports if one.max_logprob_diff is not None), default=None
+        ),
         sent_bytes=mine.sent_bytes + other.sent_bytes,
         changed_share=max((one.changed_share for one in reports if one.changed_share is not None), default=None),
     )

@@ -18,7 +18,7 @@ from typing import Any, cast
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher, attempt
-from penstock.actors.weights.transports import GatherExport, Parcel
+from penstock.actors.weights.transports import GatherTransport, PublishedVersion
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import EngineId
@@ -26,18 +26,18 @@ from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import Ledger, LedgerCounts
 from penstock.dataflow.ports import PublishReport, SamplingParams, WeightAck, WeightManifest
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
-from penstock.dataflow.task_queue import TaskLine, TaskStream
+from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.platform.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from penstock.platform.metrics.flow_stats import FlowStats
 from penstock.platform.metrics.hub import MetricsHub
 from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run import controller
-from penstock.platform.run.colocation import TakesTurns
+from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.platform.run.engine_monitor import EngineMonitor
 from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
-from penstock.platform.run.run import Instruments, Run, Side
+from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import RATES, FaultLevel, SimulationConfig
 from penstock.platform.simulator.durable import DurableState, Restored
@@ -81,9 +81,9 @@ def environment_of(config: SimulationConfig) -> str | None:
     return "simulated" if config.turns > 1 else None
 
 
-def task_line(config: SimulationConfig, limits: FlowLimits) -> TaskLine:
+def task_line(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
     """One stream of tasks before the admission gate."""
-    return TaskLine([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
+    return TaskQueue([TaskStream("", training_tasks(environment_of(config)))], limits.window, config.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Seams:
     trainer: type[SimulatedTrainer] = SimulatedTrainer
     pool: type[EnginePool] = EnginePool
     disk: type[DurableState] = DurableState
-    line: Callable[[SimulationConfig, FlowLimits], TaskLine] = task_line
+    line: Callable[[SimulationConfig, FlowLimits], TaskQueue] = task_line
     filters: Callable[[], FilterChain] = lambda: FilterChain([], MAX_REFILLS)
     player: type[EpisodePlayer] = EpisodePlayer
     rewards: type[SimulatedRewards] = SimulatedRewards
@@ -211,12 +211,12 @@ class Simulation:
             timeout_s=PUBLISH_TIMEOUT_S,
             drain_timeout_s=DRAIN_TIMEOUT_S,
         )
-        export = GatherExport(cast("TrainerClient", trainer), pool)
+        export = GatherTransport(cast("TrainerClient", trainer), pool)
         publisher = WatchedPublisher(ActorWeightPublisher(pool, weights, export), weights, world)
         self.monitor = EngineMonitor(pool, adapts_concurrency=config.adaptive_concurrency)
-        side = Side(
+        side = PolicyRuntime(
             runner,
-            trainer=TakesTurns(trainer, pool) if config.colocated else trainer,
+            trainer=TimeSharedTrainer(trainer, pool) if config.colocated else trainer,
             publisher=publisher,
             evaluator=Evaluator(examined, rewards, world.lengths.max_length),
             monitor=self.monitor,
@@ -324,7 +324,9 @@ class WatchedPublisher:
             version = self._world.published
             manifest = WeightManifest(version, "simulated", (), 0, checksum=version * 31 + 7)
             for _ in range(PUBLISH_ATTEMPTS):
-                answer = await attempt(cast("RemoteEngine", engine), Parcel(manifest), self._weights.timeout_s)
+                answer = await attempt(
+                    cast("RemoteEngine", engine), PublishedVersion(manifest), self._weights.timeout_s
+                )
                 if isinstance(answer, WeightAck):
                     return True
             return False

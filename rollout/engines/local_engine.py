@@ -16,7 +16,7 @@ from penstock.rollout.config import EngineConfig
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DType, ModelConfig
 from penstock.weights.transport.device_memory import SlotHandle
-from penstock.weights.transport.process_group.endpoints import Crossing
+from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class LocalEngine(Engine, Sleeper, Protocol):
         """
         ...
 
-    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+    async def join_crossing(self, crossing: TransferGroupSpec, replica: int) -> None:
         """Be the `replica`-th end of a crossing from device to device; requests go on.
 
         A version of one that is streamed is received by `update_weights`, under the freeze.

@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from penstock.dataflow.ids import EngineId
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, Ticket
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, SlotRequest
 
-Granted = list[Ticket]
+Granted = list[SlotRequest]
 
 
 class Dispatcher:
@@ -42,22 +42,22 @@ class Dispatcher:
         self.num_serving = 0
         self.newest = -1
         self._open: list[EngineView] = []
-        self._queue: OrderedDict[Ticket, None] = OrderedDict()
-        self._resumes: OrderedDict[Ticket, None] = OrderedDict()
+        self._queue: OrderedDict[SlotRequest, None] = OrderedDict()
+        self._resumes: OrderedDict[SlotRequest, None] = OrderedDict()
         self._lined: OrderedDict[EngineView, None] = OrderedDict()
-        self._claims: OrderedDict[Ticket, None] = OrderedDict()
+        self._claims: OrderedDict[SlotRequest, None] = OrderedDict()
         self._serials = itertools.count()
 
     def serving(self) -> Iterator[EngineView]:
         """Engines in service, in the order they joined."""
         return (view for view in self.views.values() if view.fenced is None)
 
-    def waiting(self) -> Iterator[Ticket]:
+    def waiting(self) -> Iterator[SlotRequest]:
         """Everything that waits."""
         lines = (view.line for view in self._lined)
         return itertools.chain(self._resumes, self._claims, self._queue, *lines)
 
-    def stalled(self) -> list[Ticket]:
+    def stalled(self) -> list[SlotRequest]:
         """Those who wait for a version that no engine in service has."""
         self._look()
         if self.newest < self.floor:
@@ -69,7 +69,7 @@ class Dispatcher:
         """Slots of the largest engine in service."""
         return max((view.max_slots for view in self.serving()), default=0)
 
-    def submit(self, ticket: Ticket) -> bool:
+    def submit(self, ticket: SlotRequest) -> bool:
         """Grant it at once, or let it wait; says which."""
         ticket.serial = next(self._serials)
         if self._open:
@@ -87,7 +87,7 @@ class Dispatcher:
         self._stand(ticket, self._resumes if is_resume else self._queue)
         return ticket.slots > 1 and self._claim_best(ticket)
 
-    def withdraw(self, ticket: Ticket) -> Granted:
+    def withdraw(self, ticket: SlotRequest) -> Granted:
         """It waits no more."""
         self._leave(ticket)
         claimed = [view for view in self.serving() if view.gang is ticket] if ticket.slots > 1 else []
@@ -95,7 +95,7 @@ class Dispatcher:
             view.gang = None
         return self._refill(claimed, [])
 
-    def release(self, ticket: Ticket) -> Granted:
+    def release(self, ticket: SlotRequest) -> Granted:
         """It gives its slots back; says who got them."""
         view = ticket.view
         assert view is not None, "released without a grant"
@@ -110,7 +110,7 @@ class Dispatcher:
             self._sync(view)
         return granted
 
-    def join(self, ticket: Ticket, view: EngineView) -> None:
+    def join(self, ticket: SlotRequest, view: EngineView) -> None:
         """Grant a ticket that takes no slot of its own."""
         ticket.serial = next(self._serials)
         self._grant(ticket, view)
@@ -164,7 +164,7 @@ class Dispatcher:
         self._look()
         return self._refill(list(self.serving()), [])
 
-    def _grant(self, ticket: Ticket, view: EngineView) -> None:
+    def _grant(self, ticket: SlotRequest, view: EngineView) -> None:
         ticket.view = view
         view.tickets[ticket] = None
         view.in_use += ticket.slots
@@ -173,11 +173,11 @@ class Dispatcher:
         if view.in_use >= view.limit:
             self._sync(view)
 
-    def _stand(self, ticket: Ticket, line: OrderedDict[Ticket, None]) -> None:
+    def _stand(self, ticket: SlotRequest, line: OrderedDict[SlotRequest, None]) -> None:
         ticket.waits_at = line
         line[ticket] = None
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, ticket: SlotRequest) -> None:
         line = ticket.waits_at
         assert line is not None, "it does not wait"
         del line[ticket]
@@ -200,7 +200,7 @@ class Dispatcher:
                 granted.append(ticket)
         self._sync(view)
 
-    def _next(self, view: EngineView) -> Ticket | None:
+    def _next(self, view: EngineView) -> SlotRequest | None:
         """Who is to get room on `view`; still waiting when this returns."""
         if self._resumes and view.in_use < view.limit and (resume := self._next_resume(view)) is not None:
             return resume
@@ -215,7 +215,7 @@ class Dispatcher:
             return self._next_of_gang(view, other)
         return self._next_elsewhere() if other is None else other
 
-    def _claim_best(self, gang: Ticket) -> bool:
+    def _claim_best(self, gang: SlotRequest) -> bool:
         """Claim the engine that is nearest to holding it; says whether that one is empty and takes it at once."""
         large_enough = (view for view in self._open if view.max_slots >= gang.slots)
         view = max(large_enough, key=lambda view: view.limit - view.in_use, default=None)
@@ -228,26 +228,26 @@ class Dispatcher:
         self._sync(view)
         return gang.view is not None
 
-    def _claim(self, view: EngineView, gang: Ticket) -> None:
+    def _claim(self, view: EngineView, gang: SlotRequest) -> None:
         del self._queue[gang]
         self._stand(gang, self._claims)
         view.gang = gang
 
-    def _next_of_gang(self, view: EngineView, gang: Ticket) -> Ticket | None:
+    def _next_of_gang(self, view: EngineView, gang: SlotRequest) -> SlotRequest | None:
         """A limit below the gang's size holds nobody back for ever: an empty engine takes it."""
         if view.in_use + gang.slots > max(view.limit, gang.slots):
             return None
         view.gang = None
         return gang
 
-    def _next_resume(self, view: EngineView) -> Ticket | None:
+    def _next_resume(self, view: EngineView) -> SlotRequest | None:
         for ticket in self._resumes:
             is_avoided = ticket.avoid == view.engine_id and self._may_avoid(ticket)
             if ticket.min_version <= view.version and not is_avoided:
                 return ticket
         return None
 
-    def _may_avoid(self, ticket: Ticket) -> bool:
+    def _may_avoid(self, ticket: SlotRequest) -> bool:
         """Whether another engine than the one to avoid takes it now, or once it has a free slot."""
         return any(
             self._serves(view) and view.version >= ticket.min_version
@@ -255,7 +255,7 @@ class Dispatcher:
             if view.engine_id != ticket.avoid
         )
 
-    def _next_elsewhere(self) -> Ticket | None:
+    def _next_elsewhere(self) -> SlotRequest | None:
         """The first of another engine's line: room is better used without the prefix than not at all."""
         while self._lined:
             view = next(iter(self._lined))
@@ -264,10 +264,10 @@ class Dispatcher:
             del self._lined[view]
         return None
 
-    def _next_unbound(self, view: EngineView) -> Ticket | None:
+    def _next_unbound(self, view: EngineView) -> SlotRequest | None:
         """The first of the queue, after sending those with their prefix elsewhere to wait there."""
-        found: Ticket | None = None
-        leaving: list[tuple[Ticket, EngineView]] = []
+        found: SlotRequest | None = None
+        leaving: list[tuple[SlotRequest, EngineView]] = []
         for ticket in self._queue:
             home = self.policy.home(ticket) if ticket.slots == 1 else None  # lines hold no gangs
             is_elsewhere = home is not None and home is not view and self._serves(home)

@@ -23,7 +23,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import Engine
 from penstock.rollout.config import RolloutConfig
 from penstock.rollout.pool.dispatch import Dispatcher
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, Ticket, make_policy
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, SlotRequest, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Interruption:
         return self.kind == "silent" or (self.kind == "lost" and self.view.fenced is not None)
 
 
-class Lease(Ticket):
+class Lease(SlotRequest):
     """One slot, from `acquire` to `release` or under `async with`; afterwards it cannot be used again.
 
     Attributes:
@@ -449,7 +449,7 @@ class EnginePool:
             lost = f"it lost {view.losses} requests in a row, of {len(view.losers)} groups"
             self.fence(view.engine_id, f"{lost}; the last one: {error}")
 
-    def _settle(self, granted: Iterable[Ticket]) -> None:
+    def _settle(self, granted: Iterable[SlotRequest]) -> None:
         """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`give_up`)."""
         for lease in _leases(granted):
             self._num_leases += 1
@@ -458,7 +458,7 @@ class EnginePool:
             if not lease.granted.done():
                 lease.granted.set_result(None)
 
-    def _fail(self, waiting: Iterable[Ticket], error: Exception) -> None:
+    def _fail(self, waiting: Iterable[SlotRequest], error: Exception) -> None:
         for lease in _leases(waiting):
             self._settle(self._dispatcher.withdraw(lease))
             assert lease.granted is not None, "it waits"
@@ -490,7 +490,7 @@ class EnginePool:
         return f"no rollout engine is left in service: {self.fenced}"
 
 
-def _leases(tickets: Iterable[Ticket]) -> list[Lease]:
+def _leases(tickets: Iterable[SlotRequest]) -> list[Lease]:
     """Tickets of the pool's dispatcher, all of which the pool has submitted."""
     return cast("list[Lease]", list(tickets))
 

@@ -64,9 +64,9 @@ class EngineView:
     fenced: str | None = None
     is_paused: bool = False
     open_index: int = -1
-    tickets: dict[Ticket, None] = field(default_factory=dict, repr=False)
-    line: OrderedDict[Ticket, None] = field(default_factory=OrderedDict, repr=False)
-    gang: Ticket | None = None
+    tickets: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
+    line: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
+    gang: SlotRequest | None = None
     _tokens: float = field(default=0.0, repr=False)
     _seconds: float = field(default=0.0, repr=False)
 
@@ -82,7 +82,7 @@ class EngineView:
     def is_measured(self) -> bool:
         return self._seconds > 0
 
-    def may_take(self, ticket: Ticket) -> bool:
+    def may_take(self, ticket: SlotRequest) -> bool:
         """Whether it has room for `ticket` and is new enough, and no engine to avoid."""
         return (
             self.open_index >= 0
@@ -91,7 +91,7 @@ class EngineView:
             and self.engine_id != ticket.avoid
         )
 
-    def delivered(self, ticket: Ticket, num_tokens: int, elapsed_s: float) -> bool:
+    def delivered(self, ticket: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
         """One of its requests got `num_tokens` in `elapsed_s`; says whether that is the first measure of its speed.
 
         Speed is a ratio of averages: short intervals weigh little.
@@ -112,7 +112,7 @@ class EngineView:
 
 
 @dataclass(eq=False)
-class Ticket:
+class SlotRequest:
     """A request for slots, from its submission to its release.
 
     Attributes:
@@ -133,7 +133,7 @@ class Ticket:
     slots: int = 1
     serial: int = -1
     view: EngineView | None = None
-    waits_at: OrderedDict[Ticket, None] | None = None
+    waits_at: OrderedDict[SlotRequest, None] | None = None
 
 
 class LeastLoaded:
@@ -145,7 +145,7 @@ class LeastLoaded:
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+    def choose(self, views: Sequence[EngineView], ticket: SlotRequest) -> EngineView:
         """One of `views`, which is not empty and all of which may take it."""
         tokens, num_views = ticket.tokens, len(views)
         if num_views > FULL_SCAN:
@@ -163,11 +163,11 @@ class LeastLoaded:
                     best = view
         return best
 
-    def home(self, ticket: Ticket) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
+    def home(self, ticket: SlotRequest) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
         """The engine that holds its prefix, if any and if that matters."""
         return None
 
-    def placed(self, ticket: Ticket, view: EngineView) -> None:
+    def placed(self, ticket: SlotRequest, view: EngineView) -> None:
         """It was granted."""
 
 
@@ -182,7 +182,7 @@ class PrefixAware(LeastLoaded):
         self._max_lead = max_lead
         self._homes: OrderedDict[str, EngineView] = OrderedDict()
 
-    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+    def choose(self, views: Sequence[EngineView], ticket: SlotRequest) -> EngineView:
         home = self.home(ticket)
         if home is None or not home.may_take(ticket):
             return super().choose(views, ticket)
@@ -193,13 +193,13 @@ class PrefixAware(LeastLoaded):
         lead = home.outstanding_tokens - best.outstanding_tokens * home.speed / best.speed
         return best if lead > allowed else home
 
-    def home(self, ticket: Ticket) -> EngineView | None:
+    def home(self, ticket: SlotRequest) -> EngineView | None:
         if ticket.prefix is None:
             return None
         view = self._homes.get(ticket.prefix)
         return None if view is None or view.fenced is not None else view
 
-    def placed(self, ticket: Ticket, view: EngineView) -> None:
+    def placed(self, ticket: SlotRequest, view: EngineView) -> None:
         if ticket.prefix is None:
             return
         self._homes[ticket.prefix] = view

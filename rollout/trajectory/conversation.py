@@ -134,7 +134,7 @@ class EpisodeBudget:
     max_threads: int = 1
 
 
-class Dialogue:
+class Conversation:
     """Grows turn by turn.
 
     Args:
@@ -162,7 +162,7 @@ class Dialogue:
         name: str = MAIN_THREAD,
         *,
         is_chat: bool = False,
-        fork_of: Dialogue | None = None,
+        fork_of: Conversation | None = None,
     ) -> None:
         self.turns: list[Turn] = []
         self.num_interruptions = 0
@@ -233,7 +233,7 @@ class Dialogue:
 
 
 def joined(
-    dialogues: Sequence[Dialogue], task: Task, trajectory_id: TrajectoryId, episode: Episode | None = None
+    dialogues: Sequence[Conversation], task: Task, trajectory_id: TrajectoryId, episode: Episode | None = None
 ) -> Trajectory:
     """The trajectory as the trainer gets it: all threads of an episode, one after another, or a single turn."""
     is_ordinary = [one.name for one in dialogues] == [MAIN_THREAD]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.rollout.pool.pool import EnginePool, Gang
 
 
-class GroupTask:
+class RolloutContext:
     """A task, and for whom it is answered.
 
     Attributes:
@@ -58,21 +58,21 @@ class OldestTurn:
     by a thread that is opened late.
     """
 
-    def __init__(self, asked: GroupTask, member: int) -> None:
+    def __init__(self, asked: RolloutContext, member: int) -> None:
         self._asked = asked
         self._member = member
-        self._versions: dict[GroupTask, int] = {}
+        self._versions: dict[RolloutContext, int] = {}
 
     @property
     def floor(self) -> int:
         """Version of the oldest turn that was dispatched; -1 before the first."""
         return min(self._versions.values(), default=-1)
 
-    def begin(self) -> GroupTask:
+    def begin(self) -> RolloutContext:
         """What a further turn is sampled for."""
         return _Turn(self._asked, self)
 
-    def turn_at(self, turn: GroupTask, version: int) -> None:
+    def turn_at(self, turn: RolloutContext, version: int) -> None:
         """A turn was dispatched at `version`, or its first token came from it."""
         before = self.floor
         self._versions[turn] = version
@@ -80,10 +80,10 @@ class OldestTurn:
             self._asked.member_at(self._member, self.floor)
 
 
-class _Turn(GroupTask):
+class _Turn(RolloutContext):
     """One turn of an episode."""
 
-    def __init__(self, asked: GroupTask, episode: OldestTurn) -> None:
+    def __init__(self, asked: RolloutContext, episode: OldestTurn) -> None:
         super().__init__(asked.task, asked.group, asked.slots)
         self._episode = episode
 

@@ -20,13 +20,13 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
-from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.message_history import Part
 from penstock.envs.endpoint.requests import Asked, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-from penstock.rollout.trajectory.conversation import Dialogue, EpisodeBudget, PartialTurn, SampleTurn, joined
+from penstock.rollout.trajectory.conversation import Conversation, EpisodeBudget, PartialTurn, SampleTurn, joined
 
 if TYPE_CHECKING:
     from penstock.rollout.trajectory.runner import TrajectoryRunner
@@ -45,7 +45,7 @@ class Recording:
         self._budget = budget
         self._sampling = sampling
         self._sample = sample
-        self._dialogue: Dialogue | None = None
+        self._dialogue: Conversation | None = None
 
     async def answer(self, part: Part, exchange: Exchange) -> Answer:
         """Sample the next turn.
@@ -69,7 +69,7 @@ class Recording:
                 "context_length_exceeded",
             )
         if before is None:
-            dialogue = self._dialogue = Dialogue(token_ids, self._codec.decode(token_ids), self._sampling)
+            dialogue = self._dialogue = Conversation(token_ids, self._codec.decode(token_ids), self._sampling)
         else:
             dialogue = before
             dialogue.observed(token_ids, self._codec.decode(token_ids))

@@ -22,9 +22,9 @@ from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.pool.pool import EnginePool, Interruption, InterruptionKind, Lease
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-from penstock.rollout.trajectory.conversation import Dialogue, PartialTurn, joined
+from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, joined
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask, OldestTurn
+from penstock.rollout.trajectory.group_task import OldestTurn, RolloutContext
 
 LOOKS_PER_LIMIT = 8
 
@@ -51,7 +51,7 @@ class ResumeStats:
         )
 
 
-class Runs(Protocol):
+class RolloutRunner(Protocol):
     """What answers tasks: a `TrajectoryRunner`, or the two of `SharedGroups`."""
 
     @property
@@ -60,7 +60,7 @@ class Runs(Protocol):
     @property
     def stats(self) -> ResumeStats: ...
 
-    async def run(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Trajectory: ...
+    async def run(self, asked: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory: ...
 
 
 class TrajectoryRunner:
@@ -99,7 +99,7 @@ class TrajectoryRunner:
         self._aborts: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
 
-    async def run(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Trajectory:
+    async def run(self, asked: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         """Sample one answer, or play one episode.
 
         Args:
@@ -118,7 +118,7 @@ class TrajectoryRunner:
         if self.codec not in asked.prompts:
             prompt_ids = self._prompt_ids(asked.task)
             asked.prompts[self.codec] = prompt_ids, self.codec.decode(prompt_ids)
-        dialogue = Dialogue(*asked.prompts[self.codec], sampling)
+        dialogue = Conversation(*asked.prompts[self.codec], sampling)
         # Engines end it at the context too. Known here, a full one is complete though its engine's last word was lost.
         turn = dialogue.next_turn(self._max_context_tokens or dialogue.num_tokens + sampling.max_new_tokens)
         await self._sample(asked, member, turn)
@@ -162,9 +162,9 @@ class TrajectoryRunner:
         Raises:
             TrajectoryError, EngineLostError: As `run`.
         """
-        await self._sample(GroupTask(Task(TaskId(name), ""), name), 0, turn)
+        await self._sample(RolloutContext(Task(TaskId(name), ""), name), 0, turn)
 
-    async def _play(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Trajectory:
+    async def _play(self, asked: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         assert self.episodes is not None, "tasks with an environment come with what plays them"
         turns = OldestTurn(asked, member)
         one_slot = None if asked.slots is None else asyncio.Lock()  # a gang has a slot for each member, not more
@@ -187,7 +187,7 @@ class TrajectoryRunner:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    async def _sample(self, asked: GroupTask, member: int, partial: PartialTurn) -> None:
+    async def _sample(self, asked: RolloutContext, member: int, partial: PartialTurn) -> None:
         """Sample to the end of a turn, over as many engines as it takes."""
         last: Interruption | None = None
         while True:
@@ -216,7 +216,9 @@ class TrajectoryRunner:
             if last.may_be_the_requests_fault and not asked.is_answered and last.view not in asked.lost_engines:
                 asked.lost_engines.append(last.view)
 
-    async def _attempt(self, asked: GroupTask, member: int, partial: PartialTurn, lease: Lease) -> Interruption | None:
+    async def _attempt(
+        self, asked: RolloutContext, member: int, partial: PartialTurn, lease: Lease
+    ) -> Interruption | None:
         """Ask the engine of a lease for what is missing; says why it did not finish, if it did not.
 
         Raises whatever the trajectory does not survive.
@@ -289,7 +291,7 @@ class SharedGroups:
     batches, and both train every batch: a group is as old as its oldest token, whoever sampled it.
     """
 
-    def __init__(self, policy: Runs, partner: Runs) -> None:
+    def __init__(self, policy: RolloutRunner, partner: RolloutRunner) -> None:
         self._policy = policy
         self._partner = partner
 
@@ -303,7 +305,7 @@ class SharedGroups:
         """What was resumed on either's engines."""
         return self._policy.stats + self._partner.stats
 
-    async def run(self, asked: GroupTask, member: int, sampling: SamplingParams) -> Trajectory:
+    async def run(self, asked: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         """As `TrajectoryRunner.run`."""
         assert asked.slots is None, "a gang is on one engine, and these are of two policies"
         if member % 2 == 0:

@@ -19,7 +19,7 @@ from penstock.envs.environment import Action, Observation
 from penstock.envs.threads import ThreadNames
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-from penstock.rollout.trajectory.conversation import Dialogue, EpisodeBudget, PartialTurn
+from penstock.rollout.trajectory.conversation import Conversation, EpisodeBudget, PartialTurn
 
 
 class Threads:
@@ -31,14 +31,14 @@ class Threads:
     """
 
     def __init__(self, task: Task, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams) -> None:
-        self.dialogues: dict[str, Dialogue] = {}
-        self.speaking: list[tuple[Dialogue, PartialTurn]] = []
+        self.dialogues: dict[str, Conversation] = {}
+        self.speaking: list[tuple[Conversation, PartialTurn]] = []
         self._task = task
         self._codec = codec
         self._budget = budget
         self._sampling = sampling
         self._names = ThreadNames(task.task_id, budget.max_threads)
-        self._order: list[tuple[Dialogue, int]] = []
+        self._order: list[tuple[Conversation, int]] = []
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -58,7 +58,7 @@ class Threads:
         if len(self._order) + len(said) > self._budget.max_turns:
             what = f"asks for {len(said)} turns, the episode has {self._budget.max_turns} (env.episode.max_turns)"
             return self._is_over("max_turns", what)
-        heard: list[tuple[Observation, Dialogue | None, tuple[int, ...]]] = []
+        heard: list[tuple[Observation, Conversation | None, tuple[int, ...]]] = []
         for one in said:
             before = self.dialogues.get(one.thread if one.fork_of is None else one.fork_of)
             if before is None:
@@ -100,7 +100,7 @@ class Threads:
             raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
         return end
 
-    def _open(self, said: Observation, before: Dialogue | None, token_ids: tuple[int, ...]) -> Dialogue:
+    def _open(self, said: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:
         """A new thread, with a seed of its own: two with one prompt would else draw the same tokens."""
         name, opening = said.thread, self._codec.decode(token_ids)
         seed = self._sampling.seed
@@ -108,6 +108,6 @@ class Threads:
             seed = derive_seed(seed, zlib.crc32(name.encode()))
         sampling = replace(self._sampling, seed=seed)
         if before is None:
-            return Dialogue(token_ids, opening, sampling, name, is_chat=not isinstance(said.content, str))
+            return Conversation(token_ids, opening, sampling, name, is_chat=not isinstance(said.content, str))
         everything = (*before.token_ids, *token_ids)
-        return Dialogue(everything, opening, sampling, name, is_chat=before.is_chat, fork_of=before)
+        return Conversation(everything, opening, sampling, name, is_chat=before.is_chat, fork_of=before)

@@ -17,7 +17,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.planner.plan import make_plan
-from penstock.weights.transport.process_group.endpoints import Crossing, End, Sender
+from penstock.weights.transport.process_group.endpoints import End, Sender, TransferGroupSpec
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 async def make_crossing(
     harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float, is_streamed: bool = False
-) -> Crossing:
+) -> TransferGroupSpec:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in harness.reference.tensors(0).items())
     side = EngineSide(harness.spec.engine.type, await harness.engine.layout(specs))
     training = TrainingSide(specs, num_replicas=NUM_RANKS, is_partitioned=True)
@@ -39,7 +39,7 @@ async def make_crossing(
         sides = training.layout(), side.layout
         assert harness.spec.bucket_bytes is not None
         transfer = replace(transfer, plan=make_plan(*sides, 4, bucket_bytes=harness.spec.bucket_bytes))
-    return Crossing(
+    return TransferGroupSpec(
         transfer=transfer,
         num_training=NUM_RANKS,
         ends=(End(str(harness.spec.engine_id), "node"),),
@@ -52,7 +52,7 @@ async def make_crossing(
     )
 
 
-async def cross(harness: Harness, crossing: Crossing, senders: list[Sender]) -> WeightManifest:
+async def cross(harness: Harness, crossing: TransferGroupSpec, senders: list[Sender]) -> WeightManifest:
     """Send the next version through it."""
     version = harness.next_version
     harness.seed_of_version[version] = version

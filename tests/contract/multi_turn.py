@@ -22,7 +22,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 from .engine_harness import Harness, within
@@ -77,7 +77,7 @@ class MultiTurnContract:
         player = EpisodePlayer(Together(between), CODEC, EpisodeBudget(NUM_TURNS, 500))
         runner = TrajectoryRunner(EnginePool([harness.engine], NUM_DIALOGUES), CODEC, 60.0, episodes=player)
         runs = [
-            runner.run(GroupTask(Task(TaskId(f"t{i}"), PROMPT * 4 + str(i), environment=""), "turns"), i, SAMPLING)
+            runner.run(RolloutContext(Task(TaskId(f"t{i}"), PROMPT * 4 + str(i), environment=""), "turns"), i, SAMPLING)
             for i in range(NUM_DIALOGUES)
         ]
         for trajectory in await within(asyncio.gather(*runs)):

@@ -17,7 +17,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.rollout.engines.local_engine import LocalEngine
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
 from .engine_harness import Harness, within
@@ -64,7 +64,7 @@ async def answers(
 ) -> tuple[TrajectoryRunner, list[Trajectory]]:
     runner = TrajectoryRunner(EnginePool([engine], 32), CODEC, 60.0)
     runs = [
-        runner.run(GroupTask(Task(TaskId(f"t{index}"), prompt), name), index, sampling)
+        runner.run(RolloutContext(Task(TaskId(f"t{index}"), prompt), name), index, sampling)
         for index, prompt in enumerate(PROMPTS)
     ]
     return runner, list(await within(asyncio.gather(*runs)))
@@ -92,7 +92,7 @@ class PartialRolloutContract:
         task, sampling = Task(TaskId("t"), "12+34="), SamplingParams(120, temperature=1.0)
         runner = TrajectoryRunner(EnginePool([engine], 32), CODEC, 60.0)
         runner.pool.set_limit(engine.engine_id, 1)
-        running = asyncio.create_task(runner.run(GroupTask(task, "new"), 0, sampling))
+        running = asyncio.create_task(runner.run(RolloutContext(task, "new"), 0, sampling))
         other = asyncio.create_task(self._publish_when_interrupted(harness, runner))
         trajectory = await within(running)
         await within(other)

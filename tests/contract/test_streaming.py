@@ -22,9 +22,9 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.checksum import PartialSum
-from penstock.weights.transport.process_group.endpoints import Crossing, Sender
+from penstock.weights.transport.process_group.endpoints import Sender, TransferGroupSpec
 from penstock.weights.transport.process_group.group import serve_store
-from penstock.weights.transport.streaming import ON_THE_WAY
+from penstock.weights.transport.streaming import IN_PLACE
 
 from .crossing import CPU, NUM_RANKS, make_crossing
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, StreamingRequests, prompt_of, within
@@ -74,7 +74,7 @@ async def harness(
 class Ranks:
     """Two training ranks under ZeRO-3, in threads of the test."""
 
-    def __init__(self, harness: Harness, crossing: Crossing) -> None:
+    def __init__(self, harness: Harness, crossing: TransferGroupSpec) -> None:
         self.senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
         self._harness = harness
         self._crossing = crossing
@@ -92,7 +92,7 @@ class Ranks:
             sender.hold({name: part(tensor, rank, NUM_RANKS) for name, tensor in tensors.items()}, copies=True)
         sums = tuple(one for sender in self.senders for one in sender.sums().sums)
         manifest = self._crossing.transfer.manifest(version, [PartialSum(*one[1:]) for one in sums])
-        return replace(manifest, location=ON_THE_WAY, bucket_sums=sums)
+        return replace(manifest, location=IN_PLACE, bucket_sums=sums)
 
     async def publish(self, manifest: WeightManifest) -> list[Any]:
         """What the engine and the ranks come back with."""

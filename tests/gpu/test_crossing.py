@@ -11,7 +11,7 @@ import torch
 from penstock.weights.checksum import check_arrived
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.process_group.endpoints import Arrival, Crossing, End, Sender
+from penstock.weights.transport.process_group.endpoints import Arrival, End, Sender, TransferGroupSpec
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from tests.layouts import torch_side
@@ -29,7 +29,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
-def send(crossing: Crossing, answers: Connection) -> None:
+def send(crossing: TransferGroupSpec, answers: Connection) -> None:
     sender = Sender(0, torch.device("cuda", 0))
     sender.join(crossing)
     for version in range(2):
@@ -43,7 +43,7 @@ def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors_of(0).items())
     training = TrainingSide(specs, num_replicas=1, is_partitioned=False)
     store = serve_store("127.0.0.1")
-    crossing = Crossing(
+    crossing = TransferGroupSpec(
         transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=1,
         ends=(End("engine-0", "node"),),

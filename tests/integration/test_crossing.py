@@ -23,9 +23,14 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.trainer.actor import TrainerRank
 from penstock.actors.trainer.client import TrainerClient
-from penstock.actors.weights.process_group import EngineSlots, GroupExport, Landings, StreamExport
+from penstock.actors.weights.process_group import (
+    EngineReceivers,
+    NodeReceivers,
+    ProcessGroupTransport,
+    StreamingTransport,
+)
 from penstock.actors.weights.publisher import ActorWeightPublisher
-from penstock.actors.weights.transports import Departure, GatherExport, is_one_node
+from penstock.actors.weights.transports import GatherTransport, PublishHandle, is_one_node
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.config import TorchEngineConfig
@@ -100,7 +105,7 @@ async def started(model: ModelConfig) -> Nodes:
         temperature=1.0,
         max_new_tokens=8,
     )
-    rank_type = ray.remote(concurrency_groups={"courier": 1})(TrainerRank)
+    rank_type = ray.remote(concurrency_groups={"weight_io": 1})(TrainerRank)
     ranks = [
         rank_type.options(num_cpus=0, scheduling_strategy=on(node)["scheduling_strategy"]).remote(spec, rank)
         for rank, node in enumerate(names)
@@ -130,7 +135,7 @@ async def started(model: ModelConfig) -> Nodes:
 async def test_gathered_versions_reach_engines_on_every_node_through_the_object_store(nodes: Nodes) -> None:
     trainer, _, pool, _ = nodes
     publisher = ActorWeightPublisher(
-        pool, WeightsConfig(transport="gather", timeout_s=60.0), GatherExport(trainer, pool)
+        pool, WeightsConfig(transport="gather", timeout_s=60.0), GatherTransport(trainer, pool)
     )
     report = await publisher.publish(0)  # acknowledged is what was read back from live parameters
     assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
@@ -140,7 +145,7 @@ async def test_gathered_versions_reach_engines_on_every_node_through_the_object_
 async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes: Nodes) -> None:
     trainer, _, pool, _ = nodes
     config = WeightsConfig(transport="process_group", timeout_s=60.0)
-    export = GroupExport(trainer, EngineSlots(pool, trainer.node_id), torch_side(), "float32", config)
+    export = ProcessGroupTransport(trainer, EngineReceivers(pool, trainer.node_id), torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     for version in range(2):
         report = await publisher.publish(version)
@@ -149,17 +154,17 @@ async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes:
     await publisher.close()
 
 
-class DamagedOnce(StreamExport):
+class DamagedOnce(StreamingTransport):
     """One bit of `version` changes on its way, behind the sums of what is sent."""
 
     damaged: int | None = 3
 
-    async def begin(self, version: int) -> Departure:
-        departure = await super().begin(version)
+    async def begin(self, version: int) -> PublishHandle:
+        handle = await super().begin(version)
         if version == self.damaged:
             self.damaged = None
             await self._trainer._ranks[1].__ray_call__.remote(flip_a_bit)
-        return departure
+        return handle
 
 
 def flip_a_bit(rank: Any) -> None:
@@ -172,7 +177,7 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
 ) -> None:
     trainer, engines, pool, _ = nodes
     config = WeightsConfig(transport="process_group", staging="bucket", timeout_s=60.0)
-    ends = EngineSlots(pool, trainer.node_id)
+    ends = EngineReceivers(pool, trainer.node_id)
     export = DamagedOnce(trainer, ends, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     for version in (2, 3, 4):
@@ -184,7 +189,7 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
         await trainer.supervised_step(EXAMPLES)
     assert not pool.fenced
     with pytest.raises(WeightSyncError, match="no longer on its way to engine-0, which gets the next version"):
-        await engines[0].update_weights(publisher._parcel.manifest, publisher._parcel.payload)
+        await engines[0].update_weights(publisher._published.manifest, publisher._published.payload)
     await publisher.close()
 
 
@@ -194,8 +199,8 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     trainer, engines, pool, _ = nodes
     assert not is_one_node(trainer, engines)
     config = WeightsConfig(codec="delta", timeout_s=60.0)
-    landings = Landings(pool, trainer.node_id, config)
-    export = GroupExport(trainer, landings, torch_side(), "float32", config)
+    landings = NodeReceivers(pool, trainer.node_id, config)
+    export = ProcessGroupTransport(trainer, landings, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, export)
     shares = []
     for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters only

@@ -20,7 +20,7 @@ from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.publisher import ActorWeightPublisher
-from penstock.actors.weights.transports import Departure, SharedMemoryExport
+from penstock.actors.weights.transports import PublishHandle, SharedMemoryTransport
 from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId, RequestId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams
@@ -99,14 +99,14 @@ async def node(tiny_model_config: ModelConfig) -> AsyncIterator[Node]:
             remove_directories_of(process.pid for process in processes)
 
 
-class DamagedOnce(SharedMemoryExport):
+class DamagedOnce(SharedMemoryTransport):
     """One bit of `version` changes where all engines read it, after it was written for the first time."""
 
     def __init__(self, node: Node, engines: list[RemoteEngine], version: int) -> None:
         super().__init__(node.trainer, engines, torch_side(), "float32", WAIT_S)
         self._damaged: int | None = version
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         departure = await super().begin(version)
         if version == self._damaged:
             assert self._transfer is not None
@@ -134,7 +134,7 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_e
 async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    export = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
     await publisher.publish(0)
     await publisher.close()
@@ -157,7 +157,7 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
 async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
     engines = await node.engines("killed")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryExport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    export = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
 
     async def start(engine_id: EngineId) -> RemoteEngine:
@@ -193,7 +193,7 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
 
 async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_it_is(node: Node) -> None:
     engines = await node.engines("waiting")
-    export = SharedMemoryExport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    export = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
     await export.begin(0)
     export._timeout_s = 1.0
     (rank,) = node.trainer._ranks

@@ -13,7 +13,7 @@ from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.rollout.pool.dispatch import Dispatcher
 from penstock.rollout.pool.pool import EnginePool, Gang
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, Ticket
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, SlotRequest
 from tests.tiers import examples
 
 SLOTS = 4
@@ -32,8 +32,8 @@ class Dispatching(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.granted: set[Ticket] = set()
-        self.waiting: list[Ticket] = []
+        self.granted: set[SlotRequest] = set()
+        self.waiting: list[SlotRequest] = []
 
     @initialize(seed=st.integers(0, 9), is_prefix_aware=st.booleans(), num_engines=st.integers(1, 4))
     def begin(self, seed: int, is_prefix_aware: bool, num_engines: int) -> None:
@@ -48,7 +48,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule(prefix=PREFIXES, tokens=st.integers(1, 50), slots=st.sampled_from([1, 1, 1, 2, 4]))
     def submit(self, prefix: str | None, tokens: int, slots: int) -> None:
-        self.ask(Ticket(tokens, prefix, slots=slots))
+        self.ask(SlotRequest(tokens, prefix, slots=slots))
 
     @rule(version=st.integers(-1, 1))
     def join_late(self, version: int) -> None:
@@ -58,7 +58,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule(prefix=PREFIXES, version=st.integers(0, 3), avoided=st.integers(0, 3))
     def submit_resume(self, prefix: str | None, version: int, avoided: int) -> None:
-        self.ask(Ticket(5, prefix, version, EngineId(f"e{avoided}")))
+        self.ask(SlotRequest(5, prefix, version, EngineId(f"e{avoided}")))
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
@@ -142,13 +142,13 @@ class Dispatching(RuleBasedStateMachine):
         for view in getattr(self, "dispatcher", Dispatcher(LeastLoaded())).views.values():
             assert (view.in_use, view.outstanding_tokens, view.gang, len(view.line)) == (0, 0, None, 0)
 
-    def ask(self, ticket: Ticket) -> None:
+    def ask(self, ticket: SlotRequest) -> None:
         if self.dispatcher.submit(ticket):
             self.granted.add(ticket)
         else:
             self.waiting.append(ticket)
 
-    def take(self, granted: list[Ticket]) -> None:
+    def take(self, granted: list[SlotRequest]) -> None:
         for ticket in granted:
             self.waiting.remove(ticket)
             self.granted.add(ticket)

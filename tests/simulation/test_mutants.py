@@ -21,7 +21,7 @@ from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.journal import Resumed
 from penstock.dataflow.ledger import GroupState, JournalEntry, Ledger
 from penstock.dataflow.ports import Engine
-from penstock.dataflow.task_queue import TaskLine, TaskStream
+from penstock.dataflow.task_queue import TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.dataflow.versions import Span, Spans, num_tokens
 from penstock.envs.environment import Action
@@ -203,7 +203,7 @@ class OldVersionsStart(EnginePool):
         pass
 
 
-class QuotasForgotten(TaskLine):
+class QuotasForgotten(TaskQueue):
     """A stream takes all the room there is."""
 
     def _has_room(self, _stream: TaskStream, _ledger: Ledger) -> bool:
@@ -263,7 +263,7 @@ class Case:
     seams: Seams
     found_as: str
     overrides: tuple[str, ...] = ("faults=heavy",)
-    line: type[TaskLine] = TaskLine
+    line: type[TaskQueue] = TaskQueue
 
 
 CASES = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from penstock.dataflow.filters import FilterChain, user
 from penstock.dataflow.ledger import JournalEntry, LedgerEvent, Reason
 from penstock.dataflow.staleness import FlowLimits
-from penstock.dataflow.task_queue import MIN_GROUP_SIZE, TaskLine, TaskStream
+from penstock.dataflow.task_queue import MIN_GROUP_SIZE, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task, Trajectory
 from penstock.platform.simulator.checks import CheckedDataflow
 from penstock.platform.simulator.config import SimulationConfig, parse_simulation
@@ -53,7 +53,7 @@ class Wiring:
 
         return FilterChain([user(keep)] if self.filter_share else [], MAX_REFILLS)
 
-    def line(self, config: SimulationConfig, limits: FlowLimits, line: type[TaskLine] = TaskLine) -> TaskLine:
+    def line(self, config: SimulationConfig, limits: FlowLimits, line: type[TaskQueue] = TaskQueue) -> TaskQueue:
         """Of n endless streams, the one numbered i has every n-th task from i on."""
         n = self.streams
         tasks = [itertools.islice(training_tasks(environment_of(config)), i, None, n) for i in range(n)]
@@ -123,12 +123,12 @@ def parse_wired(overrides: Sequence[str]) -> tuple[SimulationConfig, Wiring]:
     return parse_simulation([f"{key}={value}" for key, value in words.items()]), wiring
 
 
-def wired(wiring: Wiring, seams: Seams | None = None, line: type[TaskLine] = TaskLine) -> Seams:
+def wired(wiring: Wiring, seams: Seams | None = None, line: type[TaskQueue] = TaskQueue) -> Seams:
     """`seams` with what `wiring` asks for."""
     seams = seams or Seams()
     core = type("Wired", (WiredDataflow, *([] if seams.core is CheckedDataflow else [seams.core])), {"wiring": wiring})
 
-    def make_line(config: SimulationConfig, limits: FlowLimits) -> TaskLine:
+    def make_line(config: SimulationConfig, limits: FlowLimits) -> TaskQueue:
         return wiring.line(config, limits, line)
 
     return replace(seams, core=core, line=make_line, filters=wiring.filters)

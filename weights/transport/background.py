@@ -11,7 +11,7 @@ import torch
 from penstock.dataflow.errors import WeightSyncError
 
 
-class Beside:
+class BackgroundJob:
     """One job at a time in a thread, for processes that are polled."""
 
     def __init__(self) -> None:

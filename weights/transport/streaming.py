@@ -27,7 +27,7 @@ from penstock.dataflow.ports import TensorEntry
 from penstock.weights.checksum import compare_arrived, strided_sum
 from penstock.weights.copies import copy_values
 
-ON_THE_WAY = "on the way"
+IN_PLACE = "on the way"
 """`WeightManifest.location` of a version that its senders still hold: engines receive it while they are frozen."""
 _WORDS = 2**64
 

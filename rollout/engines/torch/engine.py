@@ -46,10 +46,10 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights, entries_of
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
-from penstock.weights.transport.process_group.endpoints import Arrival, Crossing
+from penstock.weights.transport.process_group.endpoints import Arrival, TransferGroupSpec
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
-from penstock.weights.transport.streaming import ON_THE_WAY, Pieces
+from penstock.weights.transport.streaming import IN_PLACE, Pieces
 
 UNPUBLISHED = -1
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -170,7 +170,7 @@ class TorchEngine:
         self._slot = await asyncio.to_thread(slot_for, self._slot, sizes, TORCH_DTYPES[dtype], device)
         return [self._slot.handles(num_writers)]
 
-    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+    async def join_crossing(self, crossing: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
         async with self._updating:  # one that was given up may still be streaming
             self._arrival = self._arrival or Arrival(0, torch.device(self._spec.device))
@@ -266,7 +266,7 @@ class TorchEngine:
                 f"{where}: {len(absent)} of {len(live)} parameters are not in the manifest, first {absent[0]}. "
                 "They would keep old weights. Publish whole versions."
             )
-        if manifest.location == ON_THE_WAY:
+        if manifest.location == IN_PLACE:
             if self._arrival is None:
                 raise WeightSyncError(f"{where}: it is streamed, and this engine has joined no crossing.")
             return partial(self._arrival.stream, manifest.version, manifest.bucket_sums), manifest

@@ -48,8 +48,8 @@ from penstock.weights.checksum import combine_checksums, entry_key
 from penstock.weights.layout.algebra import Layout, TensorSpec
 from penstock.weights.model_config import DTYPE_BYTES, DType
 from penstock.weights.transport.device_memory import SlotHandle
-from penstock.weights.transport.process_group.endpoints import Crossing
-from penstock.weights.transport.streaming import ON_THE_WAY
+from penstock.weights.transport.process_group.endpoints import TransferGroupSpec
+from penstock.weights.transport.streaming import IN_PLACE
 
 UNPUBLISHED = -1
 POLL_S = 0.002
@@ -215,7 +215,7 @@ class VllmEngine:
         if any(refusals):
             why = next(filter(None, refusals))
             raise WeightSyncError(f"publish v{manifest.version} on {self.engine_id}: {why}")
-        if manifest.location == ON_THE_WAY:
+        if manifest.location == IN_PLACE:
             return manifest.entries
         answers = await self._until_done(f"publish v{manifest.version}: staging", "penstock_staged")
         return tuple(entry for *_, told in answers for entry in pickle.loads(told))  # noqa: S301 - from our own workers
@@ -246,7 +246,7 @@ class VllmEngine:
         llm = self._open()
         await llm.pause_generation(mode="keep", clear_cache=self._spec.update_mode == "recompute_kv")
         self.version, self._ack = UNPUBLISHED, None  # what fails from here on leaves it paused
-        if manifest.location == ON_THE_WAY:
+        if manifest.location == IN_PLACE:
             await llm.collective_rpc("penstock_stream")
             await self._until_done(f"publish v{manifest.version}: streaming", "penstock_beside")
         await llm.start_weight_update()
@@ -280,7 +280,7 @@ class VllmEngine:
             raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
         return [[SlotHandle(*row) for row in rows] for _, _, rows in sorted(answers)]
 
-    async def join_crossing(self, crossing: Crossing, replica: int) -> None:
+    async def join_crossing(self, crossing: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
         await self._open().collective_rpc("penstock_join", args=(pickle.dumps(crossing), replica))
         await self._until_done("weights: meeting", "penstock_beside")

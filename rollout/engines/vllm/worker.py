@@ -31,12 +31,12 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights
-from penstock.weights.transport.background import Beside
+from penstock.weights.transport.background import BackgroundJob
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
-from penstock.weights.transport.process_group.endpoints import Arrival, Crossing
+from penstock.weights.transport.process_group.endpoints import Arrival, TransferGroupSpec
 from penstock.weights.transport.shared_memory import read_version
 from penstock.weights.transport.staging import Staged, stage
-from penstock.weights.transport.streaming import ON_THE_WAY, Pieces
+from penstock.weights.transport.streaming import IN_PLACE, Pieces
 
 BACKEND = "penstock_shared_memory"
 
@@ -52,7 +52,7 @@ class Update:
     """
 
     manifest: WeightManifest
-    staging: Beside = field(default_factory=Beside)
+    staging: BackgroundJob = field(default_factory=BackgroundJob)
     staged: Staged | None = None
     broken: str = ""
 
@@ -72,7 +72,7 @@ class ModelState:
 
     base: BaseWeights
     arrival: Arrival
-    crossing: Beside = field(default_factory=Beside)
+    crossing: BackgroundJob = field(default_factory=BackgroundJob)
     has_joined: bool = False
     slot: DeviceSlot | None = None
     update: Update | None = None
@@ -120,7 +120,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         update = _states[self.model].update
         assert update is not None, "penstock_stage comes first"
         assert update.manifest.version == update_info.version, f"{update.manifest.version} was staged"
-        if update.manifest.location == ON_THE_WAY:
+        if update.manifest.location == IN_PLACE:
             return  # it has arrived in the parameters themselves (penstock_stream)
         assert update.staged is not None, "penstock_staged says when"
         values = update.staged.values
@@ -225,7 +225,7 @@ class WorkerExtension:
         state.has_joined = True
 
         def join() -> None:
-            met: Crossing = pickle.loads(crossing)  # noqa: S301 - from the driver of this run
+            met: TransferGroupSpec = pickle.loads(crossing)  # noqa: S301 - from the driver of this run
             state.slot = state.arrival.join(met, replica, state.slot) or state.slot
 
         state.crossing.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
@@ -262,7 +262,7 @@ class WorkerExtension:
         update = state.update = Update(announced)
         if wrong := what_is_wrong(model, announced, rank):
             return wrong
-        if announced.location == ON_THE_WAY:
+        if announced.location == IN_PLACE:
             return "" if state.has_joined else f"it is streamed, and rank {rank} has joined no crossing."
         # A second model would not fit on the device: the loader copies whole tensors one by one, and adapters are
         # added up elsewhere where no more than a bucket may be staged.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.actors.weights.publisher import ActorWeightPublisher
-from penstock.actors.weights.transports import DeviceExport
+from penstock.actors.weights.transports import DeviceMemoryTransport
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
@@ -69,10 +69,10 @@ class FakeEngine:
         return [[SlotHandle(self.device, bytes([rank]), 0) for rank in range(num_writers)]]
 
 
-def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceExport, EnginePool]:
+def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceMemoryTransport, EnginePool]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     side = torch_side([NORM])
-    return DeviceExport(trainer, pool, side, "float32", WeightsConfig()), pool  # type: ignore[arg-type]
+    return DeviceMemoryTransport(trainer, pool, side, "float32", WeightsConfig()), pool  # type: ignore[arg-type]
 
 
 async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_device():

@@ -82,10 +82,10 @@ async def test_an_abort_before_the_engine_knows_the_request_stops_it_at_its_firs
     await actor.submit([REQUEST])
     await asyncio.sleep(0)  # it has been handed to the engine
     await actor.abort([REQUEST.request_id])
-    parcels = await actor.collect(5.0)
-    while parcels[-1][1].finish_reason is None:  # type: ignore[union-attr]
-        parcels += await actor.collect(5.0)
-    assert parcels[-1][1].finish_reason == "abort"  # type: ignore[union-attr]
+    outputs = await actor.collect(5.0)
+    while outputs[-1][1].finish_reason is None:  # type: ignore[union-attr]
+        outputs += await actor.collect(5.0)
+    assert outputs[-1][1].finish_reason == "abort"  # type: ignore[union-attr]
     assert engine.num_sampled == 1
     await actor.abort([REQUEST.request_id])  # it is over: a no-op
     assert not actor._aborted

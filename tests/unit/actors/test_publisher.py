@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.actors.weights.publisher import ActorWeightPublisher
-from penstock.actors.weights.transports import Departure, GatherExport, Parcel
+from penstock.actors.weights.transports import GatherTransport, PublishedVersion, PublishHandle
 from penstock.dataflow.errors import EngineLostError, ExportError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
@@ -54,7 +54,7 @@ def publisher(*engines: Receiver, mode: str = "keep_kv") -> tuple[ActorWeightPub
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     trainer = FakeTrainer()
     config = WeightsConfig(timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
-    export = GatherExport(trainer, pool)  # type: ignore[arg-type]
+    export = GatherTransport(trainer, pool)  # type: ignore[arg-type]
     return ActorWeightPublisher(pool, config, export), pool, trainer
 
 
@@ -88,14 +88,14 @@ async def test_a_refusal_is_tried_again(mode: str) -> None:
     assert not pool.fenced
 
 
-class CountedExport(GatherExport):
+class CountedExport(GatherTransport):
     """Keeps the versions that the trainer was asked to write."""
 
     def __init__(self, trainer: FakeTrainer, pool: EnginePool) -> None:
         super().__init__(trainer, pool)  # type: ignore[arg-type]
         self.written: list[int] = []
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         self.written.append(version)
         return await super().begin(version)
 
@@ -201,7 +201,7 @@ async def on_the_way() -> tuple[ActorWeightPublisher, EnginePool, Slow]:
     engine.may_take.set()
     pool = EnginePool([engine], 4)  # type: ignore[list-item]
     config = WeightsConfig(timeout_s=0.2, overlap=True)
-    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool))  # type: ignore[arg-type]
+    publish = ActorWeightPublisher(pool, config, GatherTransport(FakeTrainer(), pool))  # type: ignore[arg-type]
     assert (await publish.publish(0)).version == 0, "the first publish is waited for: nothing can be sampled before"
     engine.may_take.clear()
     assert (await publish.publish(1)).version == 0, "the newest that is over"
@@ -241,11 +241,11 @@ async def test_overlapped_a_version_that_nobody_takes_stops_the_run_at_the_next(
 
 
 async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_to_know_why() -> None:
-    class Broken(GatherExport):
-        async def begin(self, version: int) -> Departure:
+    class Broken(GatherTransport):
+        async def begin(self, version: int) -> PublishHandle:
             return await super().begin(version) if version == 0 else self.fails()
 
-        async def fails(self) -> Parcel:
+        async def fails(self) -> PublishedVersion:
             raise WeightSyncError("the landing is lost")
 
     engine = Slow(EngineId("a"))
@@ -270,12 +270,12 @@ async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_
     await publish.close()
 
 
-class FailingExport(GatherExport):
+class FailingExport(GatherTransport):
     """A training rank is dead."""
 
     num_tries = 0
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         self.num_tries += 1
         raise ExportError(f"publish v{version}: write_shards on the training ranks: a process died")
 
@@ -305,12 +305,12 @@ async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_
     assert export.written == [1, 1, 1]
 
 
-class FailsOnce(GatherExport):
+class FailsOnce(GatherTransport):
     """Its first meeting of ranks and engines fails."""
 
     num_tries = 0
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         self.num_tries += 1
         if self.num_tries > 1:
             return await super().begin(version)
@@ -341,10 +341,10 @@ async def test_version_0_and_every_nth_is_probed(every: int, expected: list[int]
         return 0.5
 
     config = WeightsConfig(timeout_s=5.0, probe_every=every)
-    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool), probe=probe)  # type: ignore[arg-type]
+    publish = ActorWeightPublisher(pool, config, GatherTransport(FakeTrainer(), pool), probe=probe)  # type: ignore[arg-type]
     reports = [await publish.publish(version) for version in range(5)]
-    assert probed == expected == [report.version for report in reports if report.probe_nat == 0.5]
-    assert sum(report.probe_nat is None for report in reports) == 5 - len(expected)
+    assert probed == expected == [report.version for report in reports if report.max_logprob_diff == 0.5]
+    assert sum(report.max_logprob_diff is None for report in reports) == 5 - len(expected)
 
 
 async def test_an_overlapped_version_is_waited_for_before_it_is_probed() -> None:
@@ -358,9 +358,9 @@ async def test_an_overlapped_version_is_waited_for_before_it_is_probed() -> None
         return 0.5
 
     config = WeightsConfig(timeout_s=5.0, overlap=True, probe_every=2)
-    publish = ActorWeightPublisher(pool, config, GatherExport(FakeTrainer(), pool), probe=probe)  # type: ignore[arg-type]
+    publish = ActorWeightPublisher(pool, config, GatherTransport(FakeTrainer(), pool), probe=probe)  # type: ignore[arg-type]
     await publish.publish(0)
-    assert (await publish.publish(1)).probe_nat is None
+    assert (await publish.publish(1)).max_logprob_diff is None
     await publish.delivered()
     engine.may_take.clear()
     publishing = asyncio.create_task(publish.publish(2))
@@ -368,6 +368,6 @@ async def test_an_overlapped_version_is_waited_for_before_it_is_probed() -> None
     assert not publishing.done()
     engine.may_take.set()
     report = await publishing
-    assert (report.version, report.probe_nat) == (2, 0.5)
+    assert (report.version, report.max_logprob_diff) == (2, 0.5)
     assert served == [(0, 0), (2, 2)]
     await publish.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.actors.weights.publisher import InFlight, Rolling, make_updater
-from penstock.actors.weights.transports import Parcel
+from penstock.actors.weights.transports import PublishedVersion
 from penstock.dataflow.errors import WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
@@ -69,8 +69,8 @@ def setting(
     return rack, pool, make_updater(pool, config)
 
 
-def parcel(version: int) -> Parcel:
-    return Parcel(WeightManifest(version, "somewhere", (), 100, 7))
+def published(version: int) -> PublishedVersion:
+    return PublishedVersion(WeightManifest(version, "somewhere", (), 100, 7))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -115,7 +115,7 @@ async def requests(pool: EnginePool, number: int) -> AsyncIterator[list[Request]
 async def test_drain_swaps_nothing_under_a_request_and_routes_nothing_meanwhile() -> None:
     rack, pool, updater = setting("drain")
     async with requests(pool, 6) as running:
-        update = asyncio.create_task(updater.update(parcel(1)))
+        update = asyncio.create_task(updater.update(published(1)))
         await asyncio.sleep(0)
         waiting = Request(pool)
         for request in running[:5]:
@@ -134,7 +134,7 @@ async def test_drain_swaps_nothing_under_a_request_and_routes_nothing_meanwhile(
 async def test_a_drain_that_takes_too_long_freezes_the_rest_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     rack, pool, updater = setting("drain", drain_timeout_s=0.02)
     async with requests(pool, 1):
-        assert len(await updater.update(parcel(1))) == 3
+        assert len(await updater.update(published(1))) == 3
     assert sorted(engine.held for engine in rack.engines) == [[0], [0], [1]]
     assert updater.drain_timeouts == 1
     assert "1 requests on" in caplog.text
@@ -146,7 +146,7 @@ async def test_at_least_all_but_one_engine_serve_at_all_times_during_a_roll(num_
     rack, pool, updater = setting("multi_version", num_engines)
     for version in (1, 2, 3):
         async with requests(pool, 2 * num_engines):
-            update = asyncio.create_task(updater.update(parcel(version)))
+            update = asyncio.create_task(updater.update(published(version)))
             await asyncio.sleep(0)
         await update
         await until(lambda version=version: all(engine.version == version for engine in rack.engines))
@@ -158,7 +158,7 @@ async def test_at_least_all_but_one_engine_serve_at_all_times_during_a_roll(num_
 async def test_during_a_roll_new_work_goes_to_the_newest_only_once_there_is_one() -> None:
     rack, pool, updater = setting("multi_version")
     async with requests(pool, 9) as old:
-        update = asyncio.create_task(updater.update(parcel(1)))
+        update = asyncio.create_task(updater.update(published(1)))
         await asyncio.sleep(0)
         async with requests(pool, 2) as before:
             assert {request.started_at for request in before} == {0}, "there is no newest yet: the others serve"
@@ -186,14 +186,14 @@ async def test_during_a_roll_new_work_goes_to_the_newest_only_once_there_is_one(
 async def test_a_publish_takes_over_from_the_one_before_and_skips_its_version() -> None:
     rack, pool, updater = setting("multi_version")
     async with requests(pool, 9) as old:
-        update = asyncio.create_task(updater.update(parcel(1)))
+        update = asyncio.create_task(updater.update(published(1)))
         await until(lambda: any(view.is_paused for view in pool.views()))
         first = next(view for view in pool.views() if view.is_paused).engine_id
         for request in [request for request in old if request.engine == first]:
             await request.end()
         await update
         await updater.settle()
-        second = asyncio.create_task(updater.update(parcel(2)))
+        second = asyncio.create_task(updater.update(published(2)))
         (ack,) = await second
         assert ack.engine_id == first, "the only one without requests"
     await until(lambda: all(engine.version == 2 for engine in rack.engines))
@@ -204,7 +204,7 @@ async def test_a_publish_takes_over_from_the_one_before_and_skips_its_version() 
 async def test_a_roll_that_cannot_drain_an_engine_freezes_it_and_goes_on() -> None:
     rack, pool, updater = setting("multi_version", drain_timeout_s=0.02)
     async with requests(pool, 3):
-        await updater.update(parcel(1))
+        await updater.update(published(1))
         await until(lambda: all(engine.version == 1 for engine in rack.engines))
         await updater.settle()
     assert updater.drain_timeouts == 3
@@ -214,7 +214,7 @@ async def test_a_roll_that_cannot_drain_an_engine_freezes_it_and_goes_on() -> No
 async def test_an_engine_that_refuses_is_fenced_off_and_the_roll_goes_on() -> None:
     rack, pool, updater = setting("multi_version")
     rack.engines[0].refuses = True
-    await updater.update(parcel(1))
+    await updater.update(published(1))
     await until(lambda: [engine.version for engine in rack.engines] == [0, 1, 1])
     await updater.settle()
     assert "planted refusal" in pool.fenced[EngineId("e0")]
@@ -224,7 +224,7 @@ async def test_a_roll_in_which_nobody_acknowledges_says_so() -> None:
     rack, pool, updater = setting("multi_version", 2)
     for engine in rack.engines:
         engine.refuses = True
-    assert await updater.update(parcel(1)) == []
+    assert await updater.update(published(1)) == []
     assert len(pool.fenced) == 2
 
 
@@ -232,7 +232,7 @@ async def test_closing_in_the_middle_of_a_roll_ends_it() -> None:
     _, pool, updater = setting("multi_version")
     assert isinstance(updater, Rolling)
     async with requests(pool, 6):
-        update = asyncio.create_task(updater.update(parcel(1)))
+        update = asyncio.create_task(updater.update(published(1)))
         await asyncio.sleep(0)
         await updater.close()
         await asyncio.wait([update], timeout=1)

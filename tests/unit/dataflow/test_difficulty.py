@@ -13,7 +13,7 @@ from penstock.dataflow.ids import TaskId
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
 from penstock.dataflow.trajectory import Task, Trajectory
 from penstock.platform.checks.load import compose_config
-from penstock.platform.run.flow_builder import make_filters, make_task_line
+from penstock.platform.run.flow_builder import make_filters, make_task_queue
 from tests.answers import answered
 
 TASK = Task(TaskId("t"), "?")
@@ -82,7 +82,7 @@ def test_a_limit_is_never_above_the_runs() -> None:
 def test_the_configured_hooks_hear_of_every_group_and_size_the_next_one() -> None:
     names = ["dataflow.group_sizing=by_success", "dataflow.length_limiting=by_success"]
     config = compose_config(["experiment=arithmetic", *names, "dataflow.filters.pass_rate=[0.1,0.9]"])
-    line, ledger = make_task_line(config), Ledger()
+    line, ledger = make_task_queue(config), Ledger()
     queued = line.next(ledger)
     assert queued is not None
     assert (queued.group_size, queued.max_new_tokens) == (8, config.rollout.sampling.max_new_tokens)

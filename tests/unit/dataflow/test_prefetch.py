@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.early_logprobs import PrefetchQueue
+from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.staleness import FlowLimits
 from penstock.dataflow.trajectory import GroupRef
@@ -17,7 +17,7 @@ class Playground:
 
     def __init__(self) -> None:
         self.core = Dataflow(FlowLimits(BATCH, 3, STEPS), GroupRules(2, 2, 0))
-        self.queue = PrefetchQueue(BATCH, self.core.find_ready)
+        self.queue = EarlyLogprobsQueue(BATCH, self.core.find_ready)
 
     def ready(self, version: int) -> GroupId:
         """Admit a group, sampled at this version, and make it ready."""

@@ -13,7 +13,7 @@ from penstock.dataflow.stages import GatedStages, Stage, stage_violations
 from penstock.dataflow.task_queue import QueuedTask
 from penstock.dataflow.trajectory import Trajectory
 from penstock.platform.checks.load import compose_config
-from penstock.platform.run.flow_builder import make_task_line
+from penstock.platform.run.flow_builder import make_task_queue
 
 OVERRIDES = ["experiment=arithmetic_stages", "env.streams.easy.gate_groups=4"]
 
@@ -26,7 +26,7 @@ def scored(reward: float) -> Trajectory:
 
 def test_the_configured_stages_are_admitted_one_after_the_other() -> None:
     notes: list[str] = []
-    line, ledger, versions = make_task_line(compose_config(OVERRIDES), notes.append), Ledger(), itertools.count(1)
+    line, ledger, versions = make_task_queue(compose_config(OVERRIDES), notes.append), Ledger(), itertools.count(1)
 
     def play(num_groups: int, reward: float) -> set[str]:
         played: list[QueuedTask] = []
@@ -90,7 +90,7 @@ def test_a_configuration_whose_stages_do_not_fit_is_refused(overrides: list[str]
 
 def test_tasks_of_streams_without_gates_are_mixed_as_before() -> None:
     config = compose_config(["experiment=arithmetic", "env=arithmetic_mixed"])
-    line: Any = make_task_line(config)
+    line: Any = make_task_queue(config)
     assert line.curriculum is None
     assert [stream.weight for stream in line.streams] == [1.0, 3.0]
 

@@ -15,7 +15,7 @@ from penstock.dataflow.errors import ConfigError, PenstockError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.journal import resume
 from penstock.dataflow.ledger import GroupState, Ledger, Reason
-from penstock.dataflow.task_queue import LengthLimits, QueuedTask, TaskLine, TaskStream
+from penstock.dataflow.task_queue import LengthLimits, QueuedTask, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import Task, Trajectory
 
 
@@ -27,7 +27,7 @@ def stream(name: str, weight: float = 1.0, quota: float = 1.0) -> TaskStream:
     return TaskStream(name, endless(name), weight, quota)
 
 
-def admit(line: TaskLine, ledger: Ledger) -> QueuedTask | None:
+def admit(line: TaskQueue, ledger: Ledger) -> QueuedTask | None:
     queued = line.next(ledger)
     if queued is not None:
         ledger.admit(queued.task.task_id, queued.group_size, queued.stream, queued.requeues)
@@ -35,7 +35,7 @@ def admit(line: TaskLine, ledger: Ledger) -> QueuedTask | None:
 
 
 def test_shares_follow_the_weights_at_every_point() -> None:
-    line, ledger = TaskLine([stream("a", 5), stream("b", 2), stream("c", 1)], 1000, 2), Ledger()
+    line, ledger = TaskQueue([stream("a", 5), stream("b", 2), stream("c", 1)], 1000, 2), Ledger()
     seen: Counter[str] = Counter()
     for count in range(1, 161):
         queued = admit(line, ledger)
@@ -46,7 +46,7 @@ def test_shares_follow_the_weights_at_every_point() -> None:
 
 
 def test_a_stream_at_its_quota_waits_and_the_others_go_on() -> None:
-    line, ledger = TaskLine([stream("a", 1, quota=0.25), stream("b", 1, quota=0.75)], 8, 2), Ledger()
+    line, ledger = TaskQueue([stream("a", 1, quota=0.25), stream("b", 1, quota=0.75)], 8, 2), Ledger()
     admitted = [admit(line, ledger) for _ in range(8)]
     assert Counter(queued.stream for queued in admitted if queued) == {"a": 2, "b": 6}
     assert line.next(ledger) is None
@@ -56,7 +56,7 @@ def test_a_stream_at_its_quota_waits_and_the_others_go_on() -> None:
 
 
 def test_a_requeued_task_comes_back_after_a_window_of_others_and_not_before() -> None:
-    line, ledger = TaskLine([stream("a")], window=3, group_size=2), Ledger()
+    line, ledger = TaskQueue([stream("a")], window=3, group_size=2), Ledger()
     first = admit(line, ledger)
     assert first is not None
     line.requeue(first, ledger)
@@ -87,7 +87,7 @@ def scored(reward: float) -> Trajectory:
 
 def test_a_curriculum_changes_the_mix_and_makes_nothing_up() -> None:
     ledger = Ledger()
-    line = TaskLine([stream("easy"), stream("hard")], 100, 2, curriculum=Harder())
+    line = TaskQueue([stream("easy"), stream("hard")], 100, 2, curriculum=Harder())
     queued = [admit(line, ledger) for _ in range(10)]
     line.follow_curriculum(1, ledger)
     assert Counter(task.stream for task in queued if task) == {"easy": 5, "hard": 5}
@@ -106,7 +106,7 @@ def test_the_stages_of_the_guide_are_left_when_enough_of_the_newest_groups_succe
     module = types.ModuleType("my_stages")
     exec(STAGES.findall(GUIDE.read_text())[0], vars(module))
     ledger = Ledger()
-    line = TaskLine([stream("easy"), stream("hard", weight=0)], 1000, 2, curriculum=module.stages)
+    line = TaskQueue([stream("easy"), stream("hard", weight=0)], 1000, 2, curriculum=module.stages)
 
     def play(num_groups: int, reward: float, version: int) -> set[str]:
         played = [admit(line, ledger) for _ in range(num_groups)]
@@ -125,7 +125,7 @@ def test_the_stages_of_the_guide_are_left_when_enough_of_the_newest_groups_succe
 
 def test_a_requeued_task_of_a_stream_without_weight_comes_back_and_holds_nobody_up() -> None:
     ledger = Ledger()
-    line = TaskLine([stream("easy"), stream("hard")], 2, 2, curriculum=Harder())
+    line = TaskQueue([stream("easy"), stream("hard")], 2, 2, curriculum=Harder())
     easy, hard = admit(line, ledger), admit(line, ledger)
     assert (easy and easy.stream, hard and hard.stream) == ("easy", "hard")
     for _ in range(5):
@@ -148,7 +148,7 @@ class NoWeights:
 
 
 def test_a_curriculum_that_admits_nothing_is_refused() -> None:
-    line = TaskLine([stream("easy")], 4, 2, curriculum=NoWeights())
+    line = TaskQueue([stream("easy")], 4, 2, curriculum=NoWeights())
     with pytest.raises(PenstockError, match="nothing could be admitted"):
         line.follow_curriculum(1, Ledger())
 
@@ -159,7 +159,7 @@ class ByName:
 
 
 def test_group_sizes_stay_within_what_room_is_reserved_for() -> None:
-    line, ledger = TaskLine([stream("a")], 4, group_size=8, sizing=ByName()), Ledger()
+    line, ledger = TaskQueue([stream("a")], 4, group_size=8, sizing=ByName()), Ledger()
     assert line.next(ledger).group_size == 4  # type: ignore[union-attr]
     with pytest.raises(PenstockError, match=r"group_size\(a1\) gave 9"):
         line.next(ledger)
@@ -171,11 +171,11 @@ class ByTask:
 
 
 def test_length_limits_stay_within_the_run_s() -> None:
-    line, ledger = TaskLine([stream("a")], 1, 2, lengths=LengthLimits(64, ByTask())), Ledger()
+    line, ledger = TaskQueue([stream("a")], 1, 2, lengths=LengthLimits(64, ByTask())), Ledger()
     assert [line.next(ledger).max_new_tokens for _ in range(2)] == [5, 64]  # type: ignore[union-attr]
     with pytest.raises(PenstockError, match=r"max_new_tokens\(a2\) gave 65.*1\.\.64"):
         line.next(ledger)
-    assert TaskLine([stream("a")], 1, 2).next(ledger).max_new_tokens is None  # type: ignore[union-attr]
+    assert TaskQueue([stream("a")], 1, 2).next(ledger).max_new_tokens is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,11 @@ def test_length_limits_stay_within_the_run_s() -> None:
 )
 def test_a_mix_that_cannot_work_is_refused(streams: list[TaskStream], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        TaskLine(streams, 4, 2)
+        TaskQueue(streams, 4, 2)
 
 
 def test_a_stream_that_ends_says_so() -> None:
-    line, ledger = TaskLine([TaskStream("short", iter([Task(TaskId("only"), "")]))], 4, 2), Ledger()
+    line, ledger = TaskQueue([TaskStream("short", iter([Task(TaskId("only"), "")]))], 4, 2), Ledger()
     admit(line, ledger)
     with pytest.raises(PenstockError, match="task source short ended after 1 tasks"):
         line.next(ledger)
@@ -202,7 +202,7 @@ def test_a_stream_that_ends_says_so() -> None:
 def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_way() -> None:
     ledger, journal = Ledger(), []
     ledger.sink = journal.append
-    line = TaskLine([stream("a"), stream("b")], 4, 2)
+    line = TaskQueue([stream("a"), stream("b")], 4, 2)
     admitted = [admit(line, ledger) for _ in range(4)]
     for group_id in (1, 2):
         for state in (GroupState.SCORING, GroupState.READY, GroupState.TRAINING, GroupState.TRAINED):
@@ -210,7 +210,7 @@ def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_w
     ledger.mark(1)
 
     resumed = resume(journal, 1)
-    again = TaskLine([stream("a"), stream("b")], 4, 2)
+    again = TaskQueue([stream("a"), stream("b")], 4, 2)
     again.resume(resumed.ledger, resumed.restarts)
     started = [admit(again, resumed.ledger) for _ in range(4)]
     names = [queued.task.task_id for queued in started if queued]
@@ -222,9 +222,9 @@ def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_w
 def test_a_resumed_line_misses_a_task_that_is_gone() -> None:
     ledger, journal = Ledger(), []
     ledger.sink = journal.append
-    admit(TaskLine([stream("a")], 4, 2), ledger)
+    admit(TaskQueue([stream("a")], 4, 2), ledger)
     ledger.mark(1)
     resumed = resume(journal, 1)
-    other = TaskLine([TaskStream("a", endless("other"))], 4, 2)
+    other = TaskQueue([TaskStream("a", endless("other"))], 4, 2)
     with pytest.raises(PenstockError, match="task a0 was under way when the run stopped"):
         other.resume(resumed.ledger, resumed.restarts)

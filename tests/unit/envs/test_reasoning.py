@@ -25,7 +25,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.updates import batch_metrics
 from tests.agents import SayingEngine, chat, check_tokens, run_agent, user
@@ -103,7 +103,7 @@ async def test_a_reward_gets_the_answer_and_the_trainer_all_tokens() -> None:
     engine = SayingEngine(lambda context: said, THINKING)
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0)
     task = Task(TaskId("t"), [user("6 * 7?")], {"answer": "42"})
-    trajectory = await runner.run(GroupTask(task, "0"), 0, SAMPLING)
+    trajectory = await runner.run(RolloutContext(task, "0"), 0, SAMPLING)
     assert (trajectory.reasoning, trajectory.response) == (said[: -len("It is \\boxed{42}.")], "It is \\boxed{42}.")
     assert trajectory.text == said
     assert math_verify_reward(trajectory, "42") == 1.0
@@ -139,7 +139,9 @@ async def test_an_environment_gets_answers_while_the_history_keeps_the_thinking(
     engine = SayingEngine(lambda context: f"<think>{context.count('user')}</think>yes", THINKING)
     player = EpisodePlayer(Twice(), THINKING, EpisodeBudget(4, 500))
     runner = TrajectoryRunner(EnginePool([engine], 4), THINKING, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(GroupTask(Task(TaskId("t"), "?", {}, ""), "0"), 0, SAMPLING), 10)
+    trajectory = await asyncio.wait_for(
+        runner.run(RolloutContext(Task(TaskId("t"), "?", {}, ""), "0"), 0, SAMPLING), 10
+    )
     assert [(one.text, one.reasoning) for one in heard] == [
         ("yes", "<think>1</think>"),
         ("yes", "<think>2</think>"),

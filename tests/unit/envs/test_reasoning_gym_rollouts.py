@@ -19,7 +19,7 @@ from penstock.rollout.engines.local_engine import EngineSpec
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer, load_codec
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
@@ -77,7 +77,7 @@ async def test_policies_answer_twenty_tasks_and_their_verifiers_score_it(tmp_pat
         weights = load_file(tmp_path / "model.safetensors").items()
         await engine.update_weights(write_version(weights, 0, "float32", tmp_path))
         runner = TrajectoryRunner(EnginePool([engine], len(NAMES)), codec, 60.0)
-        runs = [runner.run(GroupTask(task, name), 0, sampling) for name, task in tasks.items()]
+        runs = [runner.run(RolloutContext(task, name), 0, sampling) for name, task in tasks.items()]
         trajectories = await asyncio.wait_for(asyncio.gather(*runs), 60)
     finally:
         await engine.shutdown()

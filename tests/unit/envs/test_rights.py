@@ -171,10 +171,10 @@ async def test_user_code_has_the_user_s_rights_but_for_the_tracker_s_key(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x")
     monkeypatch.setenv("MY_KEY", "x")
-    read, connected, named, key = await asyncio.gather(
+    read, policy_runtime, named, key = await asyncio.gather(
         score("read", str(secret)), score("connect", port), score("names"), score("wrapped", "WANDB_API_KEY")
     )
-    assert (read, connected, named) == (Score(4.0, {}), Score(1.0, {}), Score(1.0, {"MY_KEY": 1.0}))
+    assert (read, policy_runtime, named) == (Score(4.0, {}), Score(1.0, {}), Score(1.0, {"MY_KEY": 1.0}))
     assert failure(key) == "reward: RuntimeError: no key for the service"
 
 
@@ -244,9 +244,9 @@ async def test_processes_locks_and_temporary_files_work(score: Callable[..., Any
 
 @jailed
 async def test_a_jail_makes_no_jails(score: Callable[..., Any]) -> None:
-    assert await score("Runs") == Score(42.0, {})
+    assert await score("RolloutRunner") == Score(42.0, {})
     assert "a jail makes none inside: use isolation=process or sandbox=remote" in failure(
-        await score("Runs", isolation=STRICT)
+        await score("RolloutRunner", isolation=STRICT)
     )
 
 

@@ -17,7 +17,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import Task
 from penstock.envs.adapters.verifiers_env import VerifiersTasks
 from penstock.envs.config import EnvConfig, StreamConfig
-from penstock.envs.endpoint.conversation import Part
+from penstock.envs.endpoint.message_history import Part
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.streams import named_tasks
 from penstock.envs.workers.episode_host import EpisodeHost

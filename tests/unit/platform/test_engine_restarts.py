@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from penstock.actors.weights.publisher import ActorWeightPublisher
-from penstock.actors.weights.transports import Departure, GatherExport
+from penstock.actors.weights.transports import GatherTransport, PublishHandle
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.platform.run.engine_restarts import EngineRestarts
@@ -42,14 +42,14 @@ class Starter:
         return self.started[-1]
 
 
-class Written(GatherExport):
+class Written(GatherTransport):
     """Says on each publish with which engines in the pool the trainer wrote which version."""
 
     def __init__(self, trainer: FakeTrainer, pool: EnginePool) -> None:
         super().__init__(trainer, pool)  # type: ignore[arg-type]
         self.trainer, self.written, self._engines_of = trainer, list[tuple[int, list[str]]](), pool
 
-    async def begin(self, version: int) -> Departure:
+    async def begin(self, version: int) -> PublishHandle:
         self.written.append((version, [engine.engine_id for engine in self._engines_of.engines()]))
         return await super().begin(version)
 

@@ -14,7 +14,7 @@ from penstock.dataflow.ports import SamplingParams
 from penstock.dataflow.task_queue import LengthLimits
 from penstock.dataflow.trajectory import Task
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, FakeRewards
 from tests.flows import CODEC, make_flow, next_groups, tasks, train_all
@@ -128,7 +128,7 @@ async def test_losing_every_engine_fails_groups_instead_of_hanging() -> None:
     pool.fence(engine.engine_id, "planted")
     runner = TrajectoryRunner(pool, CODEC, 1.0)
     with pytest.raises(Exception, match="no rollout engine is left in service"):
-        await runner.run(GroupTask(next(tasks()), "0"), 0, SamplingParams(4))
+        await runner.run(RolloutContext(next(tasks()), "0"), 0, SamplingParams(4))
 
 
 async def test_a_bug_in_a_group_stops_the_run() -> None:

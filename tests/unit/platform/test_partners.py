@@ -16,7 +16,7 @@ from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation
 from penstock.platform.run.two_policies import EvaluateTogether, PublishTogether, TrainTogether
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import SharedGroups, TrajectoryRunner
 from tests.fakes import FakeEngine
 from tests.flows import CODEC
@@ -32,7 +32,7 @@ async def test_even_members_are_the_policys_and_odd_ones_its_partners() -> None:
     mine, other = FakeEngine(version=3), FakeEngine(version=2, fail_first=1)
     shared = SharedGroups(runner_on(mine), runner_on(other))
     task, sampling = Task(TaskId("t"), "1+1="), SamplingParams(50, stop_token_ids=CODEC.stop_token_ids)
-    sampled = [await shared.run(GroupTask(task, "0"), member, sampling) for member in range(4)]
+    sampled = [await shared.run(RolloutContext(task, "0"), member, sampling) for member in range(4)]
     assert [one.policy_id for one in sampled] == [POLICY, PARTNER, POLICY, PARTNER]
     assert [one.spans[0].version for one in sampled] == [3, 2, 3, 2]
     assert (mine.served, other.served) == (2, 3)
@@ -94,10 +94,10 @@ async def test_each_is_saved_in_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 class FakePublisher:
-    def __init__(self, num_bytes: int, probe_nat: float | None) -> None:
+    def __init__(self, num_bytes: int, max_logprob_diff: float | None) -> None:
         acks = (EngineId("e"),)
         self.report = PublishReport(
-            0, num_bytes, 0.1 * num_bytes, 0.2 * num_bytes, acks, 1, probe_nat, 5, changed_share=probe_nat
+            0, num_bytes, 0.1 * num_bytes, 0.2 * num_bytes, acks, 1, max_logprob_diff, 5, changed_share=max_logprob_diff
         )
 
     async def publish(self, version: int) -> PublishReport:
@@ -108,7 +108,7 @@ async def test_a_publish_is_over_when_both_are_and_costs_what_both_cost() -> Non
     report = await PublishTogether(FakePublisher(3, None), FakePublisher(2, 0.5)).publish(4)
     assert (report.version, report.num_bytes, report.sent_bytes, len(report.acks)) == (4, 5, 10, 2)
     assert (report.export_s, report.total_s) == pytest.approx((0.3, 0.6)), "they go at the same time"
-    assert (report.probe_nat, report.drain_timeouts) == (0.5, 2)
+    assert (report.max_logprob_diff, report.drain_timeouts) == (0.5, 2)
     assert report.changed_share == 0.5
 
 

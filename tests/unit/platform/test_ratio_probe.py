@@ -12,7 +12,7 @@ from penstock.dataflow.errors import EngineLostError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import GenerateRequest, SamplingParams, TokenDelta
 from penstock.dataflow.versions import Span
-from penstock.platform.run.logprob_parity import TOLERANCE, RatioProbe
+from penstock.platform.run.logprob_parity import TOLERANCE, LogprobParityCheck
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.model_config import DType
 
@@ -46,10 +46,10 @@ class Teacher:
         return np.array([-t / 10 for _, tokens in examples for t in tokens])
 
 
-def probe_of(*engines: Answering, dtype: DType = "float32") -> tuple[RatioProbe, Teacher]:
+def probe_of(*engines: Answering, dtype: DType = "float32") -> tuple[LogprobParityCheck, Teacher]:
     teacher = Teacher()
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
-    return RatioProbe(pool, teacher, [(5,), (6, 7)], SamplingParams(8), dtype, timeout_s=5.0), teacher
+    return LogprobParityCheck(pool, teacher, [(5,), (6, 7)], SamplingParams(8), dtype, timeout_s=5.0), teacher
 
 
 async def test_every_engine_at_the_version_is_compared() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.dataflow.core import Dataflow, GroupRules, Hold
+from penstock.dataflow.core import Dataflow, GroupRules, WaitReason
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ledger import GroupState, Reason
 from penstock.dataflow.ports import Score
@@ -88,7 +88,7 @@ class SlowTokens(FakeEngine):
     ids=["too few", "generating", "scoring", "scoring, streamed"],
 )
 async def test_the_trainers_waiting_is_counted_by_what_it_waited_for(
-    engine: FakeEngine, rewards: FakeRewards, options: dict[str, int], expected: Hold
+    engine: FakeEngine, rewards: FakeRewards, options: dict[str, int], expected: WaitReason
 ) -> None:
     flow = make_flow([engine], rewards, steps=4, **options)  # type: ignore[arg-type]
     async with flow:

@@ -20,7 +20,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine
 
@@ -63,7 +63,7 @@ async def play(
     environment = Scripted(script)
     player = EpisodePlayer(environment, CODEC, EpisodeBudget(turns, tokens))
     runner = TrajectoryRunner(EnginePool(engines or [FakeEngine()], 8), CODEC, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(GroupTask(TASK, "0"), 0, SAMPLING), 5)
+    trajectory = await asyncio.wait_for(runner.run(RolloutContext(TASK, "0"), 0, SAMPLING), 5)
     assert not environment.is_open
     return trajectory, environment
 
@@ -138,7 +138,7 @@ async def test_the_next_turn_waits_for_an_engine_that_is_as_new_as_the_last() ->
 
     player = EpisodePlayer(Scripted(only_the_older_is_free), CODEC, EpisodeBudget(3, 100))
     runner = TrajectoryRunner(pool, CODEC, 5.0, episodes=player)
-    trajectory = await asyncio.wait_for(runner.run(GroupTask(TASK, "0"), 0, SAMPLING), 5)
+    trajectory = await asyncio.wait_for(runner.run(RolloutContext(TASK, "0"), 0, SAMPLING), 5)
     assert [span.version for span in trajectory.spans] == [3]
     assert older.requests == []
 
@@ -156,6 +156,6 @@ async def test_the_only_slot_is_free_while_an_environment_thinks() -> None:
     engine = FakeEngine()
     runner = TrajectoryRunner(EnginePool([engine], 1), CODEC, 5.0, episodes=player)
     async with asyncio.timeout(5):
-        played = await asyncio.gather(*(runner.run(GroupTask(TASK, "0"), member, SAMPLING) for member in range(2)))
+        played = await asyncio.gather(*(runner.run(RolloutContext(TASK, "0"), member, SAMPLING) for member in range(2)))
     assert [len(one.episode.turns) for one in played if one.episode is not None] == [2, 2]
     assert engine.most_running == 1

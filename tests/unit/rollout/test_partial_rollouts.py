@@ -16,7 +16,7 @@ from penstock.dataflow.versions import Span
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import PartialTurn
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine, ends_by_context
 
@@ -34,7 +34,7 @@ def make_runner(*engines: FakeEngine, silence_s: float = 5.0, max_resumes: int =
 
 
 async def run(runner: TrajectoryRunner, task: Task = TASK) -> Trajectory:
-    running = runner.run(GroupTask(task, "0"), 0, GREEDY)
+    running = runner.run(RolloutContext(task, "0"), 0, GREEDY)
     return await asyncio.wait_for(running, 5)
 
 
@@ -214,7 +214,7 @@ async def test_a_prompt_with_a_token_that_the_policy_lacks_is_refused_before_it_
 async def test_an_engine_is_blamed_for_what_it_loses_of_two_tasks_of_an_evaluation_not_of_one(num_tasks: int) -> None:
     dead, good = engine("dead", loses_at=lambda _serial: 0), engine("good")
     runner = make_runner(dead, good)
-    asked = [GroupTask(Task(TaskId(f"t{index % num_tasks}"), "1+1="), "eval") for index in range(32)]
+    asked = [RolloutContext(Task(TaskId(f"t{index % num_tasks}"), "1+1="), "eval") for index in range(32)]
     await asyncio.gather(*(runner.run(one, index, GREEDY) for index, one in enumerate(asked)))
     assert list(runner.pool.fenced) == (["dead"] if num_tasks == 2 else [])
 

@@ -21,7 +21,7 @@ from penstock.envs.environment import EndpointAccess
 from penstock.platform.checks.load import compose_config
 from penstock.platform.run.serving import answer_questions, episode_player
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.recording import PolicyAnswers
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.agents import CODEC, SayingEngine, chat, client_of, user
@@ -73,7 +73,7 @@ async def test_questions_take_slots_as_rollouts_do_and_both_go_on() -> None:
     answers = PolicyAnswers(runner, 500, sampling)
     exchanges = [Questions(KEY, answers).ask(_asked(f"q{index}")) for index in range(3)]
     task = Task(TaskId("t"), [{"role": "user", "content": "?"}])
-    rollout = asyncio.create_task(runner.run(GroupTask(task, "0"), 0, sampling))
+    rollout = asyncio.create_task(runner.run(RolloutContext(task, "0"), 0, sampling))
     await asyncio.sleep(0.01)
     assert len(engine.served) == 2
     assert engine.may_go_on is not None

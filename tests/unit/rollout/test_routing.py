@@ -14,7 +14,7 @@ from penstock.dataflow.ids import EngineId
 from penstock.platform.simulator.virtual_loop import VirtualTimeLoop
 from penstock.rollout.pool.dispatch import Dispatcher
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, Ticket
+from penstock.rollout.pool.routing import FULL_SCAN, EngineView, LeastLoaded, PrefixAware, SlotRequest
 from tests.fakes import FakeEngine
 
 
@@ -31,17 +31,17 @@ def dispatcher(policy: LeastLoaded, *slots: int) -> Dispatcher:
     return made
 
 
-def place(made: Dispatcher, tokens: int = 10, prefix: str | None = None, slots: int = 1) -> Ticket:
-    ticket = Ticket(tokens, prefix, slots=slots)
+def place(made: Dispatcher, tokens: int = 10, prefix: str | None = None, slots: int = 1) -> SlotRequest:
+    ticket = SlotRequest(tokens, prefix, slots=slots)
     made.submit(ticket)
     return ticket
 
 
-def name(ticket: Ticket) -> str | None:
+def name(ticket: SlotRequest) -> str | None:
     return None if ticket.view is None else ticket.view.engine_id
 
 
-def deliver(ticket: Ticket, num_tokens: int, elapsed_s: float) -> bool:
+def deliver(ticket: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
     assert ticket.view is not None
     return ticket.view.delivered(ticket, num_tokens, elapsed_s)
 
@@ -74,11 +74,11 @@ def test_an_engine_that_is_twice_as_fast_gets_twice_the_tokens() -> None:
 
 def test_speed_weighs_short_intervals_little_and_forgets_the_past() -> None:
     view = EngineView(Named(EngineId("e")), 1, 1)  # type: ignore[arg-type]
-    view.delivered(Ticket(), 100, 1.0)
-    view.delivered(Ticket(), 64, 1e-6)  # came in the same parcel as the one before
+    view.delivered(SlotRequest(), 100, 1.0)
+    view.delivered(SlotRequest(), 64, 1e-6)  # came in the same parcel as the one before
     assert view.speed == pytest.approx(165, rel=0.02)
     for _ in range(400):
-        view.delivered(Ticket(), 10, 1.0)
+        view.delivered(SlotRequest(), 10, 1.0)
     assert view.speed == pytest.approx(10, rel=0.01)
 
 

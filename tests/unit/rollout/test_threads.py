@@ -21,11 +21,11 @@ from penstock.dataflow.versions import join_spans, versions_per_token
 from penstock.envs.environment import Action, Done, Observation
 from penstock.envs.workers.episode_child import EpisodeReply, to_episode_reply
 from penstock.rollout.pool.pool import EnginePool
-from penstock.rollout.pool.routing import EngineView, LeastLoaded, Ticket
+from penstock.rollout.pool.routing import EngineView, LeastLoaded, SlotRequest
 from penstock.rollout.tokenization.tokenizers import TokenCodec, character_tokenizer
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask, OldestTurn
+from penstock.rollout.trajectory.group_task import OldestTurn, RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.fakes import FakeEngine
 
@@ -64,7 +64,7 @@ class Scripted:
         return reply
 
 
-class Watched(GroupTask):
+class Watched(RolloutContext):
     """The task, and what is told of its only member."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Watched(GroupTask):
 class OldestFirst(LeastLoaded):
     """The oldest of the engines that are least busy."""
 
-    def choose(self, views: Sequence[EngineView], ticket: Ticket) -> EngineView:
+    def choose(self, views: Sequence[EngineView], ticket: SlotRequest) -> EngineView:
         return min(views, key=lambda view: (view.in_use, view.version))
 
 

@@ -25,7 +25,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import EpisodeBudget
 from penstock.rollout.trajectory.episodes import EpisodePlayer
-from penstock.rollout.trajectory.group_task import GroupTask
+from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 from tests.chat_tokenizers import END_OF_TURN, chat_tokenizer
 
@@ -152,7 +152,7 @@ async def play(template: str, seed: int) -> tuple[TokenCodec, RandomDialogues, l
     publisher = asyncio.create_task(keep_up())
     tasks = [Task(TaskId(f"t/{index}"), prompts(dialogues), {}, "") for index in range(NUM_DIALOGUES)]
     sampling = SamplingParams(24, stop_token_ids=codec.stop_token_ids)
-    runs = [runner.run(GroupTask(task, f"{index}"), 0, sampling) for index, task in enumerate(tasks)]
+    runs = [runner.run(RolloutContext(task, f"{index}"), 0, sampling) for index, task in enumerate(tasks)]
     trajectories = list(await asyncio.wait_for(asyncio.gather(*runs), 200))
     publisher.cancel()
     assert sum(runner.stats.interruptions.values()) > NUM_DIALOGUES // 4

@@ -4,12 +4,12 @@ import threading
 import time
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.weights.transport.background import Beside
+from penstock.weights.transport.background import BackgroundJob
 
 WAIT_S = 10.0
 
 
-def ended(beside: Beside) -> str:
+def ended(beside: BackgroundJob) -> str:
     deadline = time.monotonic() + WAIT_S
     while not beside.is_done:
         assert time.monotonic() < deadline
@@ -18,7 +18,7 @@ def ended(beside: Beside) -> str:
 
 
 def test_a_job_begins_after_the_one_before_and_whoever_begins_it_waits_for_neither():
-    beside, may_end, done = Beside(), threading.Event(), []
+    beside, may_end, done = BackgroundJob(), threading.Event(), []
     assert beside.is_done
 
     def fail() -> None:
@@ -43,6 +43,6 @@ def test_why_a_job_failed_is_said():
         beside.begin("fails", fail)
         return ended(beside)
 
-    beside = Beside()
+    beside = BackgroundJob()
     assert fail_with(WeightSyncError("a peer is lost")) == "a peer is lost"
     assert fail_with(IndexError("list index out of range")) == "IndexError: list index out of range"

@@ -21,7 +21,7 @@ from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
-from penstock.weights.transport.process_group.endpoints import Announced, Arrival, Crossing, End, Sender
+from penstock.weights.transport.process_group.endpoints import Announced, Arrival, End, Sender, TransferGroupSpec
 from penstock.weights.transport.process_group.group import TransferGroup, connect, connect_store, serve_store
 from penstock.weights.transport.process_group.members import Members
 from penstock.weights.transport.process_group.transfer import Transfer
@@ -136,9 +136,11 @@ def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec:
     on_every_rank(members.world_size, publish)
 
 
-def make_crossing(port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_streamed: bool) -> Crossing:
+def make_crossing(
+    port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_streamed: bool
+) -> TransferGroupSpec:
     training = TrainingSide(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
-    return Crossing(
+    return TransferGroupSpec(
         transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=NUM_TRAINING,
         ends=(End("engine-0", "node"), End("engine-1", "node")),

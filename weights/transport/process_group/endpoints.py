@@ -50,7 +50,7 @@ class End(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Crossing:
+class TransferGroupSpec:
     """What everyone who takes part has to agree on. Made by the driver, anew whenever ends join or leave.
 
     Attributes:
@@ -152,7 +152,7 @@ class Sender:
         self._dtype = torch.float32
         self._transfer: Transfer | None = None
 
-    def join(self, crossing: Crossing) -> None:
+    def join(self, crossing: TransferGroupSpec) -> None:
         """Join; the crossing before is left.
 
         Raises:
@@ -216,14 +216,14 @@ class _Joined(NamedTuple):
     transfers: list[Transfer]
 
 
-class Landing:
+class WeightReceiver:
     """One node's end: all tensor-parallel ranks of the engines there."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._joined: _Joined | None = None
 
-    def join(self, crossing: Crossing, node: str) -> None:
+    def join(self, crossing: TransferGroupSpec, node: str) -> None:
         """Join as every rank of an engine at once; the crossing before is left.
 
         Raises:
@@ -280,7 +280,7 @@ class Arrival:
         self._device = device
         self._transfer: Transfer | None = None
 
-    def join(self, crossing: Crossing, replica: int, known: DeviceSlot | None) -> DeviceSlot | None:
+    def join(self, crossing: TransferGroupSpec, replica: int, known: DeviceSlot | None) -> DeviceSlot | None:
         """Meet everyone as a rank of the `replica`-th end; the crossing before is left.
 
         Args:

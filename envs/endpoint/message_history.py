@@ -18,7 +18,7 @@ Part = str | list[Message]
 """What is new: text, or chat messages. The first one is the whole prompt."""
 
 
-class Conversation:
+class MessageHistory:
     """Grows by what was asked and answered."""
 
     def __init__(self) -> None:
