@@ -249,7 +249,7 @@ class ProcessGroupTransport(WeightTransport):
         self._is_streamed = config.staging == "bucket" and ends.on_devices
         self._leg_s = config.timeout_s
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         await self._get_ready(version)
         await self._trainer.ask("snapshot_weights", self._config.overlap)
         return self._deliver(version)
@@ -354,7 +354,7 @@ class StreamingTransport(ProcessGroupTransport):
         self._leg_s = LEG_SHARE * config.timeout_s
         self._streaming: InPlaceUpdate | None = None
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         if self._streaming is not None:
             await self._streaming.over()
         self._engines.lacking = version  # on a second try those that have taken it serve, and are left alone

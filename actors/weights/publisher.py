@@ -1,4 +1,4 @@
-"""Publishing a version: export once, hand it to the engines, take no answer but the right checksum.
+"""Publishing a version: send once, hand it to the engines, take no answer but the right checksum.
 
 Consumes: a new version of the trainer. Waits for: the engines to acknowledge, as the update mode has it. Unblocked
 by: the acknowledgements; or the time limit, after which the late engine gets the version once more and is then
@@ -56,7 +56,7 @@ WriteAgain = Callable[[], Awaitable[PublishedVersion]]
 
 
 class ActorWeightPublisher:
-    """`WeightPublisher` over an export and the engines of a pool.
+    """`WeightPublisher` over a transport and the engines of a pool.
 
     Attributes:
         last: Report of the newest publish that is over.
@@ -66,7 +66,7 @@ class ActorWeightPublisher:
         self,
         pool: EnginePool,
         config: WeightsConfig,
-        export: WeightTransport,
+        transport: WeightTransport,
         trainer: TrainerClient | None = None,
         probe: Probe | None = None,
     ) -> None:
@@ -75,13 +75,13 @@ class ActorWeightPublisher:
         Args:
             pool: Engines that take them.
             config: How they travel.
-            export: Puts a version where engines find it.
+            transport: Puts a version where engines find it.
             trainer: Tells whether it still has a version that no engine has any more; None: it never has.
             probe: Compares the engines with the trainer at every `probe_every`-th version, from version 0 on.
         """
         self._pool = pool
         self._config = config
-        self._export = export
+        self._transport = transport
         self._trainer = trainer
         self._probe = probe
         self._updater = make_updater(pool, config)
@@ -124,7 +124,7 @@ class ActorWeightPublisher:
         try:
             async with trainer.step_lock:
                 await self._updater.settle()
-                handle = await self._export.begin(version)
+                handle = await self._transport.send(version)
                 await self._deliver(version, handle, time.monotonic(), 0.0, may_repeat=False)
         except Exception as error:
             self._pool.fence(engine.engine_id, str(error))
@@ -163,9 +163,9 @@ class ActorWeightPublisher:
     async def _publish(self, version: int) -> PublishReport:
         if self._delivery is not None:
             await self.delivered()
-        await self._updater.settle()  # the export removes the version before
+        await self._updater.settle()  # the transport removes the version before
         started = time.monotonic()
-        handle = await self._export.begin(version)
+        handle = await self._transport.send(version)
         export_s = time.monotonic() - started
         if not self._config.overlap or self.last is None:
             self.last = await self._deliver(version, handle, started, export_s, may_repeat=True)
@@ -193,7 +193,7 @@ class ActorWeightPublisher:
             self._delivery.cancel()
             await asyncio.gather(self._delivery, return_exceptions=True)
         await self._updater.close()
-        await self._export.close()
+        await self._transport.close()
 
     async def _beside(self, delivery: Awaitable[PublishReport]) -> PublishReport:
         """A delivery that nobody waits for: requests that wait for it get to know why it failed."""
@@ -214,7 +214,7 @@ class ActorWeightPublisher:
             nonlocal rewrites
             rewrites += 1
             logger.warning("publish v%d: it was refused, so the trainer writes it once more", version)
-            self._published = repeated = await (await self._export.begin(version))
+            self._published = repeated = await (await self._transport.send(version))
             return repeated
 
         acks = await self._updater.update(published, write_again if may_repeat else None)

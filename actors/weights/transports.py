@@ -47,7 +47,7 @@ PublishHandle = Awaitable[PublishedVersion]
 class WeightTransport:
     """Puts versions where engines find them."""
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         """Returns once the trainer may go on; what it returns, once engines can fetch the version."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class GatherTransport(WeightTransport):
         self._trainer = trainer
         self._pool = pool
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         manifest = await self._trainer.export(version)
         return already_published(manifest, _bytes_for_other_nodes(self._trainer, self._pool, manifest))
 
@@ -84,7 +84,7 @@ class AdapterTransport(WeightTransport):
         self._dtype: DType = dtype
         self._base: tuple[TensorEntry, ...] | None = None
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         if self._base is None:  # find out what the engines must have been loaded with
             training, folder = await self._trainer.training_side()
             transfer = await asyncio.to_thread(ShardTransfer.between, training, self._layout, self._dtype, folder)
@@ -126,7 +126,7 @@ class SharedMemoryTransport(WeightTransport):
         self._num_slots = num_slots
         self._transfer: ShardTransfer | None = None
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         what = f"publish v{version}"
         if self._transfer is None:
             planned = await self._trainer.plan_transfer(self._layout, self._dtype)
@@ -176,7 +176,7 @@ class DeviceMemoryTransport(WeightTransport):
         self._training: tuple[TrainingSide, list[str]] | None = None
         self._transfers: dict[RemoteEngine, ShardTransfer] = {}
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         if self._training is None:
             training, _ = await self._trainer.training_side()
             self._training = training, await self._trainer.ask("device")

@@ -36,7 +36,7 @@ TO_TORCH = [
 FROM_THE_TRAINER = [
     ("platform/run/run.py", "publish"),
     ("actors/weights/publisher.py", "publish"),
-    ("actors/weights/process_group.py", "begin"),
+    ("actors/weights/process_group.py", "send"),
     ("actors/trainer/client.py", "ask"),
     ("actors/trainer/actor.py", "send_weights"),
     ("weights/transport/process_group/endpoints.py", "send"),

@@ -145,8 +145,8 @@ async def test_gathered_versions_reach_engines_on_every_node_through_the_object_
 async def test_versions_arrive_in_memory_of_the_engines_own_on_every_node(nodes: Nodes) -> None:
     trainer, _, pool, _ = nodes
     config = WeightsConfig(transport="process_group", timeout_s=60.0)
-    export = ProcessGroupTransport(trainer, EngineReceivers(pool, trainer.node_id), torch_side(), "float32", config)
-    publisher = ActorWeightPublisher(pool, config, export)
+    transport = ProcessGroupTransport(trainer, EngineReceivers(pool, trainer.node_id), torch_side(), "float32", config)
+    publisher = ActorWeightPublisher(pool, config, transport)
     for version in range(2):
         report = await publisher.publish(version)
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
@@ -159,8 +159,8 @@ class DamagedOnce(StreamingTransport):
 
     damaged: int | None = 3
 
-    async def begin(self, version: int) -> PublishHandle:
-        handle = await super().begin(version)
+    async def send(self, version: int) -> PublishHandle:
+        handle = await super().send(version)
         if version == self.damaged:
             self.damaged = None
             await self._trainer._ranks[1].__ray_call__.remote(flip_a_bit)
@@ -178,8 +178,8 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
     trainer, engines, pool, _ = nodes
     config = WeightsConfig(transport="process_group", staging="bucket", timeout_s=60.0)
     ends = EngineReceivers(pool, trainer.node_id)
-    export = DamagedOnce(trainer, ends, torch_side(), "float32", config)
-    publisher = ActorWeightPublisher(pool, config, export)
+    transport = DamagedOnce(trainer, ends, torch_side(), "float32", config)
+    publisher = ActorWeightPublisher(pool, config, transport)
     for version in (2, 3, 4):
         report = await publisher.publish(version)  # acknowledged is what was read back from live parameters
         assert sorted(ack.engine_id for ack in report.acks) == ["engine-0", "engine-1"]
@@ -200,8 +200,8 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     assert not is_one_node(trainer, engines)
     config = WeightsConfig(codec="delta", timeout_s=60.0)
     landings = NodeReceivers(pool, trainer.node_id, config)
-    export = ProcessGroupTransport(trainer, landings, torch_side(), "float32", config)
-    publisher = ActorWeightPublisher(pool, config, export)
+    transport = ProcessGroupTransport(trainer, landings, torch_side(), "float32", config)
+    publisher = ActorWeightPublisher(pool, config, transport)
     shares = []
     for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters only
         report = await publisher.publish(version)

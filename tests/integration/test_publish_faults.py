@@ -106,8 +106,8 @@ class DamagedOnce(SharedMemoryTransport):
         super().__init__(node.trainer, engines, torch_side(), "float32", WAIT_S)
         self._damaged: int | None = version
 
-    async def begin(self, version: int) -> PublishHandle:
-        departure = await super().begin(version)
+    async def send(self, version: int) -> PublishHandle:
+        departure = await super().send(version)
         if version == self._damaged:
             assert self._transfer is not None
             buffers = list(ShardFiles(self._transfer).buffers(version, 0).values())
@@ -134,11 +134,11 @@ async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_e
 async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_training_goes_on(node: Node) -> None:
     engines = await node.engines("stopped")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
-    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
+    transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), transport)
     await publisher.publish(0)
     await publisher.close()
-    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=2.0), export)
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=2.0), transport)
     stopped = await pid_of(engines[1])
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -157,8 +157,8 @@ async def test_an_engine_that_never_acknowledges_is_named_and_fenced_off_and_tra
 async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_before_it_serves(node: Node) -> None:
     engines = await node.engines("killed")
     pool = EnginePool(engines, 4)
-    export = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
-    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), export)
+    transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    publisher = ActorWeightPublisher(pool, WeightsConfig(timeout_s=60.0), transport)
 
     async def start(engine_id: EngineId) -> RemoteEngine:
         engines[1].kill()
@@ -193,20 +193,20 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
 
 async def test_a_rank_that_writes_nothing_is_named_with_the_version_and_how_far_it_is(node: Node) -> None:
     engines = await node.engines("waiting")
-    export = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
-    await export.begin(0)
-    export._timeout_s = 1.0
+    transport = SharedMemoryTransport(node.trainer, engines, torch_side(), "float32", WAIT_S)
+    await transport.send(0)
+    transport._timeout_s = 1.0
     (rank,) = node.trainer._ranks
     stopped = int(await rank.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(stopped, signal.SIGSTOP)
     try:
         told = r"publish v1: write_shards is not over after 1 s .*: training rank 0 \(its process does not answer\)"
         with pytest.raises(WeightSyncError, match=told):
-            await export.begin(1)
+            await transport.send(1)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    export._timeout_s = WAIT_S
-    await (await export.begin(2))
+    transport._timeout_s = WAIT_S
+    await (await transport.send(2))
     assert await rank.writing.remote() == "v2, checksums"
     await asyncio.gather(*(engine.close() for engine in engines))
 

@@ -54,8 +54,8 @@ def publisher(*engines: Receiver, mode: str = "keep_kv") -> tuple[ActorWeightPub
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     trainer = FakeTrainer()
     config = WeightsConfig(timeout_s=0.05, update_mode=mode)  # type: ignore[arg-type]
-    export = GatherTransport(trainer, pool)  # type: ignore[arg-type]
-    return ActorWeightPublisher(pool, config, export), pool, trainer
+    transport = GatherTransport(trainer, pool)  # type: ignore[arg-type]
+    return ActorWeightPublisher(pool, config, transport), pool, trainer
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain"])
@@ -88,16 +88,16 @@ async def test_a_refusal_is_tried_again(mode: str) -> None:
     assert not pool.fenced
 
 
-class CountedExport(GatherTransport):
+class CountedTransport(GatherTransport):
     """Keeps the versions that the trainer was asked to write."""
 
     def __init__(self, trainer: FakeTrainer, pool: EnginePool) -> None:
         super().__init__(trainer, pool)  # type: ignore[arg-type]
         self.written: list[int] = []
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         self.written.append(version)
-        return await super().begin(version)
+        return await super().send(version)
 
 
 @dataclass
@@ -118,15 +118,15 @@ async def test_a_version_that_is_damaged_where_all_read_it_is_written_once_more_
     engines = [Shared(EngineId(name)) for name in "abc"]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     config = WeightsConfig(timeout_s=5.0, update_mode=mode)  # type: ignore[arg-type]
-    export = CountedExport(FakeTrainer(), pool)
+    transport = CountedTransport(FakeTrainer(), pool)
     for engine in engines:
-        engine.written = export.written
-    publish = ActorWeightPublisher(pool, config, export)
+        engine.written = transport.written
+    publish = ActorWeightPublisher(pool, config, transport)
     for version in (1, 2):
         report = await publish.publish(version)
         assert (report.version, report.rewrites) == (version, 1)
     await publish._updater.settle()
-    assert export.written == [1, 1, 2, 2], "once more, however many refuse"
+    assert transport.written == [1, 1, 2, 2], "once more, however many refuse"
     assert not pool.fenced
     assert max(engine.version for engine in engines) == 2
     await publish.close()
@@ -242,8 +242,8 @@ async def test_overlapped_a_version_that_nobody_takes_stops_the_run_at_the_next(
 
 async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_to_know_why() -> None:
     class Broken(GatherTransport):
-        async def begin(self, version: int) -> PublishHandle:
-            return await super().begin(version) if version == 0 else self.fails()
+        async def send(self, version: int) -> PublishHandle:
+            return await super().send(version) if version == 0 else self.fails()
 
         async def fails(self) -> PublishedVersion:
             raise WeightSyncError("the landing is lost")
@@ -270,12 +270,12 @@ async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_
     await publish.close()
 
 
-class FailingExport(GatherTransport):
+class FailingTransport(GatherTransport):
     """A training rank is dead."""
 
     num_tries = 0
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         self.num_tries += 1
         raise ExportError(f"publish v{version}: write_shards on the training ranks: a process died")
 
@@ -285,24 +285,24 @@ async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is
     pool.when_fenced(lambda _engine_id: True)
     pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
-    export = FailingExport(FakeTrainer(), pool)  # type: ignore[arg-type]
+    transport = FailingTransport(FakeTrainer(), pool)  # type: ignore[arg-type]
     with pytest.raises(ExportError, match="a process died"):
-        await asyncio.wait_for(ActorWeightPublisher(pool, config, export).publish(1), 5.0)
-    assert export.num_tries == 1
+        await asyncio.wait_for(ActorWeightPublisher(pool, config, transport).publish(1), 5.0)
+    assert transport.num_tries == 1
 
 
 async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_is_not_tried_before() -> None:
     pool = EnginePool([Receiver(EngineId("a"), refuse=9)], 4)  # type: ignore[list-item]
     pool.when_fenced(lambda _engine_id: True)
     config = WeightsConfig(timeout_s=5.0)
-    export = CountedExport(FakeTrainer(), pool)
-    publish = ActorWeightPublisher(pool, config, export)
+    transport = CountedTransport(FakeTrainer(), pool)
+    publish = ActorWeightPublisher(pool, config, transport)
     publishing = asyncio.create_task(publish.publish(1))
     await asyncio.sleep(0.05)
-    assert export.written == [1, 1], "once, and once more because it was refused"
+    assert transport.written == [1, 1], "once, and once more because it was refused"
     pool.add(Receiver(EngineId("a")))  # type: ignore[arg-type]
     assert [ack.engine_id for ack in (await asyncio.wait_for(publishing, 5.0)).acks] == ["a"]
-    assert export.written == [1, 1, 1]
+    assert transport.written == [1, 1, 1]
 
 
 class FailsOnce(GatherTransport):
@@ -310,10 +310,10 @@ class FailsOnce(GatherTransport):
 
     num_tries = 0
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         self.num_tries += 1
         if self.num_tries > 1:
-            return await super().begin(version)
+            return await super().send(version)
         raise WeightSyncError("weights: meeting: an engine died")
 
 
@@ -323,10 +323,10 @@ async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_b
     pool.when_fenced(lambda _engine_id: True)
     pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
-    export = FailsOnce(FakeTrainer(), pool)  # type: ignore[arg-type]
-    publishing = asyncio.create_task(ActorWeightPublisher(pool, config, export).publish(1))
+    transport = FailsOnce(FakeTrainer(), pool)  # type: ignore[arg-type]
+    publishing = asyncio.create_task(ActorWeightPublisher(pool, config, transport).publish(1))
     await asyncio.sleep(0.05)
-    assert export.num_tries == 1, "it does not spin, although an engine is in service"
+    assert transport.num_tries == 1, "it does not spin, although an engine is in service"
     pool.add(Receiver(EngineId("b")))  # type: ignore[arg-type]
     assert len((await asyncio.wait_for(publishing, 5.0)).acks) == 2
 

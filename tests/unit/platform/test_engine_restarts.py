@@ -49,15 +49,15 @@ class Written(GatherTransport):
         super().__init__(trainer, pool)  # type: ignore[arg-type]
         self.trainer, self.written, self._engines_of = trainer, list[tuple[int, list[str]]](), pool
 
-    async def begin(self, version: int) -> PublishHandle:
+    async def send(self, version: int) -> PublishHandle:
         self.written.append((version, [engine.engine_id for engine in self._engines_of.engines()]))
-        return await super().begin(version)
+        return await super().send(version)
 
 
 def export_of(publisher: ActorWeightPublisher) -> Written:
-    export = publisher._export
-    assert isinstance(export, Written)
-    return export
+    transport = publisher._transport
+    assert isinstance(transport, Written)
+    return transport
 
 
 @asynccontextmanager

@@ -77,9 +77,9 @@ def export_to(trainer: FakeTrainer, *engines: FakeEngine) -> tuple[DeviceMemoryT
 
 async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_device():
     trainer = FakeTrainer()
-    export, pool = export_to(trainer, FakeEngine(EngineId("e0"), "GPU-a"), FakeEngine(EngineId("e1"), "GPU-b"))
+    transport, pool = export_to(trainer, FakeEngine(EngineId("e0"), "GPU-a"), FakeEngine(EngineId("e1"), "GPU-b"))
     for version in (0, 1):
-        manifest = (await (await export.begin(version))).manifest
+        manifest = (await (await transport.send(version))).manifest
         assert (manifest.version, manifest.location, manifest.num_shards) == (version, IN_DEVICE_MEMORY, 1)
         assert [entry.checksum for entry in manifest.entries] == [7], "of one engine's plan: they have equal sums"
     opened = {call[1]: call[2] for call in trainer.calls if call[0] == "open"}
@@ -87,7 +87,7 @@ async def test_slots_are_opened_once_and_written_from_the_rank_on_the_engines_de
     assert [call[0] for call in trainer.calls] == ["open", "open", "write", "write"]
     pool.add(FakeEngine(EngineId("e2"), "GPU-b"))  # type: ignore[arg-type]
     pool.fence(EngineId("e0"), "lost")
-    await export.begin(2)
+    await transport.send(2)
     assert trainer.calls[-2][:2] == ("open", "e2")
     assert trainer.calls[-1] == ("write", 2, ["e1", "e2"])
 
@@ -97,13 +97,13 @@ async def test_an_engine_without_slots_is_fenced_off_and_the_others_go_on(failur
     trainer = FakeTrainer(cannot_open="e1")
     engines = [FakeEngine(EngineId(f"e{index}"), "GPU-a") for index in range(3)]
     engines[0].failure = failure
-    export, pool = export_to(trainer, *engines)
-    await export.begin(0)
+    transport, pool = export_to(trainer, *engines)
+    await transport.send(0)
     assert pool.fenced == {"e0": str(failure), "e1": "trainer rank 1: no peer access"}
     assert trainer.calls[-1] == ("write", 0, ["e2"])
     pool.fence(EngineId("e2"), "lost too")
     with pytest.raises(WeightSyncError, match=r"publish v1: no engine is left .*no peer access"):
-        await export.begin(1)
+        await transport.send(1)
 
 
 @dataclass(eq=False)
@@ -126,8 +126,8 @@ class WrittenInto(FakeEngine):
 
 async def test_the_only_engine_that_comes_back_has_its_slots_written_at_the_version_in_service():
     trainer = FakeTrainer()
-    export, pool = export_to(trainer, WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer))
-    publisher = ActorWeightPublisher(pool, WeightsConfig(), export, trainer)  # type: ignore[arg-type]
+    transport, pool = export_to(trainer, WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer))
+    publisher = ActorWeightPublisher(pool, WeightsConfig(), transport, trainer)  # type: ignore[arg-type]
     await publisher.publish(0)
     pool.fence(EngineId("e0"), "lost")
     back = WrittenInto(EngineId("e0"), "GPU-a", trainer=trainer)
