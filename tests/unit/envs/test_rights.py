@@ -244,9 +244,9 @@ async def test_processes_locks_and_temporary_files_work(score: Callable[..., Any
 
 @jailed
 async def test_a_jail_makes_no_jails(score: Callable[..., Any]) -> None:
-    assert await score("RolloutRunner") == Score(42.0, {})
+    assert await score("Runs") == Score(42.0, {})
     assert "a jail makes none inside: use isolation=process or sandbox=remote" in failure(
-        await score("RolloutRunner", isolation=STRICT)
+        await score("Runs", isolation=STRICT)
     )
 
 
