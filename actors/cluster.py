@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from penstock.actors.devices import Seat
+from penstock.actors.devices import DeviceAssignment
 from penstock.actors.engine.actor import EngineActor
 from penstock.actors.engine.client import RemoteEngine
 from penstock.actors.processes import end_processes, ray_processes
@@ -52,21 +52,21 @@ class Resources:
     """What one actor asks Ray for.
 
     Attributes:
-        num_gpus: GPUs for itself; 0 on a CPU pool, and for one with a seat.
+        num_gpus: GPUs for itself; 0 on a CPU pool, and for one with an assignment.
         accelerator_type: Ray's accelerator label, or None for any.
-        seat: GPUs that it uses in turns with others (colocated), which are reserved already.
+        assignment: GPUs that it uses in turns with others (colocated), which are reserved already.
     """
 
     num_gpus: float = 0.0
     accelerator_type: str | None = None
-    seat: Seat | None = None
+    assignment: DeviceAssignment | None = None
 
     def options(self, environment: Mapping[str, str]) -> dict[str, Any]:
         """Arguments of `.options(...)`."""
-        seen = {} if self.seat is None else self.seat.environment()
+        seen = {} if self.assignment is None else self.assignment.environment()
         options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": {**environment, **seen}}}
-        if self.seat is not None:
-            return options | self.seat.options()
+        if self.assignment is not None:
+            return options | self.assignment.options()
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus
         if self.accelerator_type:

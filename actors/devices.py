@@ -23,7 +23,7 @@ RAY_LEAVES_DEVICES_ALONE = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class DeviceAssignment:
     """Devices of one process, all on one node.
 
     Attributes:
@@ -55,13 +55,13 @@ class SharedDevices:
     group: PlacementGroup
     devices: tuple[tuple[str, ...], ...]
 
-    def seat(self, first_slot: int, num_slots: int) -> Seat:
+    def assign(self, first_slot: int, num_slots: int) -> DeviceAssignment:
         """Devices `first_slot` and the `num_slots` − 1 after it. They must be in one bundle."""
         width = len(self.devices[0])
         bundle, first = divmod(first_slot, width)
         held = self.devices[bundle][first : first + num_slots]
         assert len(held) == num_slots, "the planner makes bundles as wide as an engine"
-        return Seat(self.group, bundle, held)
+        return DeviceAssignment(self.group, bundle, held)
 
 
 async def reserve_devices(bundles: Sequence[int], accelerator_type: str | None, timeout_s: float) -> SharedDevices:

@@ -31,7 +31,7 @@ from tests.hostile_reaches import lay_outside  # noqa: E402
 _MAX_CHARACTERS = 90
 _WORDS = {True: "yes", False: "NO", None: "not run"}
 _PREFIX = re.compile(r"^(env: )?(step of t/0: )?(tests\.hostile_acts:reward on 0/0 \(t/0\): )?")
-_RIGHTS = """\
+_PERMISSIONS = """\
 Who has which rights:
 
 | | program in the sandbox | reward, environment, tool with `isolation: strict` | the same with `process`, the default |
@@ -69,7 +69,7 @@ async def acts() -> tuple[list[tuple[str, ...]], int]:
         tool = played.get(("tool", act.name))
         cells = (rewards[act.name], played["step", act.name].record)
         rows.append(
-            (act.name, act.held_by, *map(in_short, cells), "not tried" if tool is None else in_short(tool.record))
+            (act.name, act.contained_by, *map(in_short, cells), "not tried" if tool is None else in_short(tool.record))
         )
     return rows, num_bad
 
@@ -97,7 +97,7 @@ def main() -> None:
         "| --- | --- | --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in committed),
         "",
-        *_RIGHTS.splitlines(),
+        *_PERMISSIONS.splitlines(),
         "",
         "- limits: 5 s for a reward, 6 s for a step, 1.5 s for a tool, 0.25 GiB, 24 processes",
         *(f"- {line}" for line in provenance()),

@@ -141,7 +141,7 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
         advantages=advantages,
         token_weights=torch.full_like(behavior, 1.0 / num_tokens),
         reference_logprobs=reference,
-        lags=index % 5,
+        staleness=index % 5,
         segments=index * work.num_sequences // num_tokens,
         pairs=torch.zeros(0, 2, dtype=torch.int64, device=device),
         sequence_index=places,

@@ -30,7 +30,13 @@ from penstock.weights.checksum import PartialSum
 from penstock.weights.copies import copy_environment
 from penstock.weights.planner.plan import BUCKET_BYTES
 from penstock.weights.transport.adapters import BaseWeights
-from penstock.weights.transport.process_group.endpoints import Announced, Arrival, End, Sender, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import (
+    Announced,
+    DeviceReceiver,
+    ReceiverAddress,
+    Sender,
+    TransferGroupSpec,
+)
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from penstock.weights.transport.shared_memory import private_directory
@@ -46,9 +52,9 @@ CPU = torch.device("cpu")
 class StreamingRank(TrainingProcess):
     """A training rank that can send, too."""
 
-    def join(self, crossing: TransferGroupSpec) -> None:
+    def join(self, group_spec: TransferGroupSpec) -> None:
         self._sender = Sender(self._rank, CPU)
-        self._sender.join(crossing)
+        self._sender.join(group_spec)
         self._sender.hold(self._parts, copies=False)
 
     def announce(self) -> Announced:
@@ -61,12 +67,12 @@ class StreamingRank(TrainingProcess):
 class StreamingEngine(EngineProcess):
     """An engine rank that can receive, too."""
 
-    def join(self, crossing: TransferGroupSpec) -> None:
-        self._arrival = Arrival(self._rank, CPU)
-        self._slot = self._arrival.join(crossing, 0, None)
+    def join(self, group_spec: TransferGroupSpec) -> None:
+        self._device_receiver = DeviceReceiver(self._rank, CPU)
+        self._slot = self._device_receiver.join(group_spec, 0, None)
 
     def receive(self, version: int) -> None:
-        self._arrival.receive(version)
+        self._device_receiver.receive(version)
 
     def stage_from_slot(self, manifest: Any) -> None:
         """Of its own."""
@@ -85,8 +91,8 @@ class StreamingEngine(EngineProcess):
 
     def stream(self, version: int, sums: list[BucketSum]) -> int:
         """Receive into the live parameters; extra memory in bytes."""
-        self._arrival.stream(version, sums, self._live)
-        return self._arrival.extra_bytes
+        self._device_receiver.stream(version, sums, self._live)
+        return self._device_receiver.extra_bytes
 
 
 def time_stalls() -> dict[str, Any]:
@@ -110,10 +116,10 @@ def _measured(directory: str) -> dict[str, Any]:
         ray.remote(StreamingEngine).options(**as_shipped).remote(rank, transfer, engine.layout) for rank in range(TP)
     ]
     _all(rank.share.remote(transfer) for rank in ranks)
-    crossing = TransferGroupSpec(
+    group_spec = TransferGroupSpec(
         transfer=replace(transfer, directory=None),
         num_training=NUM_RANKS,
-        ends=(End("engine-0", "node"),),
+        receivers=(ReceiverAddress("engine-0", "node"),),
         on_devices=True,
         store_at=("127.0.0.1", store.port),
         generation=0,
@@ -125,7 +131,7 @@ def _measured(directory: str) -> dict[str, Any]:
     extra: dict[str, int] = dict.fromkeys(WAYS, 0)
     for number in range(-1, ROUNDS):
         took = _slots(ranks, engines, transfer, number, extra)
-        took |= _messages(ranks, engines, crossing, 2 * number, extra)
+        took |= _messages(ranks, engines, group_spec, 2 * number, extra)
         for way, (beside_s, stall_s) in took.items() if number >= 0 else ():
             beside[way].append(beside_s)
             stalls[way].append(stall_s)
@@ -149,10 +155,10 @@ def _slots(ranks: Any, engines: Any, transfer: ShardTransfer, number: int, extra
     return took | {"bucket, slot": (before_s + stage_s, apply_s + check_s)}
 
 
-def _messages(ranks: Any, engines: Any, crossing: TransferGroupSpec, version: int, extra: dict[str, int]) -> Any:
+def _messages(ranks: Any, engines: Any, group_spec: TransferGroupSpec, version: int, extra: dict[str, int]) -> Any:
     took = {}
     for place, way in enumerate(("shard, messages", "bucket, messages")):
-        met = replace(crossing, generation=100 + version + place, is_streamed=bool(place))
+        met = replace(group_spec, generation=100 + version + place, is_streamed=bool(place))
         _all([one.join.remote(met) for one in (*ranks, *engines)])
         if place:
             announce_s, announced = _timed(rank.announce.remote() for rank in ranks)

@@ -243,7 +243,7 @@ class Dataflow:
         self._in_training = []
         return self.ledger.counts()
 
-    def held_by(self, num_needed: int) -> WaitReason:
+    def wait_reason(self, num_needed: int) -> WaitReason:
         """What the trainer waits for, of which `num_needed` groups would be enough if nobody fell due."""
         awaited = self._gate.first_unready()
         if self.num_ready < num_needed or awaited is None:
@@ -282,9 +282,9 @@ class Dataflow:
         group, record.ready = record.ready, None
         self._gate.remove(record)
         self.ledger.move(record.group_id, GroupState.TRAINING)
-        floor = self.version - self.limits.max_staleness
-        if self.limits.on_expiry is ExpiryPolicy.TRIM and group.oldest_version < floor:
-            group = replace(group, min_version=floor)
+        min_version = self.version - self.limits.max_staleness
+        if self.limits.on_expiry is ExpiryPolicy.TRIM and group.oldest_version < min_version:
+            group = replace(group, min_version=min_version)
         age = group.staleness(self.version)
         if not 0 <= age <= self.limits.max_staleness:
             raise StalenessError(

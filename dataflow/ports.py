@@ -133,7 +133,7 @@ class LogprobWorker(Protocol):
 class GroupForward(Protocol):
     """Trainer ranks that forward a ready group before its batch is complete."""
 
-    async def prefetch(self, group: GroupRef) -> None:
+    async def early_logprobs(self, group: GroupRef) -> None:
         """Compute and keep what the next step needs of a group, with the weights that it will begin with.
 
         Raises:
@@ -274,7 +274,7 @@ class PublishReport:
 
     version: int
     num_bytes: int
-    export_s: float
+    send_s: float
     total_s: float
     acks: Sequence[WeightAck]
     drain_timeouts: int = 0

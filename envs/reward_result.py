@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TypedDict
 
-from penstock.envs.workers.permission_hints import missing_right
+from penstock.envs.workers.permission_hints import permission_hint
 
 MAX_DETAIL_CHARACTERS = 4000
 MAX_PARTS = 64
@@ -95,7 +95,7 @@ def to_failure(error: BaseException) -> Reply:
             message = f"{message[:_MAX_MESSAGE_CHARACTERS]}… ({len(message)} characters)"
         last = f"{type(error).__name__}: {message}"
         text = frames[-(MAX_DETAIL_CHARACTERS - len(last)) :] + last
-    return {"error": text.rstrip() + missing_right(error)}
+    return {"error": text.rstrip() + permission_hint(error)}
 
 
 def _to_number(value: object, what: str) -> float | str:

@@ -29,7 +29,7 @@ SUMS = (
     "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
 """What is added up over tokens, in this order."""
-BY_LAG = ("tokens", "weight", "masked", "weight_squared", "abs_log_ratio", "kl_k3")
+BY_STALENESS = ("tokens", "weight", "masked", "weight_squared", "abs_log_ratio", "kl_k3")
 """What is added up over the tokens of each bucket of staleness, in this order."""
 MAXIMA = ("weight", "abs_log_ratio")
 """What is maximised over tokens, in this order; behind it the greatest weight of each bucket of staleness."""
@@ -73,9 +73,9 @@ class ClippedTokens(NamedTuple):
         start: `[T] float32`, logprobs at the start of the batch; None: behavior weights are not measured.
         teacher: `[T] float32`, of a teacher; only measured.
         entropies: `[T] float32`, nats; only measured.
-        lags: `[T] int64`, staleness in versions.
-        last_lags: `[L − 1] int64`, ascending: the largest staleness of each bucket but the last. The first bucket holds
-            the tokens of other policies: only `BY_LAG` measures their behavior weights.
+        staleness: `[T] int64`, staleness in versions.
+        bucket_ends: `[L − 1] int64`, ascending: the largest staleness of each bucket but the last. The first bucket
+            holds the tokens of other policies: only `BY_STALENESS` measures their behavior weights.
     """
 
     target: Tensor
@@ -87,8 +87,8 @@ class ClippedTokens(NamedTuple):
     start: Tensor | None
     teacher: Tensor
     entropies: Tensor
-    lags: Tensor
-    last_lags: Tensor
+    staleness: Tensor
+    bucket_ends: Tensor
 
 
 class LossAndMetrics(NamedTuple):
@@ -98,34 +98,36 @@ class LossAndMetrics(NamedTuple):
         loss: Scalar float32, with gradient in `target`.
         sums: `[15] float64`, see `SUMS`.
         maxima: `[2] float64`, see `MAXIMA`; 0 if nothing is measured.
-        by_lag: `[L, 6] float64`, see `BY_LAG`; 0 likewise.
+        by_staleness: `[L, 6] float64`, see `BY_STALENESS`; 0 likewise.
     """
 
     loss: Tensor
     sums: Tensor
     maxima: Tensor
-    by_lag: Tensor
+    by_staleness: Tensor
 
 
 def clipped_policy_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndMetrics:
     """Compute the loss of one micro-batch and all that is measured of it, with Triton (`runs_on_triton`).
 
     Raises:
-        ShapeError: If the columns are not equally long, flat and float32 (lags int64).
+        ShapeError: If the columns are not equally long, flat and float32 (staleness int64).
     """
     length = tokens.target.shape
-    columns = {name: column for name, column in tokens._asdict().items() if name != "last_lags" and column is not None}
+    columns = {
+        name: column for name, column in tokens._asdict().items() if name != "bucket_ends" and column is not None
+    }
     wrong = [
         f"{name} {list(column.shape)} {column.dtype}"
         for name, column in columns.items()
         if column.shape != length
         or column.dim() != 1
-        or column.dtype != (torch.int64 if name == "lags" else torch.float32)
+        or column.dtype != (torch.int64 if name == "staleness" else torch.float32)
     ]
     if wrong:
         raise ShapeError(
             f"clipped_policy_loss: {', '.join(wrong)}, with a target of {list(length)}. Every column must be [T] "
-            "float32, lags [T] int64, one number per loss token: select the loss tokens first, and cast."
+            "float32, staleness [T] int64, one number per loss token: select the loss tokens first, and cast."
         )
     from penstock.kernels.gpu.policy_loss import fused_clipped_loss
 

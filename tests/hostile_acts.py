@@ -30,7 +30,7 @@ class HostileAct:
     """One act.
 
     Attributes:
-        held_by: What contains it.
+        contained_by: What contains it.
         reward: What is in the record of a trajectory whose reward does it; empty if that does no harm. Between ` | `
             stands what else may be there, where several limits are near each other; between `&`, what is there too.
         step: The same of an environment's step.
@@ -39,7 +39,7 @@ class HostileAct:
     """
 
     name: str
-    held_by: str
+    contained_by: str
     reward: str
     step: str
     tool: str | None
@@ -55,27 +55,27 @@ _KERNEL = "/proc/sys/kernel/core_pattern"
 _FORGED = "sent what is no reply"
 
 
-def _everywhere(name: str, held_by: str, record: str, tool: str | None = None) -> HostileAct:
+def _everywhere(name: str, contained_by: str, record: str, tool: str | None = None) -> HostileAct:
     """The same record behind every door; a tool's, if it is said to the model, is another."""
-    return HostileAct(name, held_by, record, record, record if tool is None else tool)
+    return HostileAct(name, contained_by, record, record, record if tool is None else tool)
 
 
 def _hangs(name: str) -> HostileAct:
     return HostileAct(name, _TIME, "timed out after 5 s", _STEP_TIME, _TOOL_TIME)
 
 
-def _too_much(name: str, record: str, held_by: str) -> HostileAct:
+def _too_much(name: str, record: str, contained_by: str) -> HostileAct:
     of_episode = f"{record.format(_ENV)} | {_STEP_TIME}"
     of_reward = f"{record.format('reward')} | timed out after 5 s"
-    return HostileAct(name, held_by, of_reward, of_episode, f"{of_episode} | {_TOOL_TIME}")
+    return HostileAct(name, contained_by, of_reward, of_episode, f"{of_episode} | {_TOOL_TIME}")
 
 
-def _reach(name: str, held_by: str, record: str, grant: str) -> HostileAct:
+def _reach(name: str, contained_by: str, record: str, grant: str) -> HostileAct:
     """The record of a reward and of a step also says what would be granted by which key."""
     of_reward = of_step = f"{record}&.isolation.{grant}" if grant.startswith(("v", "r", "n")) else record
     if grant == "=process":
         of_reward, of_step = (f"{record}&{section}.isolation=process" for section in ("reward", _ENV))
-    return HostileAct(name, held_by, of_reward, of_step, f"error: {record}")
+    return HostileAct(name, contained_by, of_reward, of_step, f"error: {record}")
 
 
 def _forged(name: str) -> HostileAct:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 
 KNOWN = "KNOWN_TO_THE_HOST"
 """A variable of the host's environment; `lay_trap` sets it."""
@@ -137,7 +137,7 @@ def unmounts_its_view(host: dict[str, Any]) -> None:
 
 def is_possible(act: str) -> bool:
     """Whether it can be tried: outside of a jail it would do what it says."""
-    return act not in REACHES or not why_no_jails()
+    return act not in REACHES or not why_no_namespaces()
 
 
 REACHES: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -66,8 +66,8 @@ class InProcessTrainer:
         self.version = report.version
         return report
 
-    async def prefetch(self, group: GroupRef) -> None:
-        await self._call(lambda: self._trainer.prefetch([payload_of(group)], self.version))
+    async def early_logprobs(self, group: GroupRef) -> None:
+        await self._call(lambda: self._trainer.early_logprobs([payload_of(group)], self.version))
 
     async def save(self, path: str) -> None:
         await self._call(lambda: save_policy(self._trainer, path, self._spec.model_path))

@@ -50,7 +50,7 @@ def train_by_command(folder: Path, overrides: Sequence[str]) -> None:
 
 Train = Callable[[Path, Sequence[str]], None]
 """Trains with these overrides in this folder until the end."""
-TWO_WAYS = pytest.mark.parametrize(
+TWO_ROUTES = pytest.mark.parametrize(
     "train",
     [
         pytest.param(train_in_process, id="in_process"),

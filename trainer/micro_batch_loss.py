@@ -147,10 +147,10 @@ def fused_loss(
         start=start,
         teacher=reference if teacher is None else teacher,
         entropies=entropies,
-        lags=micro_batch.lags,
-        last_lags=metrics.last_lags,
+        staleness=micro_batch.staleness,
+        bucket_ends=metrics.bucket_ends,
     )
-    loss, sums, maxima, by_lag = clipped_policy_loss(tokens, settings)
+    loss, sums, maxima, by_staleness = clipped_policy_loss(tokens, settings)
     if micro_batch.num_tokens:
-        metrics.add_sums(sums, maxima, by_lag)
+        metrics.add_sums(sums, maxima, by_staleness)
     return loss

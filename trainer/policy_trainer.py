@@ -106,8 +106,8 @@ class PolicyTrainer:
         if not self._algorithm.needs_teacher:
             del metrics["loss/teacher_kl"]
         is_skipped = any(one.result.is_skipped for one in updates) and all(one.changed_nothing for one in updates)
-        prefetch, ahead_s = self._forwards.forget()
-        metrics |= agreement(share, self.backend) | prefetch
+        early_logprobs, ahead_s = self._forwards.forget()
+        metrics |= agreement(share, self.backend) | early_logprobs
         metrics["trainer/step_s"] = step_s = time.perf_counter() - start + (streamed.busy_s if streamed else 0.0)
         busy_s = step_s + ahead_s
         metrics |= self._work.take(busy_s)
@@ -139,7 +139,7 @@ class PolicyTrainer:
         streamed.payloads.extend(payloads)
         streamed.busy_s += time.perf_counter() - start
 
-    def prefetch(self, payloads: Sequence[GroupPayload], version: int) -> None:
+    def early_logprobs(self, payloads: Sequence[GroupPayload], version: int) -> None:
         """Forward groups whose batch is not complete yet, for the step from `version`: same gradient and report."""
         self._forwards.ahead(payloads, version)
 

@@ -221,9 +221,9 @@ class RemoteEngine:
         except ray.exceptions.RayError as error:  # killed for memory, it is no RayActorError
             raise self._lose(f"died during {what}: {first_line(error)}") from error
 
-    def join_crossing(self, crossing: Any, replica: int) -> Awaitable[None]:
+    def join_transfer_group(self, group_spec: Any, replica: int) -> Awaitable[None]:
         """Be an end of a crossing (a handle of one) from device to device; Ray's errors are the caller's."""
-        call: Awaitable[None] = self._actor.ask.remote("join_crossing", crossing, replica)
+        call: Awaitable[None] = self._actor.ask.remote("join_transfer_group", group_spec, replica)
         return call
 
     def receive(self, version: int) -> Awaitable[None]:

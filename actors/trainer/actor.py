@@ -65,9 +65,9 @@ class TrainerRank:
         """Add the gradient of a part of a batch whose rest is still being generated."""
         self._running().accumulate(payloads_of(groups), version)
 
-    def prefetch(self, groups: Sequence[GroupRef], version: int) -> None:
+    def early_logprobs(self, groups: Sequence[GroupRef], version: int) -> None:
         """Forward groups of a batch that is awaited. Collective."""
-        self._running().prefetch(payloads_of(groups), version)
+        self._running().early_logprobs(payloads_of(groups), version)
 
     def learn(self, method: str, *arguments: Any) -> Any:
         """What `PolicyTrainer` has for given answers: supervised steps, preferences, measurements."""
@@ -145,9 +145,9 @@ class TrainerRank:
         self._sender.hold(self._running().local_weights(), copies=copies)
 
     @ray.method(concurrency_group="weight_io")
-    def join_crossing(self, crossing: TransferGroupSpec) -> None:
+    def join_transfer_group(self, group_spec: TransferGroupSpec) -> None:
         """Meet the ends of the engines' side; the crossing before is left."""
-        self._sender.join(crossing)
+        self._sender.join(group_spec)
 
     @ray.method(concurrency_group="weight_io")
     def bucket_checksums(self) -> Announced:

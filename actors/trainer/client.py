@@ -85,9 +85,9 @@ class TrainerClient:
         self.busy_s += report.busy_s
         return report
 
-    async def prefetch(self, group: GroupRef) -> None:
+    async def early_logprobs(self, group: GroupRef) -> None:
         """Let the ranks forward a group of the batch that is awaited; ranks keep the order of calls."""
-        await self._all("prefetch", [group], self.version)
+        await self._all("early_logprobs", [group], self.version)
 
     async def supervised_step(self, examples: Sequence[Example]) -> dict[str, float]:
         return await self._learn("supervised_step", examples)
@@ -152,7 +152,7 @@ class TrainerClient:
             )
             raise (ExportError if has_died else WeightSyncError)(str(error)) from error
 
-    async def leg(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
+    async def call_ranks(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank, for one leg of a publish in which no rank waits for an engine.
 
         Args:

@@ -4,7 +4,7 @@ Consumes: a new version of the trainer. Waits for: the training ranks to hold it
 Unblocked by: those; or a time-out of a leg, which ends the crossing for everyone. Then ends that do not answer are
 given up with their engines, and the rest meets anew and gets the version once more.
 
-The ends are a landing on every node with engines, or the engines themselves.
+The ends are a weight receiver on every node with engines, or the engines themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.process_group.endpoints import (
     Announced,
-    End,
+    ReceiverAddress,
     TransferGroupSpec,
     WeightReceiver,
     changed_share,
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 2
 GRACE_S = 10.0
 """What a call may take beyond the time-outs of what it does."""
-LEG_SHARE = 0.5
+CALL_SHARE = 0.5
 """Of `weights.timeout_s`, for each message: who hangs is found before the whole publish is late, for all engines."""
 PING_S = 30.0
 SHUTDOWN_S = 5.0
@@ -64,7 +64,7 @@ class Receivers(Protocol):
 
     on_devices: bool
 
-    def present(self) -> tuple[End, ...]:
+    def present(self) -> tuple[ReceiverAddress, ...]:
         """Those of the engines in service now, in relay order: the node of the first training rank first."""
         ...
 
@@ -72,19 +72,19 @@ class Receivers(Protocol):
         """Start those that are new, end those that no engine needs any more."""
         ...
 
-    def join(self, crossing: Any, end: End, place: int) -> Awaitable[Any]:
+    def join(self, group_spec: Any, receiver: ReceiverAddress, place: int) -> Awaitable[Any]:
         """Let one join a crossing (a handle of it), as its `place`-th end."""
         ...
 
-    def receive(self, end: End, version: int) -> Awaitable[Any]:
+    def receive(self, receiver: ReceiverAddress, version: int) -> Awaitable[Any]:
         """Let one receive a version; its answer is for `payload`."""
         ...
 
-    def payload(self, answers: Mapping[End, Any]) -> Any:
+    def payload(self, answers: Mapping[ReceiverAddress, Any]) -> Any:
         """What engines are given beside the manifest to find it."""
         ...
 
-    async def give_up_silent_ones(self, why: str) -> None:
+    async def fence_silent_receivers(self, why: str) -> None:
         """Fence off the engines of those that do not answer."""
         ...
 
@@ -107,52 +107,52 @@ class NodeReceivers:
         self._first_node = first_node
         self._config = config
         self._type = ray.remote(concurrency_groups={"beside": 1})(WeightReceiverActor)
-        self._landings: dict[str, Any] = {}
+        self._receivers: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
 
-    def present(self) -> tuple[End, ...]:
+    def present(self) -> tuple[ReceiverAddress, ...]:
         nodes = {engine.node_id for engine in in_service(self._pool)}
         return tuple(
-            End(f"landing on node {node[:8]}", node)
+            ReceiverAddress(f"weight receiver on node {node[:8]}", node)
             for node in sorted(nodes, key=lambda node: (node != self._first_node, node))
         )
 
     async def prepare(self) -> None:
-        nodes = [end.node for end in self.present()]
-        for node in self._landings.keys() - set(nodes):
+        nodes = [receiver.node for receiver in self.present()]
+        for node in self._receivers.keys() - set(nodes):
             await self._end(node)
-        fresh = [node for node in nodes if node not in self._landings]
+        fresh = [node for node in nodes if node not in self._receivers]
         for node in fresh:
-            self._landings[node] = self._type.options(**_on(node)).remote(self._config.directory)
-        asked = [self._landings[node].pid.remote() for node in fresh]
-        pids = await together("weights: starting landings", self._config.timeout_s, *asked)
+            self._receivers[node] = self._type.options(**_on(node)).remote(self._config.directory)
+        asked = [self._receivers[node].pid.remote() for node in fresh]
+        pids = await together("weights: starting weight receivers", self._config.timeout_s, *asked)
         self._pids |= dict(zip(fresh, pids, strict=True))
 
-    def join(self, crossing: Any, end: End, place: int) -> Awaitable[Any]:  # noqa: ARG002 - a landing knows its node
-        joined: Awaitable[Any] = self._landings[end.node].join.remote(crossing, end.node)
+    def join(self, group_spec: Any, receiver: ReceiverAddress, place: int) -> Awaitable[Any]:  # noqa: ARG002 - a weight receiver knows its node
+        joined: Awaitable[Any] = self._receivers[receiver.node].join.remote(group_spec, receiver.node)
         return joined
 
-    def receive(self, end: End, version: int) -> Awaitable[Any]:
-        received: Awaitable[Any] = self._landings[end.node].receive.remote(version)
+    def receive(self, receiver: ReceiverAddress, version: int) -> Awaitable[Any]:
+        received: Awaitable[Any] = self._receivers[receiver.node].receive.remote(version)
         return received
 
-    def payload(self, answers: Mapping[End, Any]) -> Locations:
-        return Locations({end.node: folder for end, folder in answers.items()})
+    def payload(self, answers: Mapping[ReceiverAddress, Any]) -> Locations:
+        return Locations({receiver.node: folder for receiver, folder in answers.items()})
 
-    async def give_up_silent_ones(self, why: str) -> None:
-        for node, landing in list(self._landings.items()):
+    async def fence_silent_receivers(self, why: str) -> None:
+        for node, receiver in list(self._receivers.items()):
             try:
                 with ray_boundary(WeightSyncError, "ping"):
-                    await asyncio.wait_for(landing.pid.remote(), PING_S)
+                    await asyncio.wait_for(receiver.pid.remote(), PING_S)
             except (WeightSyncError, TimeoutError):
                 await self._end(node)
                 for engine in in_service(self._pool):
                     if engine.node_id == node:
-                        self._pool.fence(engine.engine_id, f"the landing on its node is lost. {why}")
+                        self._pool.fence(engine.engine_id, f"the weight receiver on its node is lost. {why}")
 
     async def close(self) -> None:
-        """End the landings, and free what they hold in shared memory."""
-        calls = {asyncio.ensure_future(landing.shutdown.remote()): node for node, landing in self._landings.items()}
+        """End the weight receivers, and free what they hold in shared memory."""
+        calls = {asyncio.ensure_future(receiver.shutdown.remote()): node for node, receiver in self._receivers.items()}
         if calls:
             _, busy = await asyncio.wait(calls, timeout=SHUTDOWN_S)
             for call in busy:  # a version is on its way to them
@@ -160,8 +160,8 @@ class NodeReceivers:
                 await self._end(calls[call])
 
     async def _end(self, node: str) -> None:
-        """End a landing that may not answer, and remove what it leaves in shared memory."""
-        ray.kill(self._landings.pop(node))
+        """End a weight receiver that may not answer, and remove what it leaves in shared memory."""
+        ray.kill(self._receivers.pop(node))
         sweep = ray.remote(remove_directories_of).options(**_on(node), max_retries=0)
         with suppress(ray.exceptions.RayError, TimeoutError):  # the node may be gone too
             await asyncio.wait_for(sweep.remote([self._pids.pop(node, 0)], self._config.directory), PING_S)
@@ -181,24 +181,24 @@ class EngineReceivers:
         self._pool = pool
         self._first_node = first_node
 
-    def present(self) -> tuple[End, ...]:
+    def present(self) -> tuple[ReceiverAddress, ...]:
         some = [one for one in self._engines().values() if self.lacking is None or one.version != self.lacking]
         engines = sorted(some, key=lambda one: (one.node_id != self._first_node, one.node_id))
-        return tuple(End(engine.engine_id, engine.node_id) for engine in engines)
+        return tuple(ReceiverAddress(engine.engine_id, engine.node_id) for engine in engines)
 
     async def prepare(self) -> None:
         """They are there already."""
 
-    def join(self, crossing: Any, end: End, place: int) -> Awaitable[Any]:
-        return self._engines()[end.name].join_crossing(crossing, place)
+    def join(self, group_spec: Any, receiver: ReceiverAddress, place: int) -> Awaitable[Any]:
+        return self._engines()[receiver.name].join_transfer_group(group_spec, place)
 
-    def receive(self, end: End, version: int) -> Awaitable[Any]:
-        return self._engines()[end.name].receive(version)
+    def receive(self, receiver: ReceiverAddress, version: int) -> Awaitable[Any]:
+        return self._engines()[receiver.name].receive(version)
 
-    def payload(self, answers: Mapping[End, Any]) -> None:
+    def payload(self, answers: Mapping[ReceiverAddress, Any]) -> None:
         """The manifest says it all: it is in their slots."""
 
-    async def give_up_silent_ones(self, why: str) -> None:
+    async def fence_silent_receivers(self, why: str) -> None:
         for engine in self._engines().values():
             try:
                 await asyncio.wait_for(engine.load(), PING_S)
@@ -213,7 +213,7 @@ class EngineReceivers:
 
 
 class WeightReceiverActor(WeightReceiver):
-    """A landing in its own process: one on every node with engines, where weights come from other nodes."""
+    """A weight receiver in its own process: one on every node with engines, where weights come from other nodes."""
 
     def __init__(self, publish_in: str | None) -> None:
         self._folder = private_directory(publish_in)
@@ -234,20 +234,20 @@ class ProcessGroupTransport(WeightTransport):
     """Training ranks send each version to the ends, in a group of their own."""
 
     def __init__(
-        self, trainer: TrainerClient, ends: Receivers, layout: EngineSide, dtype: DType, config: WeightsConfig
+        self, trainer: TrainerClient, receivers: Receivers, layout: EngineSide, dtype: DType, config: WeightsConfig
     ) -> None:
         self._trainer = trainer
-        self._ends = ends
+        self._receivers = receivers
         self._layout = layout
         self._dtype: DType = dtype
         self._config = config
         self._store = serve_store(ray.util.get_node_ip_address())
-        self._crossing: TransferGroupSpec | None = None
+        self._group_spec: TransferGroupSpec | None = None
         self._generation = self._num_sent = 0
         self._transfer: ShardTransfer | None = None
         self._begun: int | None = None
-        self._is_streamed = config.staging == "bucket" and ends.on_devices
-        self._leg_s = config.timeout_s
+        self._is_streamed = config.staging == "bucket" and receivers.on_devices
+        self._call_timeout_s = config.timeout_s
 
     async def send(self, version: int) -> PublishHandle:
         await self._get_ready(version)
@@ -257,63 +257,63 @@ class ProcessGroupTransport(WeightTransport):
     async def _get_ready(self, version: int) -> TransferGroupSpec:
         """Be in a crossing with every end that is to get a version."""
         if version == self._begun:
-            self._crossing = None  # it is damaged somewhere: codecs begin anew, so that all of it is sent
+            self._group_spec = None  # it is damaged somewhere: codecs begin anew, so that all of it is sent
         self._begun = version
-        if self._crossing is not None and set(self._crossing.ends) == set(self._ends.present()):
-            return self._crossing
+        if self._group_spec is not None and set(self._group_spec.receivers) == set(self._receivers.present()):
+            return self._group_spec
         try:
             return await self._meet()
         except WeightSyncError as error:
-            await self._ends.give_up_silent_ones(str(error))
+            await self._receivers.fence_silent_receivers(str(error))
             return await self._meet()
 
     async def close(self) -> None:
-        await self._ends.close()
+        await self._receivers.close()
 
     async def _deliver(self, version: int) -> PublishedVersion:
         for attempt in range(ATTEMPTS):
             try:
-                if self._crossing is None:
+                if self._group_spec is None:
                     await self._meet()
-                return await self._cross(version)
+                return await self._send_to_receivers(version)
             except WeightSyncError as error:
-                self._crossing = None
+                self._group_spec = None
                 if attempt == ATTEMPTS - 1:
                     raise
                 logger.warning("%s What is left meets anew, and gets v%d once more", error, version)
-                await self._ends.give_up_silent_ones(str(error))
+                await self._receivers.fence_silent_receivers(str(error))
         raise AssertionError("unreachable")
 
-    async def _cross(self, version: int) -> PublishedVersion:
-        crossing = self._crossing
-        assert crossing is not None
+    async def _send_to_receivers(self, version: int) -> PublishedVersion:
+        group_spec = self._group_spec
+        assert group_spec is not None
         limit = self._config.timeout_s + GRACE_S
-        receiving = [self._ends.receive(end, version) for end in crossing.ends]
+        receiving = [self._receivers.receive(receiver, version) for receiver in group_spec.receivers]
         num_before, self._num_sent = self._num_sent, self._num_sent + 1
 
         def interrupt(cause: str) -> None:
-            TransferGroup.interrupt(self._store, crossing.generation, num_before, crossing.members, cause)
+            TransferGroup.interrupt(self._store, group_spec.generation, num_before, group_spec.members, cause)
 
         sending = self._trainer.ask("send_weights", version, timeout_s=limit)
         sent, *answers = await together(f"publish v{version}", limit, sending, *receiving, interrupt=interrupt)
-        manifest = crossing.transfer.manifest(version, [part for one in sent for part in one.sums])
-        payload = self._ends.payload(dict(zip(crossing.ends, answers, strict=True)))
+        manifest = group_spec.transfer.manifest(version, [part for one in sent for part in one.sums])
+        payload = self._receivers.payload(dict(zip(group_spec.receivers, answers, strict=True)))
         share = None if self._config.codec == "int8_delta" else changed_share(sent)
         return PublishedVersion(manifest, payload, sum(one.num_bytes for one in sent), share)
 
     async def _meet(self) -> TransferGroupSpec:
         """Make a crossing of the ends that are there now."""
-        ends = self._ends.present()
-        if not ends:
+        receivers = self._receivers.present()
+        if not receivers:
             raise WeightSyncError("weights: no engine is left to publish to; the log says why each was fenced off.")
-        await self._ends.prepare()
+        await self._receivers.prepare()
         self._generation += 1
-        timeout_s, codec = self._leg_s, self._config.codec
-        crossing = TransferGroupSpec(
-            transfer=self._transfer or await self._plan(ends[0].node),
+        timeout_s, codec = self._call_timeout_s, self._config.codec
+        group_spec = TransferGroupSpec(
+            transfer=self._transfer or await self._plan(receivers[0].node),
             num_training=len(self._trainer.nodes),
-            ends=ends,
-            on_devices=self._ends.on_devices,
+            receivers=receivers,
+            on_devices=self._receivers.on_devices,
             store_at=(ray.util.get_node_ip_address(), self._store.port),
             generation=self._generation,
             timeout_s=timeout_s,
@@ -321,19 +321,19 @@ class ProcessGroupTransport(WeightTransport):
             is_streamed=self._is_streamed,
         )
         limit = timeout_s + GRACE_S
-        shared = ray.put(crossing)
+        shared = ray.put(group_spec)
         await together(
             "weights: meeting",
             limit,
-            self._trainer.ask("join_crossing", shared, timeout_s=limit),
-            *(self._ends.join(shared, end, place) for place, end in enumerate(ends)),
+            self._trainer.ask("join_transfer_group", shared, timeout_s=limit),
+            *(self._receivers.join(shared, receiver, place) for place, receiver in enumerate(receivers)),
         )
-        self._crossing, self._num_sent = crossing, 0
-        return crossing
+        self._group_spec, self._num_sent = group_spec, 0
+        return group_spec
 
     async def _plan(self, first_node: str) -> ShardTransfer:
         planned = await self._trainer.plan_transfer(self._layout, self._dtype, first_node)
-        folder = None if self._ends.on_devices else planned.directory
+        folder = None if self._receivers.on_devices else planned.directory
         self._transfer = replace(planned, directory=folder, num_slots=self._config.num_slots)
         return self._transfer
 
@@ -347,39 +347,44 @@ class StreamingTransport(ProcessGroupTransport):
     """
 
     def __init__(
-        self, trainer: TrainerClient, ends: EngineReceivers, layout: EngineSide, dtype: DType, config: WeightsConfig
+        self,
+        trainer: TrainerClient,
+        receivers: EngineReceivers,
+        layout: EngineSide,
+        dtype: DType,
+        config: WeightsConfig,
     ) -> None:
-        super().__init__(trainer, ends, layout, dtype, config)
-        self._engines = ends
-        self._leg_s = LEG_SHARE * config.timeout_s
+        super().__init__(trainer, receivers, layout, dtype, config)
+        self._engines = receivers
+        self._call_timeout_s = CALL_SHARE * config.timeout_s
         self._streaming: InPlaceUpdate | None = None
 
     async def send(self, version: int) -> PublishHandle:
         if self._streaming is not None:
             await self._streaming.over()
         self._engines.lacking = version  # on a second try those that have taken it serve, and are left alone
-        crossing = await self._get_ready(version)
+        group_spec = await self._get_ready(version)
         await self._trainer.ask("snapshot_weights", self._config.overlap)
         announced = await self._trainer.ask("bucket_checksums", timeout_s=self._config.timeout_s)
-        self._streaming = self._stream(version, crossing)
+        self._streaming = self._stream(version, group_spec)
         sent_bytes = sum(one.num_bytes for one in announced)
-        return already_published(_manifest(version, crossing, announced), self._streaming, sent_bytes)
+        return already_published(_manifest(version, group_spec, announced), self._streaming, sent_bytes)
 
-    def _stream(self, version: int, crossing: TransferGroupSpec) -> InPlaceUpdate:
+    def _stream(self, version: int, group_spec: TransferGroupSpec) -> InPlaceUpdate:
         num_before, self._num_sent = self._num_sent, self._num_sent + 1
 
         async def send() -> None:
             await self._trainer.ask("send_weights", version, timeout_s=self._config.timeout_s + GRACE_S)
 
         def interrupt(cause: str) -> None:
-            if self._crossing is crossing:
-                self._crossing = None
-            TransferGroup.interrupt(self._store, crossing.generation, num_before, crossing.members, cause)
+            if self._group_spec is group_spec:
+                self._group_spec = None
+            TransferGroup.interrupt(self._store, group_spec.generation, num_before, group_spec.members, cause)
 
-        return InPlaceUpdate(version, [end.name for end in crossing.ends], send, interrupt)
+        return InPlaceUpdate(version, [receiver.name for receiver in group_spec.receivers], send, interrupt)
 
 
-def _manifest(version: int, crossing: TransferGroupSpec, announced: list[Announced]) -> WeightManifest:
+def _manifest(version: int, group_spec: TransferGroupSpec, announced: list[Announced]) -> WeightManifest:
     sums = tuple(one for rank in announced for one in rank.sums)
     parts = [PartialSum(one.rank, one.buffer, one.checksum) for one in sums]
-    return replace(crossing.transfer.manifest(version, parts), location=IN_PLACE, bucket_sums=sums)
+    return replace(group_spec.transfer.manifest(version, parts), location=IN_PLACE, bucket_sums=sums)

@@ -142,7 +142,7 @@ class ActorWeightPublisher:
                 engine's logprobs are not the trainer's.
         """
         while True:
-            await self._pool.someone()
+            await self._pool.wait_available()
             try:
                 async with self._publishing:
                     report = await self._publish(version)
@@ -166,12 +166,12 @@ class ActorWeightPublisher:
         await self._updater.settle()  # the transport removes the version before
         started = time.monotonic()
         handle = await self._transport.send(version)
-        export_s = time.monotonic() - started
+        send_s = time.monotonic() - started
         if not self._config.overlap or self.last is None:
-            self.last = await self._deliver(version, handle, started, export_s, may_repeat=True)
+            self.last = await self._deliver(version, handle, started, send_s, may_repeat=True)
         else:
-            self._pool.raise_floor(version)
-            delivery = self._deliver(version, handle, started, export_s, may_repeat=False)
+            self._pool.set_min_version(version)
+            delivery = self._deliver(version, handle, started, send_s, may_repeat=False)
             self._delivery = asyncio.create_task(self._beside(delivery), name=f"deliver v{version}")
         return self.last
 
@@ -205,7 +205,7 @@ class ActorWeightPublisher:
             raise
 
     async def _deliver(
-        self, version: int, handle: PublishHandle, started: float, export_s: float, *, may_repeat: bool
+        self, version: int, handle: PublishHandle, started: float, send_s: float, *, may_repeat: bool
     ) -> PublishReport:
         published, rewrites = await handle, 0
         self._published = published
@@ -223,7 +223,7 @@ class ActorWeightPublisher:
         return PublishReport(
             version=version,
             num_bytes=published.manifest.num_bytes,
-            export_s=export_s,
+            send_s=send_s,
             total_s=time.monotonic() - started,
             acks=acks,
             drain_timeouts=self._updater.drain_timeouts,
@@ -264,7 +264,7 @@ class InFlight:
         last = (last_attempt(engine, published, self._pool, timeout_s) for engine in failed)
         acks += [ack for ack in await asyncio.gather(*last) if ack is not None]
         if acks:
-            self._pool.raise_floor(published.manifest.version)
+            self._pool.set_min_version(published.manifest.version)
         return acks
 
     async def close(self) -> None:
@@ -280,7 +280,7 @@ class Drain(InFlight):
             self._pool.pause(name)
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                await asyncio.gather(*(self._pool.quiet(name) for name in names))
+                await asyncio.gather(*(self._pool.wait_engine_idle(name) for name in names))
         except TimeoutError:
             self.drain_timeouts += _report_late(self._pool, names, published, self._config)
         try:
@@ -350,7 +350,7 @@ class Rolling:
             finally:
                 self._pool.resume(engine.engine_id)
             if ack is not None:
-                self._pool.raise_floor(version)
+                self._pool.set_min_version(version)
                 if not first.done():
                     first.set_result(ack)
                     drained_by = now() + self._config.drain_timeout_s  # from here on all others drain
@@ -366,7 +366,7 @@ class Rolling:
 
     async def _drained(self, engine: RemoteEngine, published: PublishedVersion, timeout_s: float) -> bool:
         """Whether to go on with this engine: it is quiet, or its time is up, and no newer version has come."""
-        quiet = asyncio.create_task(self._pool.quiet(engine.engine_id))
+        quiet = asyncio.create_task(self._pool.wait_engine_idle(engine.engine_id))
         taken_over = asyncio.create_task(self._taken_over.wait())
         try:
             done, _ = await asyncio.wait(

@@ -131,9 +131,9 @@ class SharedMemoryTransport(WeightTransport):
         if self._transfer is None:
             planned = await self._trainer.plan_transfer(self._layout, self._dtype)
             transfer = replace(planned, num_slots=self._num_slots)
-            await self._trainer.leg(what, self._timeout_s, "share_weights", ray.put(transfer))
+            await self._trainer.call_ranks(what, self._timeout_s, "share_weights", ray.put(transfer))
             self._transfer = transfer
-        parts = await self._trainer.leg(what, self._timeout_s, "write_shards", version)
+        parts = await self._trainer.call_ranks(what, self._timeout_s, "write_shards", version)
         return already_published(self._transfer.manifest(version, [part for some in parts for part in some]))
 
 
@@ -187,7 +187,7 @@ class DeviceMemoryTransport(WeightTransport):
         if not self._transfers:
             raise WeightSyncError(f"publish v{version}: no engine is left to write it to: {self._pool.fenced}")
         names = [engine.engine_id for engine in self._transfers]
-        parts = await self._trainer.leg(f"publish v{version}", self._timeout_s, "write_slots", version, names)
+        parts = await self._trainer.call_ranks(f"publish v{version}", self._timeout_s, "write_slots", version, names)
         first = next(iter(self._transfers.values()))  # the sums of all are the same: only who sends what differs
         return already_published(first.manifest(version, [part for some in parts for part in some]))
 
@@ -208,7 +208,7 @@ class DeviceMemoryTransport(WeightTransport):
             )
             what = f"publish: slots of {engine.engine_id}"
             opening = ("open_slots", engine.engine_id, transfer, handles)
-            refusals = await self._trainer.leg(what, self._timeout_s, *opening)
+            refusals = await self._trainer.call_ranks(what, self._timeout_s, *opening)
             failure = next(filter(None, refusals), "")
             if not failure:
                 self._transfers[engine] = transfer

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.envs.endpoint.message_history import split_answer
-from penstock.envs.endpoint.requests import MODEL, Asked, Call
+from penstock.envs.endpoint.requests import MODEL, Call, ChatRequest
 from penstock.envs.endpoint.session import Answer, Piece, SampledToken
 from penstock.envs.reasoning import num_begun
 from penstock.envs.tools.functions import CALL_OPENING
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 class Writer:
     """The answer to one request; tool calls are held back until they are complete."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ChatRequest) -> None:
         self._asked = asked
         self._is_chat = asked.messages is not None
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"

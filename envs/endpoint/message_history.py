@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from penstock.envs.endpoint.requests import ApiError, Asked, Call, Said, bad_request
+from penstock.envs.endpoint.requests import ApiError, Call, ChatRequest, Said, bad_request
 from penstock.envs.environment import Message
 from penstock.envs.tools.functions import CALL_OPENING, describe_tools, parse_calls
 from penstock.envs.tools.tool_environment import with_tools
@@ -22,11 +22,11 @@ class MessageHistory:
     """Grows by what was asked and answered."""
 
     def __init__(self) -> None:
-        self._first: Asked | None = None
+        self._first: ChatRequest | None = None
         self._messages: tuple[Said, ...] = ()
         self._text = ""
 
-    def next_part(self, asked: Asked) -> Part:
+    def next_part(self, asked: ChatRequest) -> Part:
         """What a request adds; nothing is kept before `answered`.
 
         Raises:
@@ -48,7 +48,7 @@ class MessageHistory:
             return asked.prompt.removeprefix(self._text)
         return [_rendered(one) for one in self._new_messages(asked.messages)]
 
-    def answered(self, asked: Asked, text: str, sampled: str, reasoning: str | None = None) -> None:
+    def answered(self, asked: ChatRequest, text: str, sampled: str, reasoning: str | None = None) -> None:
         """Keep a request and its answer.
 
         Args:
@@ -85,7 +85,7 @@ def _history_changed(param: str, what: str) -> ApiError:
     )
 
 
-def split_answer(asked: Asked, text: str) -> tuple[str, list[Call]]:
+def split_answer(asked: ChatRequest, text: str) -> tuple[str, list[Call]]:
     """Text and tool calls of an answer. It stays text as a whole if no tools were given, or one call is malformed."""
     calls = parse_calls(text) if asked.tools else []
     if not calls or any(call.problem for call in calls):

@@ -107,7 +107,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatRequest:
     """One request.
 
     Attributes:
@@ -235,10 +235,10 @@ class _Body(_Part):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> ChatRequest:
         """What both kinds of request have."""
         check_model(self.model)
-        return Asked(
+        return ChatRequest(
             max_tokens=self.max_tokens,
             stop=tuple(self.stop),
             is_stream=bool(self.stream),
@@ -259,7 +259,7 @@ class _Completion(_Body):
     logprobs: Literal[0] | None = None
 
 
-def parse_chat(body: object) -> Asked:
+def parse_chat(body: object) -> ChatRequest:
     """A body of `/v1/chat/completions`.
 
     Raises:
@@ -285,7 +285,7 @@ def parse_chat(body: object) -> Asked:
     )
 
 
-def parse_completion(body: object) -> Asked:
+def parse_completion(body: object) -> ChatRequest:
     """A body of `/v1/completions`.
 
     Raises:

@@ -26,7 +26,7 @@ from penstock.envs.endpoint.answers import Json, Writer
 from penstock.envs.endpoint.requests import (
     MODEL,
     ApiError,
-    Asked,
+    ChatRequest,
     bad_request,
     check_model,
     parse_chat,
@@ -130,7 +130,7 @@ class Endpoint:
             raise ApiError(401, "Incorrect API key provided, or its session has ended.", code="invalid_api_key")
         return session
 
-    async def _complete(self, request: web.Request, parse: Callable[[object], Asked]) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, parse: Callable[[object], ChatRequest]) -> web.StreamResponse:
         session = self._session(request)
         try:
             asked = parse(await _read_json(request))

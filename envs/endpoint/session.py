@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.envs.endpoint.message_history import MessageHistory, Part
-from penstock.envs.endpoint.requests import MODEL, ApiError, Asked, bad_request
+from penstock.envs.endpoint.requests import MODEL, ApiError, ChatRequest, bad_request
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 
@@ -85,7 +85,7 @@ class Exchange:
         was_delivered: Somebody got the whole answer, or the refusal.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: ChatRequest) -> None:
         self.asked = asked
         self.answer: Answer | None = None
         self.error: ApiError | None = None
@@ -168,7 +168,7 @@ class Session:
         """Compare in constant time."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
-    def ask(self, asked: Asked) -> Exchange:
+    def ask(self, asked: ChatRequest) -> Exchange:
         """Hand in a request, or find the one that it repeats because its answer did not arrive.
 
         Raises:
@@ -272,7 +272,7 @@ class Questions:
         """Compare in constant time."""
         return hmac.compare_digest(self._key, key.encode())
 
-    def ask(self, asked: Asked) -> Exchange:
+    def ask(self, asked: ChatRequest) -> Exchange:
         """Begin to answer.
 
         Raises:

@@ -173,7 +173,7 @@ def user_code_arguments(read: Iterable[str], temporary: str, *, has_network: boo
 
 
 @functools.cache
-def why_no_jails() -> str:
+def why_no_namespaces() -> str:
     """What keeps this host from jailing user code; empty if nothing. The first call tries it."""
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-trial-") as temporary:

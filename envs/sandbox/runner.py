@@ -252,7 +252,7 @@ class _Run:
             if self._is_isolated:
                 process_tree.set_dumpable(1)
             else:
-                _give_up_rights(self._job["filter"])
+                _drop_permissions(self._job["filter"])
             if argv:
                 os.execvp(argv[0], argv)  # noqa: S606  no shell is what we want
         except OSError as error:
@@ -280,7 +280,7 @@ def _limit_resources(limits: dict[str, Any], *, is_isolated: bool) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["max_processes"] + _OWN_TASKS,) * 2)
 
 
-def _give_up_rights(bpf: bytes | None) -> None:
+def _drop_permissions(bpf: bytes | None) -> None:
     """Without isolation: have no capabilities, no way to get any, and, where there is one, the system call filter."""
     import ctypes
 

@@ -21,7 +21,7 @@ from penstock.dataflow.errors import ConfigError
 from penstock.envs.config import IsolationConfig, RewardConfig
 from penstock.envs.contract import Device
 from penstock.envs.reward_result import is_hello, is_reply
-from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_jails
+from penstock.envs.sandbox.bubblewrap import TMP, user_code_arguments, why_no_namespaces
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.workers.permission_hints import JAILED_VARIABLE
 from penstock.envs.workers.permissions import environment_for, grants_of_reward
@@ -29,8 +29,8 @@ from penstock.envs.workers.reward_child import HEADER, MAX_REPLY_BYTES
 from penstock.envs.workers.supervisor import how_it_ended
 
 _MAX_END_BYTES = 500
-_LAST_BREATH_S, _KEEPER_S = 0.2, 2.0
-_NO_JAILS = (
+_LAST_BREATH_S, _SUPERVISOR_S = 0.2, 2.0
+_NO_NAMESPACES = (
     "{section}.isolation=strict, but this host makes no jails: {problem}. Allow user namespaces (sysctl "
     "user.max_user_namespaces, kernel.unprivileged_userns_clone; docker: --security-opt seccomp=unconfined), or set "
     "{section}.isolation=process: then it has your rights."
@@ -113,8 +113,8 @@ class ChildProcess:
             ConfigError: If the function does not load, or not in time, or should be jailed where there are no jails.
             OSError: If the machine has no process, memory, file or disk space left for it.
         """
-        if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_jails)):
-            raise ConfigError([_NO_JAILS.format(section=self._spec.section, problem=problem)])
+        if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_namespaces)):
+            raise ConfigError([_NO_NAMESPACES.format(section=self._spec.section, problem=problem)])
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -211,7 +211,7 @@ class ChildProcess:
             self._reading.cancel()
         if self._writer is not None:
             self._writer.transport.abort()
-        how = "was never started" if self._process is None else self._end_keeper(self._process)
+        how = "was never started" if self._process is None else self._end_supervisor(self._process)
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -226,20 +226,20 @@ class ChildProcess:
             self._process.wait(timeout=_LAST_BREATH_S)
         return self.kill()
 
-    def _end_keeper(self, keeper: subprocess.Popen[bytes]) -> str:
+    def _end_supervisor(self, supervisor: subprocess.Popen[bytes]) -> str:
         """Close the keeper's standard input, upon which it kills all that is below it; then what it says."""
-        assert keeper.stdin is not None
-        assert keeper.stdout is not None
-        if keeper.stdin.closed:
-            return how_it_ended(keeper.returncode)
-        keeper.stdin.close()
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        if supervisor.stdin.closed:
+            return how_it_ended(supervisor.returncode)
+        supervisor.stdin.close()
         try:
-            keeper.wait(timeout=_KEEPER_S)
+            supervisor.wait(timeout=_SUPERVISOR_S)
         except subprocess.TimeoutExpired:  # it is stuck: the child dies with it, and then what shares its group
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(keeper.pid, signal.SIGKILL)
-            keeper.wait()
-        with keeper.stdout:
-            os.set_blocking(keeper.stdout.fileno(), False)  # who got hold of its other end does not hold us up
-            said = keeper.stdout.read(_MAX_END_BYTES)
-        return said.decode(errors="replace") if said else how_it_ended(keeper.returncode)
+                os.killpg(supervisor.pid, signal.SIGKILL)
+            supervisor.wait()
+        with supervisor.stdout:
+            os.set_blocking(supervisor.stdout.fileno(), False)  # who got hold of its other end does not hold us up
+            said = supervisor.stdout.read(_MAX_END_BYTES)
+        return said.decode(errors="replace") if said else how_it_ended(supervisor.returncode)

@@ -32,7 +32,7 @@ from penstock.envs.config import EnvConfig
 from penstock.envs.environment import Done, EnvironmentSource, Observation, Playable, Role, RunsItself
 from penstock.envs.loading import load_task_source
 from penstock.envs.reward_result import are_finite, are_parts, to_failure, to_reply
-from penstock.envs.workers.permission_hints import missing_right
+from penstock.envs.workers.permission_hints import permission_hint
 from penstock.envs.workers.reward_child import HEADER, HELLO_ID, MAX_REPLY_BYTES, encode_frame
 
 
@@ -280,7 +280,7 @@ def main(arguments: list[str]) -> None:
             if isinstance(source, EnvironmentSource):
                 sources[name] = source
     except ConfigError as error:
-        server.answer(HELLO_ID, {"error": " ".join(error.violations) + missing_right(error)})
+        server.answer(HELLO_ID, {"error": " ".join(error.violations) + permission_hint(error)})
         return
     except Exception as error:  # noqa: BLE001  user code: whatever it raises is reported
         server.answer(HELLO_ID, {"error": to_failure(error)["error"]})

@@ -15,7 +15,7 @@ _NO_NETWORK = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAV
 _MAX_CAUSES = 10
 
 
-def missing_right(error: BaseException) -> str:
+def permission_hint(error: BaseException) -> str:
     """In a jailed process: a sentence for an error that the jail explains, after a space; else nothing."""
     section, _, network = os.environ.get(JAILED_VARIABLE, "").partition(" ")
     if not section:

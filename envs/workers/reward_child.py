@@ -26,7 +26,7 @@ from penstock.envs.loading import load_reward
 from penstock.envs.reward_result import Reply, to_failure, to_reply
 from penstock.envs.rewards.composition import is_async_function, is_pure_function
 from penstock.envs.sandbox.config import SandboxConfig
-from penstock.envs.workers.permission_hints import missing_right
+from penstock.envs.workers.permission_hints import permission_hint
 
 HEADER = struct.Struct("!IQ")
 HELLO_ID = 0
@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> None:
         )
         function = load_reward(config, context)
     except ConfigError as error:
-        connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations) + missing_right(error)}))
+        connection.sendall(encode_reply(HELLO_ID, {"error": " ".join(error.violations) + permission_hint(error)}))
         return
     is_async = is_async_function(function)
     hello: Reply = {"is_async": is_async, "is_pure": is_pure_function(function)}

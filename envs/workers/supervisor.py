@@ -69,10 +69,10 @@ def how_it_ended(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
-def _become_child(settings: Mapping[str, Any], keeper: int, settings_fd: str) -> None:
+def _become_child(settings: Mapping[str, Any], supervisor: int, settings_fd: str) -> None:
     os.setsid()
     process_tree.die_with_parent()
-    if os.getppid() != keeper:
+    if os.getppid() != supervisor:
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):

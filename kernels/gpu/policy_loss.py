@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.kernels.policy_loss import BY_LAG, MAXIMA, SUMS, ClippedLoss, ClippedTokens, LossAndMetrics
+from penstock.kernels.policy_loss import BY_STALENESS, MAXIMA, SUMS, ClippedLoss, ClippedTokens, LossAndMetrics
 
 BLOCK = 32 if is_interpreted() else 1024
 CORRECTIONS = {"none": 0, "decoupled": 1, "tis_token": 2}
@@ -61,8 +61,8 @@ def clipped_loss_kernel(
     start,
     teacher,
     entropies,
-    lags,
-    last_lags,
+    staleness,
+    bucket_ends,
     gradient,
     partials,
     num_tokens,
@@ -80,7 +80,7 @@ def clipped_loss_kernel(
 ):
     """One program: BLOCK tokens -> their gradient, and one row of `partials` `[b, 17 + 7 L] float64`.
 
-    A row is `SUMS` from 0 on, `MAXIMA` from 15, those of each bucket from 17, `BY_LAG` of each from 17 + L.
+    A row is `SUMS` from 0 on, `MAXIMA` from 15, those of each bucket from 17, `BY_STALENESS` of each from 17 + L.
     Lanes beyond the last token hold zeros, which add nothing where `is_token` is not asked.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -139,10 +139,10 @@ def clipped_loss_kernel(
     tl.store(row + 13, total(token_weight))
     tl.store(row + 14, total(tl.where(is_masked, 0.0, token_weight)))
     if IS_MEASURED:
-        lag = tl.load(lags + token, mask=is_token, other=0)
+        token_staleness = tl.load(staleness + token, mask=is_token, other=0)
         bucket = tl.zeros((BLOCK,), tl.int32)
         for place in tl.static_range(NUM_BUCKETS - 1):
-            bucket += (lag > tl.load(last_lags + place)).to(tl.int32)
+            bucket += (token_staleness > tl.load(bucket_ends + place)).to(tl.int32)
         distance = tl.load(start + token, mask=is_token, other=0.0).to(tl.float64) - b.to(tl.float64)
         behavior_weight = tl.exp(clamped(distance, limit))
         is_own = (is_token & (bucket > 0)).to(tl.float64)
@@ -173,10 +173,10 @@ def clipped_loss_kernel(
 class _ClippedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, target: Tensor, tokens: ClippedTokens, settings: ClippedLoss) -> tuple[Tensor, Tensor]:
-        num_tokens, num_buckets = target.numel(), len(tokens.last_lags) + 1
+        num_tokens, num_buckets = target.numel(), len(tokens.bucket_ends) + 1
         num_blocks = triton.cdiv(num_tokens, BLOCK)
         gradient = torch.empty_like(target)
-        width = len(SUMS) + len(MAXIMA) + num_buckets * (1 + len(BY_LAG))
+        width = len(SUMS) + len(MAXIMA) + num_buckets * (1 + len(BY_STALENESS))
         partials = torch.zeros((max(num_blocks, 1), width), dtype=torch.float64, device=target.device)
         columns = tokens._asdict() | {"start": target if tokens.start is None else tokens.start}
         if num_blocks:
@@ -212,6 +212,6 @@ def fused_clipped_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndM
     """See `kernels.policy_loss.clipped_policy_loss`."""
     fixed = {name: column.detach() for name, column in tokens._asdict().items() if column is not None}
     loss, partials = _ClippedLoss.apply(tokens.target, tokens._replace(**fixed), settings)
-    added, end = partials.sum(0), len(SUMS) + len(MAXIMA) + len(tokens.last_lags) + 1
-    maxima, by_lag = partials[:, len(SUMS) : end].amax(0), added[end:].view(-1, len(BY_LAG))
-    return LossAndMetrics(loss, added[: len(SUMS)], maxima, by_lag)
+    added, end = partials.sum(0), len(SUMS) + len(MAXIMA) + len(tokens.bucket_ends) + 1
+    maxima, by_staleness = partials[:, len(SUMS) : end].amax(0), added[end:].view(-1, len(BY_STALENESS))
+    return LossAndMetrics(loss, added[: len(SUMS)], maxima, by_staleness)

@@ -9,7 +9,7 @@ from math import ceil
 
 from penstock.platform.cluster.memory import GIB, kv_cache_gib, sequence_kv_gib
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement
-from penstock.platform.cluster.weight_routes import GROUP_WAYS, way_of
+from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, error, warning
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
@@ -188,7 +188,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
 def check_weights(config: RunConfig) -> Iterator[Finding]:
     """How versions travel, and how engines take them: few checks, since `weights.transport` decides most."""
     weights, cluster, tp_size = config.weights, config.cluster, config.rollout.engine.tensor_parallel_size
-    way, mode = way_of(config), weights.update_mode
+    way, mode = weight_route(config), weights.update_mode
     devices = {cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool)}
     drains, streams = mode in ("drain", "multi_version"), weights.staging == "bucket"
     if drains and cluster.colocated:
@@ -251,7 +251,7 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
             f"weights.transport=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be "
             "compared with what each of the ranks holds of them. Use weights.transport=auto."
         )
-    if weights.codec != "full" and way not in GROUP_WAYS:
+    if weights.codec != "full" and way not in GROUP_ROUTES:
         yield warning(
             f"weights.codec={weights.codec} has no effect with weights.transport={weights.transport} and "
             f"cluster.address={cluster.address}: only a process group uses it, and versions go by {way}."

@@ -18,7 +18,7 @@ from penstock.platform.checks.run_dir import is_finished, occupied
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.memory import GIB, published_gib, shared_gib
 from penstock.platform.cluster.placement import host_load_gib, plan_placement
-from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
+from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
@@ -186,10 +186,10 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
     """Two published versions, the new and the one still being read, fit where they are published; or can be shared."""
-    way, has_gpus = way_of(config), config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
-    if way in SLOT_WAYS and has_gpus and (refusal := expandable_segments(os.environ)):
+    way, has_gpus = weight_route(config), config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+    if way in SLOT_ROUTES and has_gpus and (refusal := expandable_segments(os.environ)):
         yield error(refusal, "weights.transport")
-    if way in (*SLOT_WAYS, "live_parameters"):
+    if way in (*SLOT_ROUTES, "live_parameters"):
         return
     folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
     if not folder.is_dir():

@@ -19,7 +19,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.memory import GIB
 
@@ -54,8 +54,8 @@ def run_doctor(console: Console | None = None) -> int:
     """Print one line per diagnosis as it is made; 1 if something is broken, else 0."""
     console = console or Console(highlight=False, soft_wrap=True)
     is_broken = False
-    looks = (look_at_python, look_at_packages, look_at_torchvision, look_at_devices, look_at_engines, look_at_room)
-    for look in (*looks, look_at_jails):
+    looks = (check_python, check_packages, check_torchvision, check_devices, check_engines, check_free_space)
+    for look in (*looks, check_sandbox_support):
         for diagnosis in look():
             is_broken |= diagnosis.status == "bad"
             line = Text(f"{diagnosis.status:<5}", style=_STYLES[diagnosis.status])
@@ -67,12 +67,12 @@ def run_doctor(console: Console | None = None) -> int:
     return int(is_broken)
 
 
-def look_at_python() -> Iterator[Diagnosis]:
+def check_python() -> Iterator[Diagnosis]:
     """The interpreter's version."""
     yield Diagnosis("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
 
 
-def look_at_packages() -> Iterator[Diagnosis]:
+def check_packages() -> Iterator[Diagnosis]:
     """Every pinned requirement of penstock itself, and of its cpu or cuda extra: present and at its pin."""
     flavor = "cpu" if hardware.is_cpu_build() else "cuda"
     pins = [match for text in metadata.requires("penstock") or [] if (match := _PIN.match(text))]
@@ -91,7 +91,7 @@ def look_at_packages() -> Iterator[Diagnosis]:
         yield Diagnosis("packages", "ok", f"all {len(pins)} pinned packages at their pins")
 
 
-def look_at_torchvision() -> Iterator[Diagnosis]:
+def check_torchvision() -> Iterator[Diagnosis]:
     """On CPU, torchvision and its siblings are CUDA builds that break `import transformers`."""
     strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if hardware.installed_version(name)]
     if hardware.is_cpu_build() and strays:
@@ -100,7 +100,7 @@ def look_at_torchvision() -> Iterator[Diagnosis]:
         yield Diagnosis("torchvision", "bad", f"{names}: {why}", f"pip uninstall -y {names}")
 
 
-def look_at_devices() -> Iterator[Diagnosis]:
+def check_devices() -> Iterator[Diagnosis]:
     """CPU cores, the NVIDIA driver, and whether torch sees what the driver has."""
     yield Diagnosis("cpu", "ok", f"{len(os.sched_getaffinity(0))} cores for this process")
     if not hardware.has_nvidia_driver():
@@ -119,7 +119,7 @@ def look_at_devices() -> Iterator[Diagnosis]:
         )
 
 
-def look_at_engines() -> Iterator[Diagnosis]:
+def check_engines() -> Iterator[Diagnosis]:
     """Ray, DeepSpeed and vLLM can be imported, each in a process of its own."""
     reinstall = "`make setup`; if that does not help, remove .venv first."
     for name in ("torch", "transformers", "ray", "deepspeed"):
@@ -131,7 +131,7 @@ def look_at_engines() -> Iterator[Diagnosis]:
         yield _import_in_child("vllm", program, reinstall)
 
 
-def look_at_room() -> Iterator[Diagnosis]:
+def check_free_space() -> Iterator[Diagnosis]:
     """Free memory, disk and shared memory."""
     total = hardware.total_memory_bytes() / GIB
     free = hardware.available_memory_bytes() / GIB
@@ -148,9 +148,9 @@ def look_at_room() -> Iterator[Diagnosis]:
         yield Diagnosis("shared memory", "warn", f"no {hardware.SHARED_MEMORY}", advice)
 
 
-def look_at_jails() -> Iterator[Diagnosis]:
+def check_sandbox_support() -> Iterator[Diagnosis]:
     """Whether programs of a policy, and user code where that is asked for, can be kept from the machine."""
-    if problem := why_no_jails():
+    if problem := why_no_namespaces():
         advice = "Rewards that run code are refused. Allow user namespaces: docs/guides/sandbox.md."
         yield Diagnosis("jails", "warn", f"no sandbox and no isolation=strict here: {problem}", advice)
     else:

@@ -13,7 +13,7 @@ from penstock.dataflow.ids import POLICY
 from penstock.platform.checks.load import LoadedConfig
 from penstock.platform.cluster.memory import published_gib, shared_gib
 from penstock.platform.cluster.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
-from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
+from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.findings import Command
 
@@ -40,8 +40,8 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
         console.print(f"pool {pool}: up to {load:.1f} of {of_one:g} GiB on a GPU (estimate)")
     console.print(f"main memory: {host_load_gib(placements):.1f} GiB in all (estimate)")
     if command == "train":
-        way = way_of(config)
-        if way in SLOT_WAYS:
+        way = weight_route(config)
+        if way in SLOT_ROUTES:
             gib = published_gib(config) / config.rollout.engine.tensor_parallel_size
             console.print(f"weights by {way}: 1 slot of {gib:.2f} GiB for each rank of an engine")
         else:

@@ -3,8 +3,8 @@
     penstock sweep experiment=arithmetic trainer.lr=1e-4,3e-4 dataflow.max_staleness=0,4 seeds=0:3 total_steps=30
 
 1. `parse_grid` reads the overrides: `KEY=A,B` is an axis, `seeds=FIRST:END` too, the rest holds for all cells.
-2. `check_cells` composes and checks every cell, and reports all that is wrong before the first one starts.
-3. `run_cells` runs them one after the other, each as `penstock train` in a process of its own. A cell whose run
+2. `check_trials` composes and checks every cell, and reports all that is wrong before the first one starts.
+3. `run_trials` runs them one after the other, each as `penstock train` in a process of its own. A cell whose run
    directory holds a completed run of the same configuration is not run again, so that an interrupted sweep continues. A
    cell that fails is recorded, and the next one starts.
 4. `write_results` writes table, figures and plot after every cell.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 OF_THE_SWEEP = ("name", "run_dir", "overwrite")
 """Keys that the sweep sets for each cell."""
 SEED = "seed"
-LAG_METRIC = "staleness/mean_versions"
+STALENESS_METRIC = "staleness/mean_versions"
 _PROGRAM = "from penstock.platform.cli.main import main; main()"
 _GRACE_S = 30.0
 _LOG_TAIL_BYTES = 2000
@@ -51,7 +51,7 @@ _MAX_NAME = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Trial:
     """One run of a sweep.
 
     Attributes:
@@ -89,7 +89,7 @@ class Grid:
 
     axes: dict[str, tuple[str, ...]]
     fixed: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    trials: tuple[Trial, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +101,19 @@ class Result:
         run_dir: Where it wrote.
         accuracy: Greedy, held out, after the last step; None if the run measured none.
         gain: What it rose by.
-        mean_lag: Mean staleness of the trained tokens, versions.
-        max_lag: Largest staleness of any trained token, versions.
+        mean_staleness: Mean staleness of the trained tokens, versions.
+        max_staleness: Largest staleness of any trained token, versions.
     """
 
     status: Literal["completed", "failed"]
     run_dir: str
     accuracy: float | None = None
     gain: float | None = None
-    mean_lag: float | None = None
-    max_lag: int | None = None
+    mean_staleness: float | None = None
+    max_staleness: int | None = None
 
 
-Results = Mapping[Cell, Result]
+Results = Mapping[Trial, Result]
 
 
 def parse_grid(overrides: Sequence[str]) -> Grid:
@@ -163,17 +163,17 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
     if SEED in axes:
         axes[SEED] = axes.pop(SEED)
     others = [key for key in axes if key != SEED]
-    cells = []
+    trials = []
     for seed in axes.get(SEED, (None,)):
         for values in itertools.product(*(axes[key] for key in others)):
-            of_cell = [*zip(others, values, strict=True), *([] if seed is None else [(SEED, seed)])]
-            cells.append(Cell(tuple(of_cell), tuple(f"{typed_keys[key]}={value}" for key, value in of_cell)))
-    return Grid(axes, tuple(fixed), tuple(cells))
+            of_trial = [*zip(others, values, strict=True), *([] if seed is None else [(SEED, seed)])]
+            trials.append(Trial(tuple(of_trial), tuple(f"{typed_keys[key]}={value}" for key, value in of_trial)))
+    return Grid(axes, tuple(fixed), tuple(trials))
 
 
-def check_cells(
+def check_trials(
     grid: Grid, folder: Path, config_dir: Path | None = None, *, dry_run: bool = False
-) -> tuple[dict[Cell, RunConfig], list[str]]:
+) -> tuple[dict[Trial, RunConfig], list[str]]:
     """Compose and check all cells before the first one runs.
 
     Args:
@@ -188,31 +188,31 @@ def check_cells(
     Raises:
         ConfigError: With all that is wrong; what is wrong with every cell is said once.
     """
-    configs: dict[Cell, RunConfig] = {}
+    configs: dict[Trial, RunConfig] = {}
     warnings: dict[str, None] = {}
     problems: dict[str, list[str]] = {}
-    for cell in grid.cells:
-        overrides = _overrides(grid, cell, folder)
+    for trial in grid.trials:
+        overrides = _overrides(grid, trial, folder)
         try:
             loaded = load_config("train", overrides, config_dir=config_dir, dry_run=dry_run)
-            configs[cell] = loaded.config
+            configs[trial] = loaded.config
             warnings.update(dict.fromkeys(loaded.warnings))
         except ConfigError as refused:
             for violation in refused.violations:
-                problems.setdefault(violation, []).append(cell.name)
+                problems.setdefault(violation, []).append(trial.name)
     if problems:
         raise ConfigError(
             [
-                violation if len(names) == len(grid.cells) else f"{', '.join(names)}: {violation}"
+                violation if len(names) == len(grid.trials) else f"{', '.join(names)}: {violation}"
                 for violation, names in problems.items()
             ]
         )
     return configs, list(warnings)
 
 
-def run_cells(
+def run_trials(
     grid: Grid,
-    configs: Mapping[Cell, RunConfig],
+    configs: Mapping[Trial, RunConfig],
     folder: Path,
     timeout_s: float,
     note: Callable[[str], None],
@@ -224,32 +224,34 @@ def run_cells(
 
     Args:
         grid: The sweep.
-        configs: Of `check_cells`.
+        configs: Of `check_trials`.
         folder: Of the sweep; run directories and logs are in it.
         timeout_s: Longest run of one cell, seconds.
         note: Gets a line before and after each cell.
         config_dir: The folder with the user's own YAML.
     """
-    results: dict[Cell, Result] = {}
+    results: dict[Trial, Result] = {}
     own_yaml = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    for number, (cell, config) in enumerate(configs.items()):
-        where = f"[{number + 1}/{len(configs)}] {cell.name}"
+    for number, (trial, config) in enumerate(configs.items()):
+        where = f"[{number + 1}/{len(configs)}] {trial.name}"
         result = find_completed(config)
         if result is None:
             note(f"{where}: running")
-            log = folder / f"{cell.name}.log"
+            log = folder / f"{trial.name}.log"
             cause = f"it ended without completing; its output is in {log}."
             try:
-                _run([*own_yaml, *_overrides(grid, cell, folder)], log, timeout_s, cell.name)
+                _run([*own_yaml, *_overrides(grid, trial, folder)], log, timeout_s, trial.name)
             except PenstockError as failure:
                 cause = str(failure)
             result = find_completed(config)
         if result is None:
             note(f"{where}: {cause}")
         else:
-            accuracy, gain, lag = (_number(value) for value in (result.accuracy, result.gain, result.mean_lag))
-            note(f"{where}: accuracy {accuracy}, gain {gain}, mean lag {lag} versions")
-        results[cell] = result or Result("failed", config.run_dir)
+            accuracy, gain, staleness = (
+                _number(value) for value in (result.accuracy, result.gain, result.mean_staleness)
+            )
+            note(f"{where}: accuracy {accuracy}, gain {gain}, mean lag {staleness} versions")
+        results[trial] = result or Result("failed", config.run_dir)
         write_results(grid, results, folder)
     return results
 
@@ -263,15 +265,17 @@ def find_completed(config: RunConfig) -> Result | None:
     summary = json.loads(summary_file.read_text())
     if summary["status"] != "completed":
         return None
-    lags = [record.metrics[LAG_METRIC] for record in read_metrics(run_dir) if LAG_METRIC in record.metrics]
+    staleness = [
+        record.metrics[STALENESS_METRIC] for record in read_metrics(run_dir) if STALENESS_METRIC in record.metrics
+    ]
     before, after = summary["eval_before"], summary["eval_after"]
     return Result(
         "completed",
         config.run_dir,
         accuracy=after,
         gain=None if before is None or after is None else after - before,
-        mean_lag=mean(lags) if lags else None,
-        max_lag=summary["max_staleness_seen"],
+        mean_staleness=mean(staleness) if staleness else None,
+        max_staleness=summary["max_staleness_seen"],
     )
 
 
@@ -279,15 +283,15 @@ def result_rows(grid: Grid, results: Results) -> list[list[str]]:
     """Header and one row per combination of values: means over its seeds, accuracy with its range."""
     keys = [key for key in grid.axes if key != SEED]
     rows = [[*keys, "completed", "accuracy", "gain", "mean lag, versions", "run directory"]]
-    for line in dict.fromkeys(cell.line for cell in grid.cells):
-        cells = [cell for cell in grid.cells if cell.line == line]
-        found = [results[cell] for cell in cells if cell in results]
+    for line in dict.fromkeys(trial.line for trial in grid.trials):
+        trials = [trial for trial in grid.trials if trial.line == line]
+        found = [results[trial] for trial in trials if trial in results]
         num_failed = sum(result.status == "failed" for result in found)
-        completed = f"{len(found) - num_failed} of {len(cells)}" + (f", {num_failed} failed" if num_failed else "")
+        completed = f"{len(found) - num_failed} of {len(trials)}" + (f", {num_failed} failed" if num_failed else "")
         accuracies = [result.accuracy for result in found if result.accuracy is not None]
         spread = f" ({min(accuracies):.3f} to {max(accuracies):.3f})" if len(accuracies) > 1 else ""
         gains = [result.gain for result in found if result.gain is not None]
-        lags = [result.mean_lag for result in found if result.mean_lag is not None]
+        staleness = [result.mean_staleness for result in found if result.mean_staleness is not None]
         names = [Path(result.run_dir).name for result in found]
         rows.append(
             [
@@ -295,7 +299,7 @@ def result_rows(grid: Grid, results: Results) -> list[list[str]]:
                 completed,
                 _mean(accuracies) + spread,
                 _mean(gains),
-                _mean(lags),
+                _mean(staleness),
                 names[0] if len(names) == 1 else f"{names[0]} …" if names else "–",
             ]
         )
@@ -308,7 +312,7 @@ def write_results(grid: Grid, results: Results, folder: Path) -> None:
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     title = "Greedy held-out accuracy after the last step; means over seeds, accuracy with least and greatest."
     (folder / "sweep.md").write_text("\n".join([title, "", *lines]) + "\n")
-    records = [dict(cell.values) | asdict(result) for cell, result in results.items()]
+    records = [dict(trial.values) | asdict(result) for trial, result in results.items()]
     (folder / "sweep.json").write_text(json.dumps(records, indent=2) + "\n")
     with (folder / "sweep.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[*grid.axes, *Result.__dataclass_fields__])
@@ -335,7 +339,7 @@ def run_sweep(
     from rich.table import Table
 
     grid = parse_grid(overrides)
-    configs, warnings = check_cells(grid, folder, config_dir, dry_run=dry_run)
+    configs, warnings = check_trials(grid, folder, config_dir, dry_run=dry_run)
 
     def note(line: str) -> None:
         console.print(line, highlight=False, markup=False)
@@ -343,12 +347,12 @@ def run_sweep(
     for warning in warnings:
         note(f"warning: {warning}")
     if dry_run:
-        for cell, config in configs.items():
-            note(f"{cell.name}: {'completed' if find_completed(config) else 'to run'}")
+        for trial, config in configs.items():
+            note(f"{trial.name}: {'completed' if find_completed(config) else 'to run'}")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
 
-    results = run_cells(grid, configs, folder, cell_timeout_s, note, config_dir)
+    results = run_trials(grid, configs, folder, cell_timeout_s, note, config_dir)
     header, *rows = result_rows(grid, results)
     shown = Table(title="greedy held-out accuracy after training", title_justify="left")
     for column in header:
@@ -357,7 +361,7 @@ def run_sweep(
         shown.add_row(*row)
     console.print(shown)
     note(f"{folder / 'sweep.md'}, sweep.csv, sweep.json, sweep.html")
-    failed = [cell.name for cell, result in results.items() if result.status == "failed"]
+    failed = [trial.name for trial, result in results.items() if result.status == "failed"]
     if failed:
         raise PenstockError(
             f"sweep: {len(failed)} of {len(results)} cells failed: {', '.join(failed)}. Their output is in "
@@ -366,9 +370,9 @@ def run_sweep(
     return 0
 
 
-def _overrides(grid: Grid, cell: Cell, folder: Path) -> list[str]:
-    own = [f"name={cell.name}", f"run_dir={folder}/{cell.name}", "overwrite=true"]
-    return [*grid.fixed, *cell.overrides, *own]
+def _overrides(grid: Grid, trial: Trial, folder: Path) -> list[str]:
+    own = [f"name={trial.name}", f"run_dir={folder}/{trial.name}", "overwrite=true"]
+    return [*grid.fixed, *trial.overrides, *own]
 
 
 def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> None:
@@ -401,11 +405,11 @@ def _plot(grid: Grid, results: Results, path: Path) -> None:
     keys = [key for key in grid.axes if key != SEED] or [SEED]
     over = keys[-1]
     lines: dict[str, dict[str, list[float]]] = {}
-    for cell, result in results.items():
+    for trial, result in results.items():
         if result.accuracy is not None:
-            of_cell = dict(cell.values)
-            name = ", ".join(f"{key}={of_cell[key]}" for key in keys[:-1]) or "accuracy"
-            lines.setdefault(name, {}).setdefault(of_cell[over], []).append(result.accuracy)
+            of_trial = dict(trial.values)
+            name = ", ".join(f"{key}={of_trial[key]}" for key in keys[:-1]) or "accuracy"
+            lines.setdefault(name, {}).setdefault(of_trial[over], []).append(result.accuracy)
     figure = go.Figure()
     for name, points in lines.items():
         at = [value for value in grid.axes[over] if value in points]

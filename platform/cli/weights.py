@@ -16,7 +16,7 @@ from rich.table import Table
 from penstock.dataflow.ids import POLICY
 from penstock.platform.cluster.actor_factory import pool_device
 from penstock.platform.cluster.placement import plan_placement
-from penstock.platform.cluster.weight_routes import way_of
+from penstock.platform.cluster.weight_routes import weight_route
 from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.backends.tensor_parallel import expected_splits
@@ -146,7 +146,7 @@ def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     Through files of shared memory or a process group that is the first engine, and nothing stays on a device. By CUDA
     IPC it is every engine: what its device has already, because a training rank is on it, need not be sent.
     """
-    if way_of(config) != "cuda_ipc":
+    if weight_route(config) != "cuda_ipc":
         return (), [()]
     at: dict[str, list[tuple[str, ...]]] = {"trainer": [], "engine": []}
     for one in plan_placement(config):
@@ -185,11 +185,11 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
         "planned in": f"{report.planning_s:.2f} s",
     }.items():
         console.print(f"  {name:<36}{value}")
-    if way_of(config) == "gather":
+    if weight_route(config) == "gather":
         console.print("  weights.transport=gather: this plan is not used, whole tensors go through rank 0.")
-    elif way_of(config) == "adapters":
+    elif weight_route(config) == "adapters":
         console.print("  trainer.lora: this plan is not used, only adapters travel (weights.transport=auto).")
     elif report.num_planned_engines > 1:
         console.print(f"  The training side writes to the devices of all {report.num_planned_engines} engines.")
-    elif report.relayed_bytes and way_of(config) == "shared_memory":
+    elif report.relayed_bytes and weight_route(config) == "shared_memory":
         console.print("  On one node engines map the same shared memory, so nothing is passed on.")

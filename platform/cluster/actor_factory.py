@@ -40,7 +40,7 @@ from penstock.actors.weights.transports import (
 from penstock.dataflow.errors import ConfigError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, PolicyId
 from penstock.platform.cluster.placement import Role, plan_placement, shared_bundles
-from penstock.platform.cluster.weight_routes import GROUP_WAYS, way_of
+from penstock.platform.cluster.weight_routes import GROUP_ROUTES, weight_route
 from penstock.platform.config.findings import Command
 from penstock.platform.config.schema import FROZEN_ROLES, FrozenRole, RunConfig
 from penstock.rollout.engines.local_engine import EngineSpec
@@ -89,8 +89,8 @@ class RunActors:
     async def _export(self, pool: EnginePool, config: RunConfig) -> WeightTransport:
         """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
         weights, dtype = config.weights, config.model.dtype
-        way, first = way_of(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
-        if weights.codec != "full" and way not in GROUP_WAYS:
+        way, first = weight_route(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
+        if weights.codec != "full" and way not in GROUP_ROUTES:
             logger.warning("weights.codec=%s has no effect: versions go by %s", weights.codec, way)
         if way == "gather":
             return GatherTransport(self.trainer, pool)
@@ -275,7 +275,7 @@ def resources(config: RunConfig, role: Role, command: Command, devices: SharedDe
         Resources(
             num_gpus=placement.num_gpus,
             accelerator_type=config.cluster.pools[placement.pool].accelerator_type if placement.pool else None,
-            seat=None if devices is None else devices.seat(placement.slot, placement.num_slots),
+            assignment=None if devices is None else devices.assign(placement.slot, placement.num_slots),
         )
         for placement in placements
     ]

@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
+from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.model_config import DTYPE_BYTES
@@ -83,7 +83,7 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     trained = parameters * num_models
     if config.trainer.lora is not None:
         trained += adapter_parameters(config) - parameters
-    merged = parameters if config.trainer.lora is not None and way_of(config) != "adapters" else 0
+    merged = parameters if config.trainer.lora is not None and weight_route(config) != "adapters" else 0
     parameters, activations = parameters * num_models, _activation_bytes(config)
     optimizer = (8 + 4 * has_masters) * trained / (ranks if stage >= 1 else 1) / GIB
     parts: dict[Part, float] = {
@@ -103,10 +103,10 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one rollout engine: on each of its devices, and in main memory in all."""
     engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
     num_devices = engine.tensor_parallel_size
-    kept = weights if way_of(config) == "adapters" else 0.0
+    kept = weights if weight_route(config) == "adapters" else 0.0
     if pool.device == "cpu":
         base = BASE_HOST_GIB[engine.type] * num_devices
-        slots = weights * (way_of(config) in SLOT_WAYS)
+        slots = weights * (weight_route(config) in SLOT_ROUTES)
         parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": slots}
         return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
@@ -146,7 +146,7 @@ def published_gib(config: RunConfig) -> float:
 
 def staged_gib(config: RunConfig) -> float:
     """What a version that has arrived takes on each device of a GPU engine until its swap, GiB."""
-    way, streams = way_of(config), config.weights.staging == "bucket"
+    way, streams = weight_route(config), config.weights.staging == "bucket"
     if way == "gather" or (way == "adapters" and streams):  # staged in main memory
         return 0.0
     shard = published_gib(config) / config.rollout.engine.tensor_parallel_size
@@ -156,10 +156,10 @@ def staged_gib(config: RunConfig) -> float:
 def shared_gib(config: RunConfig) -> float:
     """Published versions in shared memory, GiB: one may be written while another is still read."""
     of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
-    way = way_of(config)
+    way = weight_route(config)
     if way == "adapters":
         return 4 * adapter_parameters(config) / GIB + of_partner
-    if way in (*SLOT_WAYS, "live_parameters"):
+    if way in (*SLOT_ROUTES, "live_parameters"):
         return of_partner
     return published_gib(config) * (1 if way == "gather" else config.weights.num_slots) + of_partner
 

@@ -18,7 +18,7 @@ from penstock.platform.cluster.memory import (
     shared_gib,
     trainer_memory,
 )
-from penstock.platform.cluster.weight_routes import SLOT_WAYS, way_of
+from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
 
@@ -160,6 +160,6 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     )
     engines = [placement.memory for placement in here if placement.role == "engine"]
     others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
-    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (way_of(config) in SLOT_WAYS)
+    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (weight_route(config) in SLOT_ROUTES)
     turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
     return turns + others

@@ -6,7 +6,7 @@ one node, trainer and engines on GPUs                  cuda_ipc          auto, c
 one node otherwise, or with staging=bucket             shared_memory     auto, shared_memory
 several nodes, both on GPUs of their own               engine_devices    auto, process_group    NCCL
 the same, or CPU pools, with staging=bucket            live_parameters   auto, process_group    NCCL, gloo
-several nodes otherwise                                landings          auto, process_group    gloo
+several nodes otherwise                                node_receivers    auto, process_group    gloo
 the model's layout is not known                        gather            gather
 """
 
@@ -16,14 +16,16 @@ from typing import Literal
 
 from penstock.platform.config.schema import RunConfig
 
-Way = Literal["adapters", "cuda_ipc", "shared_memory", "engine_devices", "live_parameters", "landings", "gather"]
-GROUP_WAYS: tuple[Way, ...] = ("engine_devices", "live_parameters", "landings")
+WeightRoute = Literal[
+    "adapters", "cuda_ipc", "shared_memory", "engine_devices", "live_parameters", "node_receivers", "gather"
+]
+GROUP_ROUTES: tuple[WeightRoute, ...] = ("engine_devices", "live_parameters", "node_receivers")
 """Those of a process group, which codecs are for."""
-SLOT_WAYS: tuple[Way, ...] = ("cuda_ipc", "engine_devices")
+SLOT_ROUTES: tuple[WeightRoute, ...] = ("cuda_ipc", "engine_devices")
 """Those that keep a slot in memory of each engine's devices."""
 
 
-def way_of(config: RunConfig, *, is_one_node: bool | None = None) -> Way:
+def weight_route(config: RunConfig, *, is_one_node: bool | None = None) -> WeightRoute:
     """The way of a run's versions.
 
     Args:
@@ -41,7 +43,7 @@ def way_of(config: RunConfig, *, is_one_node: bool | None = None) -> Way:
         return weights.transport
     # NCCL takes no two processes of one GPU into a group, and both ends of a message must be of one kind of device.
     if trainer != rollout or (trainer == "gpu" and cluster.colocated):
-        return "landings"
+        return "node_receivers"
     if weights.staging == "bucket":
         return "live_parameters"
-    return "engine_devices" if trainer == "gpu" else "landings"
+    return "engine_devices" if trainer == "gpu" else "node_receivers"

@@ -41,7 +41,9 @@ class BatchStaleness:
 
     @property
     def mean_versions(self) -> float:
-        return sum(lag * tokens for lag, tokens in self.tokens_by_staleness.items()) / max(self.num_tokens, 1)
+        return sum(staleness * tokens for staleness, tokens in self.tokens_by_staleness.items()) / max(
+            self.num_tokens, 1
+        )
 
     @property
     def max_versions(self) -> int:
@@ -59,17 +61,17 @@ class BatchStaleness:
 
 def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
     """Staleness of the groups of a batch trained at `version`."""
-    by_lag: Counter[int] = Counter()
+    by_staleness: Counter[int] = Counter()
     mixed = trimmed = 0
     for group in batch:
         if len(group.tokens_by_version) > 1:
             mixed += sum([len(spans) > 1 for spans in group.spans])
         for sampled_by, tokens in group.tokens_by_version.items():
             if sampled_by >= group.min_version:
-                by_lag[version - sampled_by] += tokens
+                by_staleness[version - sampled_by] += tokens
             else:
                 trimmed += tokens
-    return BatchStaleness(by_lag, mixed, trimmed)
+    return BatchStaleness(by_staleness, mixed, trimmed)
 
 
 @dataclass(slots=True)
@@ -120,13 +122,13 @@ class FlowStats:
         return self.trained.tokens / self.population.tokens if self.trained.num_trajectories else 1.0
 
     @contextmanager
-    def trainer_waits(self, held_by: WaitReason) -> Iterator[None]:
+    def trainer_waits(self, wait_reason: WaitReason) -> Iterator[None]:
         """Count the time inside as the trainer waiting for data."""
         started = asyncio.get_running_loop().time()
         try:
             yield
         finally:
-            self.trainer_wait_for[held_by] += asyncio.get_running_loop().time() - started
+            self.trainer_wait_for[wait_reason] += asyncio.get_running_loop().time() - started
 
     def trajectory_generated(self, trajectory: Trajectory) -> None:
         population = self.population

@@ -93,8 +93,8 @@ def render(record: RunRecord) -> str:
         health=health_charts(record),
         waits=_wait_bars(record),
         ledger=_ledger(record),
-        legend=[(f"{lag}" if lag < len(STALENESS_COLORS) - 1 else f"≥ {lag}", staleness_color(lag))
-                for lag in range(len(STALENESS_COLORS))],
+        legend=[(f"{age}" if age < len(STALENESS_COLORS) - 1 else f"≥ {age}", staleness_color(age))
+                for age in range(len(STALENESS_COLORS))],
         trajectories=_row_views(record.trajectories),
         trajectory_steps=sorted({row["step"] for row in record.trajectories}),
         config_text=record.config_text,

@@ -28,9 +28,9 @@ class Chart:
     html: Markup
 
 
-def staleness_color(lag: int) -> str:
+def staleness_color(staleness: int) -> str:
     """Color of a token of this staleness."""
-    return STALENESS_COLORS[max(0, min(lag, len(STALENESS_COLORS) - 1))]
+    return STALENESS_COLORS[max(0, min(staleness, len(STALENESS_COLORS) - 1))]
 
 
 def learning_charts(record: RunRecord) -> list[Chart]:
@@ -66,16 +66,17 @@ def staleness_charts(record: RunRecord) -> list[Chart]:
     charts = []
     if total := sum(record.staleness.values()):
         bound = record.summary.get("max_staleness_configured", record.lookup("dataflow.max_staleness"))
-        lags = list(range(max([*record.staleness, bound if isinstance(bound, int) else 0]) + 1))
-        tokens = [record.staleness.get(lag, 0) for lag in lags]
+        versions = list(range(max([*record.staleness, bound if isinstance(bound, int) else 0]) + 1))
+        tokens = [record.staleness.get(age, 0) for age in versions]
         shares = [count / total for count in tokens]
         figure = _figure("staleness (versions)")
         figure.add_bar(
-            x=lags, y=shares, marker={"color": [staleness_color(lag) for lag in lags], "cornerradius": 5}, width=0.62,
+            x=versions, y=shares, marker={"color": [staleness_color(age) for age in versions], "cornerradius": 5},
+            width=0.62,
             customdata=tokens, text=[f"{share:.1%}" for share in shares], textposition="outside", cliponaxis=False,
             hovertemplate="staleness %{x}: %{customdata:,} tokens<extra></extra>",
         )  # fmt: skip
-        figure.update_xaxes(tickmode="linear", dtick=max(1, len(lags) // 12), range=[-0.6, max(lags) + 0.9])
+        figure.update_xaxes(tickmode="linear", dtick=max(1, len(versions) // 12), range=[-0.6, max(versions) + 0.9])
         figure.update_yaxes(tickformat=".0%", range=[0, max(shares) * 1.15])
         caption = "Share of the trained tokens by the number of versions between sampling and training."
         if isinstance(bound, int):

@@ -110,7 +110,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_staleness(path: Path) -> dict[int, int]:
-    return {int(lag): int(tokens) for lag, tokens in _read_mapping(path).items()}
+    return {int(staleness): int(tokens) for staleness, tokens in _read_mapping(path).items()}
 
 
 def _read_series(run_dir: Path) -> dict[str, Series]:

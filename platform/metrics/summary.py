@@ -92,7 +92,9 @@ def write_summary(run_dir: Path, summary: RunSummary) -> Path:
 def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> Path:
     """Write `staleness.json`, `{"<staleness in versions>": trained tokens}`, atomically and return its path."""
     path = run_dir / STALENESS_FILE
-    write_text_atomically(path, json.dumps({str(lag): histogram[lag] for lag in sorted(histogram)}) + "\n")
+    write_text_atomically(
+        path, json.dumps({str(staleness): histogram[staleness] for staleness in sorted(histogram)}) + "\n"
+    )
     return path
 
 

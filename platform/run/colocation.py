@@ -30,7 +30,7 @@ class TimeSharedTrainer:
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         groups = [group async for group in batch]
-        await self._pool.idle()
+        await self._pool.wait_idle()
         await self._all(lambda engine: engine.sleep())
         try:
             return await self._trainer.step(stream_of(groups))

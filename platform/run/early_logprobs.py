@@ -41,7 +41,7 @@ class EarlyLogprobs:
         self._is_waiting = True
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._forward_all(), name="prefetch")
+                both.create_task(self._forward_all(), name="early_logprobs")
                 try:
                     return await wait
                 finally:
@@ -54,7 +54,7 @@ class EarlyLogprobs:
         while True:
             self._changed.clear()
             while self._is_waiting and (group := self._queue.next()) is not None:
-                await self._trainer.prefetch(group)
+                await self._trainer.early_logprobs(group)
             if not self._is_waiting:
                 return
             await self._changed.wait()

@@ -69,7 +69,7 @@ async def scored_answer(
     raise failure
 
 
-class EvaluatorPort(Protocol):
+class SupportsEvaluation(Protocol):
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation: ...
 
 

@@ -198,7 +198,7 @@ class Flow:
                     self._changed.clear()
                     if (taken := take()) is not None:
                         return taken
-                    with self.stats.trainer_waits(self.core.held_by(num_needed)):
+                    with self.stats.trainer_waits(self.core.wait_reason(num_needed)):
                         await self._changed.wait()
         except TimeoutError:
             raise PenstockError(

@@ -1,7 +1,7 @@
 """Does the mismatch of engine and trainer grow over a run?
 
 Symbols: m_t = `mismatch/abs_logprob_mean` of step t; W = steps of a window. The trend is the mean of the newest W steps
-÷ that of the first W or `FLOOR_NAT`, whichever is larger: 1 is a mismatch that stays, 3 one that has tripled. Means,
+÷ that of the first W or `MIN_NAT`, whichever is larger: 1 is a mismatch that stays, 3 one that has tripled. Means,
 since the m of one step depends on its batch. A difference of implementations that training amplifies grows for hundreds
 of steps before a reward shows it, and the ratio probe sees only what is above rounding at one version.
 """
@@ -16,7 +16,7 @@ SOURCE = "mismatch/abs_logprob_mean"
 METRIC = "mismatch/trend"
 WINDOW_STEPS = 20
 WARNING_RATIO = 3.0
-FLOOR_NAT = 1e-5
+MIN_NAT = 1e-5
 """Below it rounding in float32 is all there is, and its growth means nothing."""
 
 
@@ -28,14 +28,14 @@ class MismatchTrend:
         self._newest = deque[float](maxlen=WINDOW_STEPS)
         self._warns_at = WARNING_RATIO
 
-    def observe(self, version: int, metrics: Mapping[str, float], max_lag: int) -> tuple[dict[str, float], str]:
+    def observe(self, version: int, metrics: Mapping[str, float], max_staleness: int) -> tuple[dict[str, float], str]:
         """Take in a step.
 
         Args:
             version: For the warning.
             metrics: Of the step; one without a mismatch (skipped, nothing sampled) does not count.
 
-            max_lag: Staleness of the step's oldest token, versions: what else the mismatch holds.
+            max_staleness: Staleness of the step's oldest token, versions: what else the mismatch holds.
 
         Returns:
             The trend, once two windows are full; and a warning, mostly empty.
@@ -49,17 +49,17 @@ class MismatchTrend:
         if len(self._newest) < WINDOW_STEPS:
             return {}, ""
         before, now = fmean(self._first), fmean(self._newest)
-        trend = now / max(before, FLOOR_NAT)
+        trend = now / max(before, MIN_NAT)
         if trend < self._warns_at:
             return {METRIC: trend}, ""
         self._warns_at = 2.0 * trend
-        lag = (
+        explanation = (
             "it is engine against trainer alone, so one of them computes something else"
-            if max_lag == 0
-            else f"at staleness {max_lag} a policy that changes faster explains a part, so compare a run with "
+            if max_staleness == 0
+            else f"at staleness {max_staleness} a policy that changes faster explains a part, so compare a run with "
             "dataflow.max_staleness=0"
         )
         return {METRIC: trend}, (
             f"v{version}: {SOURCE} has risen from {before:.2g} (first {WINDOW_STEPS} steps) to {now:.2g} nat (newest), "
-            f"{trend:.1f} times; {lag}. See docs/debugging.md, mismatch rises"
+            f"{trend:.1f} times; {explanation}. See docs/debugging.md, mismatch rises"
         )

@@ -19,7 +19,7 @@ from penstock.platform.metrics.memory_sampler import MemorySampler
 from penstock.platform.metrics.run_files import POLICY_FOLDER
 from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 from penstock.platform.run.engine_monitor import EngineMonitor
-from penstock.platform.run.evaluation import Evaluation, EvaluatorPort
+from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
 from penstock.platform.run.flow import Flow
 from penstock.platform.run.mismatch_trend import MismatchTrend
 from penstock.rollout.trajectory.runner import RolloutRunner
@@ -32,7 +32,7 @@ class PolicyRuntime:
     runner: RolloutRunner
     trainer: TrainerGroup
     publisher: WeightPublisher
-    evaluator: EvaluatorPort
+    evaluator: SupportsEvaluation
     monitor: EngineMonitor
 
 
@@ -227,7 +227,8 @@ class Run:
         flow, last, counts = self._flow, self.stats.last, self.counts()
         waited_for = dict(self.stats.trainer_wait_for)
         waited_s = {
-            held_by: total - self._trainer_waited_for.get(held_by, 0.0) for held_by, total in waited_for.items()
+            wait_reason: total - self._trainer_waited_for.get(wait_reason, 0.0)
+            for wait_reason, total in waited_for.items()
         }
         generated = self.stats.tokens_generated - self._tokens_generated
         self._trainer_waited_for = waited_for
@@ -259,7 +260,7 @@ class Run:
             "throughput/step_s": wall_s,
             "idle/trainer_share": max(0.0, 1.0 - report.busy_s / wall_s),
             "idle/trainer_wait_s": sum(waited_s.values()),
-            **{f"idle/trainer_wait_for/{held_by}": seconds for held_by, seconds in waited_s.items()},
+            **{f"idle/trainer_wait_for/{wait_reason}": seconds for wait_reason, seconds in waited_s.items()},
             "idle/engine_share": self._monitor.idle_share,
             **{f"stream/weight/{name}": weight for name, weight in flow.stream_weights.items() if name},
         }
@@ -274,7 +275,7 @@ class Run:
             "weights/sent_bytes": last.sent_bytes,
             "weights/acks": len(last.acks),
             "weights/publish_s": last.total_s,
-            "weights/export_s": last.export_s,
+            "weights/send_s": last.send_s,
             "weights/stage_s": max(ack.stage_s for ack in last.acks),
             "weights/stall_s": last.max_stall_s,
             "weights/drain_timeouts": last.drain_timeouts,

@@ -19,7 +19,7 @@ from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher
 from penstock.dataflow.trajectory import GroupRef, Task, stream_of
-from penstock.platform.run.evaluation import Evaluation, EvaluatorPort
+from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
 from penstock.platform.run.run import PolicyRuntime
 from penstock.rollout.trajectory.runner import SharedGroups
 
@@ -79,9 +79,9 @@ class TrainTogether:
         is_skipped = mine.skipped and other.skipped
         return StepReport(version, is_skipped, metrics, max(mine.busy_s, other.busy_s))
 
-    async def prefetch(self, group: GroupRef) -> None:
+    async def early_logprobs(self, group: GroupRef) -> None:
         """Let both forward a group of the batch that is awaited."""
-        await asyncio.gather(*(one.prefetch(group) for one in self._trainers.values()))
+        await asyncio.gather(*(one.early_logprobs(group) for one in self._trainers.values()))
 
     async def save(self, path: str) -> None:
         """Write both: the policy to `path`, its partner beside it."""
@@ -111,7 +111,7 @@ class PublishTogether:
 class EvaluateTogether:
     """Evaluates both on the same tasks, at the same time, each on its own engines."""
 
-    def __init__(self, policy: EvaluatorPort, partner: EvaluatorPort) -> None:
+    def __init__(self, policy: SupportsEvaluation, partner: SupportsEvaluation) -> None:
         self._evaluators = (policy, partner)
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
@@ -124,7 +124,7 @@ def _both(reports: Sequence[PublishReport]) -> PublishReport:
     return replace(
         mine,
         num_bytes=mine.num_bytes + other.num_bytes,
-        export_s=max(mine.export_s, other.export_s),
+        send_s=max(mine.send_s, other.send_s),
         total_s=max(mine.total_s, other.total_s),
         acks=(*mine.acks, *other.acks),
         drain_timeouts=mine.drain_timeouts + other.drain_timeouts,

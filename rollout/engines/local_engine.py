@@ -103,7 +103,7 @@ class LocalEngine(Engine, Sleeper, Protocol):
         """
         ...
 
-    async def join_crossing(self, crossing: TransferGroupSpec, replica: int) -> None:
+    async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
         """Be the `replica`-th end of a crossing from device to device; requests go on.
 
         A version of one that is streamed is received by `update_weights`, under the freeze.

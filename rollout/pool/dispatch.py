@@ -37,7 +37,7 @@ class Dispatcher:
     def __init__(self, policy: LeastLoaded) -> None:
         self.policy = policy
         self.views: dict[EngineId, EngineView] = {}
-        self.floor = -1
+        self.min_version = -1
         self.num_waiting = 0
         self.num_serving = 0
         self.newest = -1
@@ -60,7 +60,7 @@ class Dispatcher:
     def stalled(self) -> list[SlotRequest]:
         """Those who wait for a version that no engine in service has."""
         self._look()
-        if self.newest < self.floor:
+        if self.newest < self.min_version:
             return list(self.waiting())
         return [ticket for ticket in self._resumes if ticket.min_version > self.newest]
 
@@ -151,9 +151,9 @@ class Dispatcher:
         view.limit = min(max(limit, 1), view.max_slots)
         return self._refill([view], [])
 
-    def raise_floor(self, version: int) -> Granted:
+    def set_min_version(self, version: int) -> Granted:
         """From now on only engines at `version` or newer get anything. It never falls."""
-        self.floor = max(self.floor, version)
+        self.min_version = max(self.min_version, version)
         for view in self.serving():
             if not self._serves(view):
                 self._disband(view)
@@ -294,7 +294,7 @@ class Dispatcher:
             self._queue.move_to_end(ticket, last=False)
 
     def _serves(self, view: EngineView) -> bool:
-        return view.fenced is None and not view.is_paused and view.version >= self.floor
+        return view.fenced is None and not view.is_paused and view.version >= self.min_version
 
     def _sync(self, view: EngineView) -> None:
         """Keep the list of engines with room: O(1), the last one moves into a gap."""

@@ -89,7 +89,7 @@ class Lease(SlotRequest):
             try:
                 await self.granted
             except BaseException:
-                self._pool.give_up(self)
+                self._pool.cancel_lease(self)
                 raise
             self.heard_at = _now()
 
@@ -98,7 +98,7 @@ class Lease(SlotRequest):
         self._holder = None
         if self._gang is not None:
             self._gang.num_members -= 1
-        self._pool.give_back(self)
+        self._pool.release_lease(self)
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -221,7 +221,7 @@ class EnginePool:
         self._num_leases = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._quiet: dict[EngineView, asyncio.Event] = {}
+        self._idle_events: dict[EngineView, asyncio.Event] = {}
         self._brings_back: Callable[[EngineId], bool] | None = None
         self._returning: set[EngineId] = set()
         self._joined = asyncio.Event()
@@ -277,7 +277,7 @@ class EnginePool:
         """Engines that were fenced off and are coming back."""
         return len(self._returning)
 
-    async def someone(self) -> None:
+    async def wait_available(self) -> None:
         """Wait until an engine is in service, or none is coming back."""
         while self._returning and not self._dispatcher.num_serving:
             await self.one_returned()
@@ -302,7 +302,7 @@ class EnginePool:
         self._settle(self._dispatcher.fence(view, reason))
         for lease in _leases(view.tickets):
             lease.interrupt(kind, f"{engine_id} was fenced off: {reason}")
-        if (quiet := self._quiet.pop(view, None)) is not None:
+        if (quiet := self._idle_events.pop(view, None)) is not None:
             quiet.set()
         if self._dispatcher.stalled():
             self._watch_stall(_now() + self.version_timeout_s)
@@ -364,15 +364,15 @@ class EnginePool:
         """Requests one engine may hold from now on (adaptive concurrency)."""
         self._settle(self._dispatcher.set_limit(self._dispatcher.views[engine_id], limit))
 
-    def raise_floor(self, version: int) -> None:
+    def set_min_version(self, version: int) -> None:
         """Engines below `version` get no new work from now on."""
-        self._settle(self._dispatcher.raise_floor(version))
+        self._settle(self._dispatcher.set_min_version(version))
 
     def refresh(self) -> None:
         """Some engine has got another version."""
         self._settle(self._dispatcher.refresh())
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no request holds a slot, and no context of `in_use` is open."""
         await self._idle.wait()
 
@@ -388,11 +388,11 @@ class EnginePool:
             if not self._num_leases:
                 self._idle.set()
 
-    async def quiet(self, engine_id: EngineId) -> None:
+    async def wait_engine_idle(self, engine_id: EngineId) -> None:
         """Wait until one engine has no request, or is out of service."""
         view = self._dispatcher.views[engine_id]
         while view.in_use and view.fenced is None:
-            await self._quiet.setdefault(view, asyncio.Event()).wait()
+            await self._idle_events.setdefault(view, asyncio.Event()).wait()
 
     # What leases call.
 
@@ -406,7 +406,7 @@ class EnginePool:
             self._idle.clear()
             return
         lease.granted = asyncio.get_running_loop().create_future()
-        if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.floor:
+        if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.min_version:
             self._watch_stall(lease.heard_at + self.version_timeout_s)
 
     def join(self, lease: Lease, view: EngineView) -> None:
@@ -414,7 +414,7 @@ class EnginePool:
         self._dispatcher.join(lease, view)
         self._num_leases += 1
 
-    def give_back(self, lease: Lease) -> None:
+    def release_lease(self, lease: Lease) -> None:
         view = lease.view
         assert view is not None, "given back twice"
         granted = self._dispatcher.release(lease)
@@ -423,13 +423,13 @@ class EnginePool:
             self._settle(granted)
         elif not self._num_leases:
             self._idle.set()
-        if self._quiet and not view.in_use and (quiet := self._quiet.pop(view, None)) is not None:
+        if self._idle_events and not view.in_use and (quiet := self._idle_events.pop(view, None)) is not None:
             quiet.set()
 
-    def give_up(self, lease: Lease) -> None:
+    def cancel_lease(self, lease: Lease) -> None:
         """Its waiter was cancelled, before or just after the grant."""
         if lease.view is not None:
-            self.give_back(lease)
+            self.release_lease(lease)
         elif lease.waits_at is not None:
             self._settle(self._dispatcher.withdraw(lease))
 
@@ -450,7 +450,7 @@ class EnginePool:
             self.fence(view.engine_id, f"{lost}; the last one: {error}")
 
     def _settle(self, granted: Iterable[SlotRequest]) -> None:
-        """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`give_up`)."""
+        """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`cancel_lease`)."""
         for lease in _leases(granted):
             self._num_leases += 1
             self._idle.clear()
@@ -480,7 +480,7 @@ class EnginePool:
         late = [lease for lease, deadline in deadlines.items() if deadline <= now]
         have = ", ".join(f"{view.engine_id} at v{view.version}" for view in self.views())
         for lease in late:
-            needed = max(lease.min_version, self._dispatcher.floor)
+            needed = max(lease.min_version, self._dispatcher.min_version)
             waited = f"waited {self.version_timeout_s:.0f} s for an engine at v{needed} or newer"
             self._fail([lease], TrajectoryError("engine", f"{waited}; in service: {have}"))
         if len(late) < len(stalled):

@@ -31,8 +31,8 @@ class PartialTurn:
     """Tokens of a turn received so far, delta by delta. They are never sampled again.
 
     Attributes:
-        floor: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the oldest of
-            the episode so far; -1 is any.
+        min_start_version: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the
+            oldest of the episode so far; -1 is any.
         on_delta: Called with each delta when it is kept; may `cut`.
         num_tokens: Sampled so far.
         resumed_with: Tokens it had when it was last resumed; 0 if it never was.
@@ -42,7 +42,7 @@ class PartialTurn:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    floor: int = -1
+    min_start_version: int = -1
     on_delta: Callable[[TokenDelta], None] | None = None
     num_tokens: int = 0
     resumed_with: int = 0
@@ -82,7 +82,9 @@ class PartialTurn:
 
     def min_version(self) -> int:
         """Oldest version that may go on with it (I4): that of its newest token, before the first its floor."""
-        return next((delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), self.floor)
+        return next(
+            (delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), self.min_start_version
+        )
 
     def extend(self, delta: TokenDelta) -> None:
         """Keep what an engine reported; `is_cut` says whether that is enough, and the engine is to stop."""
@@ -171,7 +173,7 @@ class Conversation:
         self.is_chat = is_chat
         self.sampling = sampling
         self._fork_of = None if fork_of is None else fork_of.name
-        self._floor = -1 if fork_of is None else fork_of.spans[-1].version
+        self._min_version = -1 if fork_of is None else fork_of.spans[-1].version
         self.token_ids: tuple[int, ...] = prompt_ids
         self.loss_mask = [False] * len(prompt_ids)
         self.logprobs = [0.0] * len(prompt_ids)
@@ -195,7 +197,7 @@ class Conversation:
             self.token_ids,
             replace(self.sampling, max_new_tokens=longest),
             num_interruptions=self.num_interruptions,
-            floor=self.spans[-1].version if self.spans else self._floor,
+            min_start_version=self.spans[-1].version if self.spans else self._min_version,
         )
 
     def sampled(self, partial: PartialTurn, spoken: Spoken) -> None:

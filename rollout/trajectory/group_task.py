@@ -54,8 +54,8 @@ class OldestTurn:
     """How old an episode is: as its oldest turn, of which several may be sampled at the same time.
 
     The gate dates a group by what it is told of each member: the version at dispatch, then that of the first token. A
-    turn that begins later begins at `floor` or newer, so only turns at the same time move the date, and it never falls
-    by a thread that is opened late.
+    turn that begins later begins at `min_version` or newer, so only turns at the same time move the date, and it never
+    falls by a thread that is opened late.
     """
 
     def __init__(self, asked: RolloutContext, member: int) -> None:
@@ -64,7 +64,7 @@ class OldestTurn:
         self._versions: dict[RolloutContext, int] = {}
 
     @property
-    def floor(self) -> int:
+    def min_version(self) -> int:
         """Version of the oldest turn that was dispatched; -1 before the first."""
         return min(self._versions.values(), default=-1)
 
@@ -74,10 +74,10 @@ class OldestTurn:
 
     def turn_at(self, turn: RolloutContext, version: int) -> None:
         """A turn was dispatched at `version`, or its first token came from it."""
-        before = self.floor
+        before = self.min_version
         self._versions[turn] = version
-        if self.floor != before:
-            self._asked.member_at(self._member, self.floor)
+        if self.min_version != before:
+            self._asked.member_at(self._member, self.min_version)
 
 
 class _Turn(RolloutContext):

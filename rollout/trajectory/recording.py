@@ -21,7 +21,7 @@ from penstock.dataflow.ids import TrajectoryId
 from penstock.dataflow.ports import SamplingParams, TokenDelta
 from penstock.dataflow.trajectory import Episode, EpisodeEnd, Task, Trajectory
 from penstock.envs.endpoint.message_history import Part
-from penstock.envs.endpoint.requests import Asked, bad_request, too_many_turns
+from penstock.envs.endpoint.requests import ChatRequest, bad_request, too_many_turns
 from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.envs.workers.episode_child import EpisodeReply
@@ -174,7 +174,7 @@ class TurnReader:
             self._text = self._text[: min(places)]
         return bool(places)
 
-    def _say(self, delta: TokenDelta, num_read: int, asked: Asked) -> None:
+    def _say(self, delta: TokenDelta, num_read: int, asked: ChatRequest) -> None:
         """Stream what is new, but for what may become a stop text."""
         end = len(self._text) - (0 if self._is_cut else num_begun(self._text, asked.stop))
         text, self._num_said = self._text[self._num_said : end], max(self._num_said, end)

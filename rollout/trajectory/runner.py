@@ -171,7 +171,7 @@ class TrajectoryRunner:
 
         async def sample(turn: PartialTurn) -> None:
             async with one_slot or nullcontext():
-                turn.floor = max(turn.floor, turns.floor)
+                turn.min_start_version = max(turn.min_start_version, turns.min_version)
                 await self._sample(turns.begin(), member, turn)
 
         return await self.episodes.play(asked.task, asked.trajectory_id(member), sampling, sample)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HOUSE = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
+PROJECT = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -23,13 +23,13 @@ def names_like_the_standard_library(paths: list[Path]) -> list[Path]:
 
 
 def test_the_folder_platform_has_no_init_file_and_of_all_folders_only_conf_has_one() -> None:
-    inits = [path.relative_to(ROOT).as_posix() for path in python_files(*HOUSE) if path.name == "__init__.py"]
+    inits = [path.relative_to(ROOT).as_posix() for path in python_files(*PROJECT) if path.name == "__init__.py"]
     assert inits == ["conf/__init__.py"]
     assert not (ROOT / "platform" / "__init__.py").exists()
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
-    files = [path.relative_to(ROOT) for path in python_files(*HOUSE, "benchmarks", "examples")]
+    files = [path.relative_to(ROOT) for path in python_files(*PROJECT, "benchmarks", "examples")]
     assert names_like_the_standard_library(files) == []
     planted = [Path("dataflow/queue.py"), Path("envs/json/schema.py"), Path("platform/run/run.py")]
     assert names_like_the_standard_library(planted) == planted[:2]
@@ -38,8 +38,10 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
 def test_the_package_holds_one_relative_link_per_folder_and_nothing_else() -> None:
     package = ROOT / "src" / "penstock"
     entries = {path.name for path in package.iterdir()} - {"__pycache__"}
-    assert entries == {"__init__.py", "py.typed", *HOUSE}
-    assert {name: (package / name).readlink().as_posix() for name in HOUSE} == {name: f"../../{name}" for name in HOUSE}
+    assert entries == {"__init__.py", "py.typed", *PROJECT}
+    assert {name: (package / name).readlink().as_posix() for name in PROJECT} == {
+        name: f"../../{name}" for name in PROJECT
+    }
 
 
 def test_decision_records_are_numbered_and_at_most_60_lines() -> None:

@@ -50,7 +50,7 @@ class Reading:
     violations: list[str]
 
 
-def read_house(root: Path) -> Reading:
+def read_project(root: Path) -> Reading:
     """Parse every Python file of the house under `root` and collect its forbidden imports."""
     violations = []
     num_files = 0
@@ -100,7 +100,7 @@ def what_is_wrong(relative: str, name: str) -> str | None:
 
 
 def test_every_file_imports_only_from_floors_below_and_foreign_libraries_only_through_their_door() -> None:
-    assert read_house(ROOT).violations == []
+    assert read_project(ROOT).violations == []
 
 
 def test_every_file_that_penstock_ships_was_read() -> None:
@@ -110,7 +110,7 @@ def test_every_file_that_penstock_ships_was_read() -> None:
         for name in names
         if folder != str(ROOT / "src" / "penstock")
     )
-    assert read_house(ROOT).num_files == shipped
+    assert read_project(ROOT).num_files == shipped
     assert shipped >= 60
 
 
@@ -150,7 +150,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
     source, message = PLANTED[path]
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(source)
-    reading = read_house(tmp_path)
+    reading = read_project(tmp_path)
     assert reading.num_files == 1
     assert len(reading.violations) == 1
     assert reading.violations[0].startswith(path)
@@ -171,4 +171,4 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str) -> None:
 def test_what_is_allowed_is_not_reported(tmp_path: Path, path: str, source: str) -> None:
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(source)
-    assert read_house(tmp_path) == Reading(1, [])
+    assert read_project(tmp_path) == Reading(1, [])

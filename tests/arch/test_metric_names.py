@@ -12,7 +12,7 @@ from penstock.platform.metrics import hub
 from penstock.platform.metrics.hub import catalog
 
 ROOT = Path(__file__).parents[2]
-HOUSE = ("actors", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
+PROJECT = ("actors", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
 FAMILIES = {name.partition("/")[0] for name in catalog()}
 NAME = re.compile(rf"({'|'.join(sorted(FAMILIES))})/[a-z0-9_/]+")
 
@@ -48,7 +48,7 @@ def undeclared(tree: ast.AST) -> list[tuple[int, str]]:
 def test_every_metric_name_in_the_code_is_declared() -> None:
     num_names = 0
     wrong = []
-    for path in (path for folder in HOUSE for path in sorted((ROOT / folder).rglob("*.py"))):
+    for path in (path for folder in PROJECT for path in sorted((ROOT / folder).rglob("*.py"))):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         num_names += sum(1 for _ in metric_literals(tree))
         wrong += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in undeclared(tree)]

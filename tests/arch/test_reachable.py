@@ -18,7 +18,7 @@ import pytest
 from vulture.core import Vulture
 
 ROOT = Path(__file__).parents[2]
-HOUSE = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
+PROJECT = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout", "trainer", "weights")
 COMMANDS = "penstock.platform.cli.main"
 IMPORT_PATH = re.compile(r"\bpenstock(?:\.\w+)+(?::\w+)?")
 IN_THE_PACKAGE = re.compile(r"(\w+):(\w+)")
@@ -106,13 +106,13 @@ def nodes_without_docstrings(statement: ast.stmt) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-class House:
+class Project:
     """The modules under a root, by dotted name, and what conf/ names."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.modules: dict[str, Module] = {}
-        for folder in HOUSE:
+        for folder in PROJECT:
             for path in sorted((root / folder).rglob("*.py")):
                 relative = path.relative_to(root)
                 name = ".".join(["penstock", *relative.with_suffix("").parts]).removesuffix(".__init__")
@@ -130,23 +130,23 @@ class House:
                 yield ".".join(parts)
 
 
-def unreachable_modules(house: House) -> list[str]:
+def unreachable_modules(project: Project) -> list[str]:
     """Paths of modules that no command imports, that conf/ does not name and that no registry names."""
-    waiting = list(house.modules_of([COMMANDS, "penstock.conf", *house.named_in_conf]))
+    waiting = list(project.modules_of([COMMANDS, "penstock.conf", *project.named_in_conf]))
     reached: set[str] = set()
     while waiting:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
-            waiting += house.modules_of(house.modules[name].imports)
-    return [module.path for name, module in house.modules.items() if name not in reached]
+            waiting += project.modules_of(project.modules[name].imports)
+    return [module.path for name, module in project.modules.items() if name not in reached]
 
 
-def unused_definitions(house: House) -> list[str]:
+def unused_definitions(project: Project) -> list[str]:
     """`path:name` of what stands at the top of a module and is used neither there nor by another module."""
-    imported = house.named_in_conf.union(*(module.imports for module in house.modules.values()))
+    imported = project.named_in_conf.union(*(module.imports for module in project.modules.values()))
     found = []
-    for dotted, module in house.modules.items():
+    for dotted, module in project.modules.items():
         in_all = sum((names for _, names in module.uses), Counter[str]())
         found += [
             f"{module.path}:{name}"
@@ -169,23 +169,23 @@ def defined_names(statement: ast.stmt) -> list[str]:
     return [name for name in names if name != "__all__"]
 
 
-def unused_names(house: House) -> list[str]:
+def unused_names(project: Project) -> list[str]:
     """`path:name` of methods, attributes, fields and variables whose name is used nowhere, by vulture."""
     vulture = Vulture(ignore_decorators=DECORATORS)
-    vulture.scavenge([house.root / folder for folder in HOUSE if (house.root / folder).exists()])
-    used = {text.rpartition(":")[2] for module in house.modules.values() for text in module.strings}
-    used |= {name.rpartition(".")[2] for name in house.named_in_conf}
-    for template in (house.root / "platform").rglob("*.j2"):
+    vulture.scavenge([project.root / folder for folder in PROJECT if (project.root / folder).exists()])
+    used = {text.rpartition(":")[2] for module in project.modules.values() for text in module.strings}
+    used |= {name.rpartition(".")[2] for name in project.named_in_conf}
+    for template in (project.root / "platform").rglob("*.j2"):
         used |= set(re.findall(r"\w+", template.read_text(encoding="utf-8")))
     items = vulture.get_unused_code(min_confidence=60)
     return [
-        f"{item.filename.relative_to(house.root).as_posix()}:{item.name}" for item in items if item.name not in used
+        f"{item.filename.relative_to(project.root).as_posix()}:{item.name}" for item in items if item.name not in used
     ]
 
 
 def everything_unused(root: Path) -> list[str]:
-    house = House(root)
-    return sorted({*unreachable_modules(house), *unused_definitions(house), *unused_names(house)})
+    project = Project(root)
+    return sorted({*unreachable_modules(project), *unused_definitions(project), *unused_names(project)})
 
 
 def allowing(found: str) -> str | None:

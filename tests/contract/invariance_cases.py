@@ -22,7 +22,7 @@ NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 8, 4, 32
 """Every sequence is as long, so that a token budget makes exactly so many micro-batches; prompts are ragged."""
 
 
-class Way(NamedTuple):
+class WeightRoute(NamedTuple):
     """How the batch is computed."""
 
     num_ranks: int
@@ -35,7 +35,7 @@ class Way(NamedTuple):
         return NUM_GROUPS * GROUP_SIZE * NUM_TOKENS // (self.num_ranks * self.num_micro_batches)
 
 
-WAYS = [Way(*values) for values in itertools.product((1, 2), (0, 1, 2, 3), (1, 4, 16), (False, True))]
+WAYS = [WeightRoute(*values) for values in itertools.product((1, 2), (0, 1, 2, 3), (1, 4, 16), (False, True))]
 
 
 class Result(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trainer.spec import free_port
-from tests.contract.invariance_cases import NUM_TOKENS, WAYS, Result, Way, compute
+from tests.contract.invariance_cases import NUM_TOKENS, WAYS, Result, WeightRoute, compute
 from tests.contract.test_trainer_backends import relative_error
 from tests.contract.trainer_backend_cases import Case, create_policies
 from tests.rank_processes import run_ranks
@@ -30,20 +30,20 @@ def reference(folder: Path) -> Result:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[Way, Result]:
-    found: dict[Way, Result] = {}
+def results(folder: Path) -> dict[WeightRoute, Result]:
+    found: dict[WeightRoute, Result] = {}
     for world in (1, 2):
         port = free_port()
         arguments = [(rank, port, folder, world) for rank in range(world)]
         run_ranks("tests.contract.invariance_cases", arguments, timeout_s=900)
         ways = pickle.loads((folder / f"ways-{world}").read_bytes())
-        found |= {Way(*way): Result(*result) for way, result in ways.items()}
+        found |= {WeightRoute(*way): Result(*result) for way, result in ways.items()}
     return found
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way)))
 def test_the_gradient_is_that_of_one_sequence_after_the_other(
-    way: Way, results: dict[Way, Result], reference: Result
+    way: WeightRoute, results: dict[WeightRoute, Result], reference: Result
 ) -> None:
     result = results[way]
     assert result.num_micro_batches == way.num_micro_batches

@@ -26,8 +26,8 @@ from penstock.weights.transport.process_group.endpoints import Sender, TransferG
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.streaming import IN_PLACE
 
-from .crossing import CPU, NUM_RANKS, make_crossing
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, StreamingRequests, prompt_of, within
+from .group_spec import CPU, NUM_RANKS, make_group_spec
 from .slot_stories import part
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
@@ -74,14 +74,14 @@ async def harness(
 class Ranks:
     """Two training ranks under ZeRO-3, in threads of the test."""
 
-    def __init__(self, harness: Harness, crossing: TransferGroupSpec) -> None:
+    def __init__(self, harness: Harness, group_spec: TransferGroupSpec) -> None:
         self.senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
         self._harness = harness
-        self._crossing = crossing
+        self._group_spec = group_spec
 
     async def meet(self) -> None:
-        joining = [asyncio.to_thread(sender.join, self._crossing) for sender in self.senders]
-        await within(asyncio.gather(*joining, self._harness.engine.join_crossing(self._crossing, 0)))
+        joining = [asyncio.to_thread(sender.join, self._group_spec) for sender in self.senders]
+        await within(asyncio.gather(*joining, self._harness.engine.join_transfer_group(self._group_spec, 0)))
 
     def announce(self) -> WeightManifest:
         """Hold the next version, and say what it will be."""
@@ -91,7 +91,7 @@ class Ranks:
             tensors = self._harness.reference.tensors(version)
             sender.hold({name: part(tensor, rank, NUM_RANKS) for name, tensor in tensors.items()}, copies=True)
         sums = tuple(one for sender in self.senders for one in sender.sums().sums)
-        manifest = self._crossing.transfer.manifest(version, [PartialSum(*one[1:]) for one in sums])
+        manifest = self._group_spec.transfer.manifest(version, [PartialSum(*one[1:]) for one in sums])
         return replace(manifest, location=IN_PLACE, bucket_sums=sums)
 
     async def publish(self, manifest: WeightManifest) -> list[Any]:
@@ -111,10 +111,10 @@ async def ranks(harness: Harness) -> AsyncIterator[Callable[..., Awaitable[Ranks
     store, made = serve_store("127.0.0.1"), list[Ranks]()
 
     async def meet(timeout_s: float = 20.0) -> Ranks:
-        crossing = await make_crossing(
+        group_spec = await make_group_spec(
             harness, store.port, len(made), codec="full", timeout_s=timeout_s, is_streamed=True
         )
-        made.append(Ranks(harness, crossing))
+        made.append(Ranks(harness, group_spec))
         await made[-1].meet()
         return made[-1]
 
@@ -221,8 +221,8 @@ async def test_what_ranks_send_streams_into_the_live_parameters_and_the_engine_h
         await check_serves(harness, manifest.version)
     if isinstance(harness.engine, TorchEngine):
         assert harness.engine._slot is None
-        assert harness.engine._arrival is not None
-        assert 0 < harness.engine._arrival.extra_bytes <= BUCKET_BYTES
+        assert harness.engine._device_receiver is not None
+        assert 0 < harness.engine._device_receiver.extra_bytes <= BUCKET_BYTES
 
 
 async def test_a_bucket_that_is_damaged_on_the_way_is_not_applied_and_the_next_version_is_served(
@@ -238,7 +238,7 @@ async def test_a_bucket_that_is_damaged_on_the_way_is_not_applied_and_the_next_v
     assert isinstance(refusal, WeightSyncError)
     assert "damaged on the way. Its parameters are of no version now" in str(refusal)
     number = int(str(refusal).partition("bucket ")[2].split(":")[0])
-    assert 1 < number < len(trainer._crossing.transfer.plan.buckets), "in the middle"
+    assert 1 < number < len(trainer._group_spec.transfer.plan.buckets), "in the middle"
     assert harness.engine.version == -1
     assert await is_silent(harness, running)
     trainer = await ranks()

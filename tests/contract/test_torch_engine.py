@@ -13,7 +13,6 @@ from penstock.rollout.config import TorchEngineConfig
 from penstock.rollout.engines.torch import engine as torch_engine
 from penstock.rollout.engines.torch.engine import TorchEngine
 
-from .crossing import CrossingContract
 from .engine_contract import EngineContract
 from .engine_harness import (
     JOURNAL_INTERVAL,
@@ -24,6 +23,7 @@ from .engine_harness import (
     prompt_of,
     within,
 )
+from .group_spec import TransferGroupContract
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
 
@@ -40,7 +40,7 @@ async def harness(request: pytest.FixtureRequest, open_harness: OpenHarness) -> 
         yield harness
 
 
-class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract, CrossingContract):
+class TestTorchEngine(EngineContract, PartialRolloutContract, MultiTurnContract, TransferGroupContract):
     """The contract, in both update modes and with slots of both kinds."""
 
 

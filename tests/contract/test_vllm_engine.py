@@ -17,7 +17,6 @@ from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.model_config import ModelConfig
 from penstock.weights.transport.shared_memory import write_version
 
-from .crossing import CrossingContract
 from .engine_contract import EngineContract
 from .engine_harness import (
     JOURNAL_INTERVAL,
@@ -28,6 +27,7 @@ from .engine_harness import (
     prompt_of,
     within,
 )
+from .group_spec import TransferGroupContract
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
 
@@ -59,7 +59,7 @@ async def harness(
         yield harness
 
 
-class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract, CrossingContract):
+class TestVllmEngine(EngineContract, PartialRolloutContract, MultiTurnContract, TransferGroupContract):
     """The contract on vLLM's CPU build, in both update modes, over one worker and two, with slots of both kinds."""
 
 

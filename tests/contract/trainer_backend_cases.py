@@ -314,9 +314,9 @@ def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: in
 def prefetched_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
     """The same batch, three of its groups forwarded before, one group that it has not, and one for another version."""
     single = GroupPayload(GroupId(99), batch[0].trajectories[:1])  # fewer sequences than ranks
-    trainer.prefetch([batch[3]], version + 1)
+    trainer.early_logprobs([batch[3]], version + 1)
     for group in (batch[2], single, batch[0], batch[1]):
-        trainer.prefetch([group], version)
+        trainer.early_logprobs([group], version)
     return trainer.step(batch, version)
 
 

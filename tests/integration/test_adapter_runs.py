@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.rollout.tokenization.tokenizers import byte_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import TWO_WAYS, Train, small_run
+from tests.small_run import TWO_ROUTES, Train, small_run
 
 STEPS = 10
 TEN_STEPS = f"total_steps={STEPS}"
@@ -29,7 +29,7 @@ def load_environment(num_rows):
 """
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_an_environment_of_verifiers_trains(train: Train, tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(VERIFIERS)
     overrides = ["env=verifiers", "env.args.id=again", "env.args.kwargs.num_rows=64", "reward=episode"]
@@ -40,7 +40,7 @@ def test_an_environment_of_verifiers_trains(train: Train, tmp_path: Path) -> Non
     assert max(fresh_mismatches(run_dir)) < 1e-4
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_two_datasets_of_reasoning_gym_train(train: Train, tmp_path: Path) -> None:
     datasets = ["env.args.dataset=chain_sum", "+env.streams={sums: {}, legs: {args: {dataset: leg_counting}}}"]
     overrides = ["env=reasoning_gym", *datasets, "reward=reasoning_gym"]
@@ -51,7 +51,7 @@ def test_two_datasets_of_reasoning_gym_train(train: Train, tmp_path: Path) -> No
     assert max(mismatches) < 1e-4
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_an_environment_of_gymnasium_trains(train: Train, tmp_path: Path) -> None:
     actions = "env.args.action_names=[s, n, e, w, p, d]"
     overrides = ["env=gymnasium", "env.args.id=Taxi-v4", actions, "env.episode.max_turns=3", "reward=episode"]

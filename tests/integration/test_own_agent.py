@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from tests.chat_tokenizers import chat_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import TWO_WAYS, Train, small_run
+from tests.small_run import TWO_ROUTES, Train, small_run
 
 AGENT = Path(__file__).parents[2] / "examples" / "own_agent.py"
 
@@ -20,7 +20,7 @@ def test_the_example_is_short() -> None:
     assert len(lines) <= 30
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_a_users_agent_program_trains(train: Train, tmp_path: Path) -> None:
     shutil.copy(AGENT, tmp_path)
     agent = f"env.args.agent=[{sys.executable},own_agent.py]"

@@ -12,7 +12,7 @@ from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import TWO_WAYS, Train
+from tests.small_run import TWO_ROUTES, Train
 from tests.tiny_policy import tiny_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,7 +37,7 @@ def test_the_examples_are_short() -> None:
     assert code_lines(EXAMPLES / "own_reward.py") <= 5
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_a_users_environment_and_reward_train(train: Train, tmp_path: Path, random_policy: list[str]) -> None:
     for name in ("own_environment.py", "own_reward.py"):
         shutil.copy(EXAMPLES / name, tmp_path)

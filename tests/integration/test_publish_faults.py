@@ -107,13 +107,13 @@ class DamagedOnce(SharedMemoryTransport):
         self._damaged: int | None = version
 
     async def send(self, version: int) -> PublishHandle:
-        departure = await super().send(version)
+        publish_handle = await super().send(version)
         if version == self._damaged:
             assert self._transfer is not None
             buffers = list(ShardFiles(self._transfer).buffers(version, 0).values())
             buffers[len(buffers) // 2].view(torch.int32)[3] ^= 1
             self._damaged = None
-        return departure
+        return publish_handle
 
 
 async def test_a_damaged_version_is_written_once_more_and_the_run_goes_on_with_every_engine(node: Node) -> None:

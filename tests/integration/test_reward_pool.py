@@ -42,7 +42,7 @@ def judged(*overrides: str) -> RunConfig:
     )
 
 
-def give_back(rewards: RewardClient) -> None:
+def release_lease(rewards: RewardClient) -> None:
     """End the workers, whether Ray has given them a place or not."""
     for worker in rewards._workers:
         ray.kill(worker.actor)
@@ -57,7 +57,7 @@ async def test_every_worker_has_a_gpu_of_its_pool_and_its_process_sees_no_other(
         scores = await asyncio.gather(*(rewards.score(*pair("!")) for _ in range(4)))
     finally:
         await rewards.close()
-        give_back(rewards)
+        release_lease(rewards)
     assert [score.reward for score in scores] == [1.0] * 4
     assert sorted(score.parts["gpu"] for score in scores) == [0.0, 0.0, 1.0, 1.0]
 
@@ -69,7 +69,7 @@ async def test_without_a_pool_no_gpu_is_taken(two_gpus: None) -> None:
         assert ray.available_resources()["GPU"] == NUM_GPUS
     finally:
         await rewards.close()
-        give_back(rewards)
+        release_lease(rewards)
     assert (score.reward, score.parts) == (0.0, {"gpu": -1.0})
 
 
@@ -80,7 +80,7 @@ async def test_more_workers_than_the_cluster_has_gpus_for_end_the_start_with_bot
         with pytest.raises(PlacementError, match=r"3 reward workers were not up within 3 s\. .*another reward.pool"):
             await rewards_are_loaded(config, rewards)
     finally:
-        give_back(rewards)
+        release_lease(rewards)
 
 
 async def test_a_reward_that_does_not_load_on_its_pool_ends_the_start_with_the_cause(two_gpus: None) -> None:
@@ -90,7 +90,7 @@ async def test_a_reward_that_does_not_load_on_its_pool_ends_the_start_with_the_c
         with pytest.raises(PlacementError, match=r"starting the reward workers failed: ConfigError: (?s:.*)'depth'"):
             await rewards_are_loaded(config, rewards)
     finally:
-        give_back(rewards)
+        release_lease(rewards)
 
 
 async def test_a_worker_that_dies_is_started_again_on_the_gpu_that_it_had_and_no_score_is_lost(two_gpus: None) -> None:
@@ -109,5 +109,5 @@ async def test_a_worker_that_dies_is_started_again_on_the_gpu_that_it_had_and_no
         scores = await asyncio.gather(*(rewards.score(*pair("!")) for _ in range(4)))
     finally:
         await rewards.close()
-        give_back(rewards)
+        release_lease(rewards)
     assert sorted(score.parts["gpu"] for score in scores) == [0.0, 0.0, 1.0, 1.0]

@@ -26,7 +26,7 @@ def test_a_sweep_runs_its_grid_and_the_same_command_runs_only_what_is_missing(tm
     assert first.returncode == 0, first.stdout + first.stderr
     found = rows(tmp_path)
     assert [(row["dataflow.max_staleness"], row["status"]) for row in found] == [("0", "completed"), ("1", "completed")]
-    assert float(found[0]["max_lag"]) == 0.0
+    assert float(found[0]["max_staleness"]) == 0.0
     assert all(0.0 <= float(row["accuracy"]) <= 1.0 for row in found)
     summaries = [Path(tmp_path, row["run_dir"], "summary.json") for row in found]
     written = [summary.stat().st_mtime_ns for summary in summaries]

@@ -14,7 +14,7 @@ from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import fresh_mismatches, read_metric, read_summary
-from tests.small_run import TWO_WAYS, Train
+from tests.small_run import TWO_ROUTES, Train
 from tests.tiny_policy import tiny_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,7 +27,7 @@ def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield from pq.read_table(table).to_pylist()
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_a_game_and_drafts_train(train: Train, tmp_path: Path) -> None:
     source = (EXAMPLES / "drafts.py").read_text()
     assert sum(bool(line.strip()) and not line.startswith('"""') for line in source.splitlines()) <= 30

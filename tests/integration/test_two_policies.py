@@ -9,13 +9,13 @@ from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from penstock.trainer.models.tiny_policy import create_policy
 from penstock.weights.model_config import ModelConfig
 from tests.command_line import read_metric, read_summary
-from tests.small_run import MAX_CONTEXT_TOKENS, TWO_WAYS, Train, small_run_overrides
+from tests.small_run import MAX_CONTEXT_TOKENS, TWO_ROUTES, Train, small_run_overrides
 from tests.tiny_policy import tiny_shape
 
 STEPS, GROUPS = 3, 4
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_each_trains_on_what_both_have_sampled_and_is_saved(train: Train, tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     shape = tiny_shape(vocab_size=len(tokenizer), hidden_size=48, head_dim=16)

@@ -32,7 +32,7 @@ def test_every_run_ends_bounded_and_balanced(
 ) -> None:
     run = VirtualRun(batch, eta, steps, sigma, failure_rate, seed)
     run.run(skip_rate)
-    assert run.max_lag <= eta  # I1
+    assert run.max_staleness <= eta  # I1
     assert len(run.trained) == len(set(run.trained)) == batch * steps  # I5
     counts = run.core.finish()
     assert counts.live == 0
@@ -55,7 +55,7 @@ def test_trim_and_drop_keep_the_bound_and_the_books(
     steps = 12
     run = VirtualRun(batch, eta, steps, sigma, failure_rate, seed, policy)
     run.run(skip_rate=0.1)
-    assert run.max_lag <= eta
+    assert run.max_staleness <= eta
     assert len(run.trained) == len(set(run.trained)) == batch * steps
     counts = run.core.finish()
     assert counts.live == 0
@@ -77,7 +77,7 @@ def test_redundant_groups_are_given_up_and_never_more_than_the_surplus_per_batch
     steps = 12
     run = VirtualRun(batch, eta, steps, sigma, 0.0, seed, surplus=surplus)
     run.run(skip_rate=0.0)
-    assert run.max_lag <= eta
+    assert run.max_staleness <= eta
     redundant = run.core.ledger.reasons[GroupState.DROPPED, Reason.REDUNDANT]
     assert redundant <= surplus * steps
     assert run.core.finish().trained == batch * steps
@@ -96,7 +96,7 @@ def test_batches_that_are_streamed_keep_the_same_bound(
 ) -> None:
     run = StreamedRun(batch, eta, 12, sigma, failure_rate, seed)
     run.run(skip_rate=0.1)
-    assert run.max_lag <= eta
+    assert run.max_staleness <= eta
     assert run.core.finish().trained == batch * 12
 
 

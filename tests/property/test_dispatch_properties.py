@@ -43,7 +43,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule()
     def join(self) -> None:
-        engine = Numbered(EngineId(f"e{len(self.dispatcher.views)}"), max(self.dispatcher.floor, 0))
+        engine = Numbered(EngineId(f"e{len(self.dispatcher.views)}"), max(self.dispatcher.min_version, 0))
         self.take(self.dispatcher.add(EngineView(engine, SLOTS, SLOTS)))  # type: ignore[arg-type]
 
     @rule(prefix=PREFIXES, tokens=st.integers(1, 50), slots=st.sampled_from([1, 1, 1, 2, 4]))
@@ -103,8 +103,8 @@ class Dispatching(RuleBasedStateMachine):
 
     @precondition(lambda self: self.dispatcher.num_serving > 0)
     @rule()
-    def raise_floor(self) -> None:
-        self.take(self.dispatcher.raise_floor(max(view.version for view in self.dispatcher.serving())))
+    def set_min_version(self) -> None:
+        self.take(self.dispatcher.set_min_version(max(view.version for view in self.dispatcher.serving())))
 
     @invariant()
     def the_books_agree(self) -> None:
@@ -119,7 +119,7 @@ class Dispatching(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_whom_an_engine_with_room_may_take(self) -> None:
         views = list(self.dispatcher.serving())
-        able = [view for view in views if not view.is_paused and view.version >= self.dispatcher.floor]
+        able = [view for view in views if not view.is_paused and view.version >= self.dispatcher.min_version]
         for view in able:
             if view.gang is not None:
                 continue
@@ -191,7 +191,7 @@ async def interleave(steps: list[tuple[str, int]]) -> None:
     for outcome in await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 5):
         for end_of_one in outcome.exceptions if isinstance(outcome, BaseExceptionGroup) else (outcome,):
             assert end_of_one is None or isinstance(end_of_one, asyncio.CancelledError | EngineLostError), outcome
-    await asyncio.wait_for(pool.idle(), 1)
+    await asyncio.wait_for(pool.wait_idle(), 1)
     assert pool.num_waiting == 0
     assert list(pool.leases()) == []
     assert [(view.in_use, view.outstanding_tokens) for view in pool.views()] == [(0, 0)] * len(pool.engines())

@@ -87,7 +87,7 @@ async def train(flow: Flow, engines: list[FakeEngine], rng: random.Random) -> li
             for engine in rng.sample(engines, len(engines)):
                 engine.version = version
                 await asyncio.sleep(0)
-            flow.ports.runner.pool.raise_floor(version)
+            flow.ports.runner.pool.set_min_version(version)
             flow.advance(version)
     return trained
 

@@ -37,7 +37,7 @@ class VirtualRun:
         self.running: list[tuple[float, GroupId]] = []
         self.started_at: dict[GroupId, int] = {}
         self.trained: list[GroupId] = []
-        self.max_lag = 0
+        self.max_staleness = 0
 
     def admit(self) -> None:
         while self.core.free_credits > 0:
@@ -80,7 +80,7 @@ class VirtualRun:
                 self.finish_one()
                 continue
             for group in batch:
-                self.max_lag = max(self.max_lag, group.staleness(self.core.version))
+                self.max_staleness = max(self.max_staleness, group.staleness(self.core.version))
             if self.rng.random() < skip_rate:
                 self.core.skip()
                 continue

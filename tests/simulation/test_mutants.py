@@ -150,7 +150,7 @@ class UnacknowledgedServes(EnginePool):
     def engines(self) -> list[Engine]:
         return super().engines()[1:]
 
-    def raise_floor(self, version: int) -> None:
+    def set_min_version(self, version: int) -> None:
         pass
 
 
@@ -199,7 +199,7 @@ class TrainedAgain(DurableState):
 class OldVersionsStart(EnginePool):
     """While a version is on its way, requests go on starting at the one before."""
 
-    def raise_floor(self, version: int) -> None:
+    def set_min_version(self, version: int) -> None:
         pass
 
 

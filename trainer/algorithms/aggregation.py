@@ -4,7 +4,8 @@ A weight is a share divided by a normaliser. The normaliser is computed once ove
 (I9), so the same batch gives the same gradient however the work is split.
 
 Shape legend: N sequences of the whole batch (all ranks), all tokens of which weigh the same; T loss tokens and S
-sequences of one micro-batch, in which single tokens may count less, or not at all (`lag_factors`, `is_low_entropy`).
+sequences of one micro-batch, in which single tokens may count less, or not at all (`staleness_factors`,
+`is_low_entropy`).
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ def batch_normaliser(num_loss_tokens: NDArray[np.int64], mode: str) -> float:
     return float(num_loss_tokens.sum() if mode == "token_mean" else len(num_loss_tokens))
 
 
-def lag_factors(lags: Tensor, decay: float) -> Tensor:
-    """`decay^lag`, `[T] float64`: staler tokens count less. Lag is the staleness in versions, `[T] int64` ≥ 0."""
-    return torch.as_tensor(decay, dtype=torch.float64, device=lags.device).pow(lags.clamp(min=0))
+def staleness_factors(staleness: Tensor, decay: float) -> Tensor:
+    """`decay^staleness`, `[T] float64`: staler tokens count less. Lag is the staleness in versions, `[T] int64` ≥ 0."""
+    return torch.as_tensor(decay, dtype=torch.float64, device=staleness.device).pow(staleness.clamp(min=0))
 
 
 def is_low_entropy(entropies: Tensor, segments: Tensor, num_segments: int, top_share: float) -> Tensor:

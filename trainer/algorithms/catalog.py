@@ -149,7 +149,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "2503.14476", "advantages:overlong_penalty"),
     Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",
               "2601.05242", "advantages:per_head", "group"),
-    Algorithm("token_weighting", "lag_decay", "term · decay^lag", "–", "aggregation:lag_factors"),
+    Algorithm("token_weighting", "lag_decay", "term · decay^lag", "–", "aggregation:staleness_factors"),
     Algorithm("token_weighting", "entropy_top_share", "only the ⌈q n_i⌉ tokens of highest entropy of each sequence",
               "2506.01939", "aggregation:is_low_entropy", "sequence"),
 )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.policy_loss import BY_LAG, MAXIMA, SUMS
+from penstock.kernels.policy_loss import BY_STALENESS, MAXIMA, SUMS
 from penstock.trainer.algorithms.kl import k3
 from penstock.trainer.algorithms.objective import LossTerms
 from penstock.trainer.algorithms.tokens import clamped_exp
@@ -26,8 +26,8 @@ from penstock.trainer.batches.collate import MicroBatch
 
 OF_ANOTHER_POLICY = -1
 """In place of a staleness: the token was sampled by another policy of the run."""
-LAG_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
-_LAST_LAGS = (OF_ANOTHER_POLICY, 0, 1, 3)
+STALENESS_BUCKETS = ("other_policy", "0", "1", "2_3", "4_plus")
+_BUCKET_ENDS = (OF_ANOTHER_POLICY, 0, 1, 3)
 """Largest staleness, versions, of each bucket but the last."""
 
 
@@ -35,20 +35,20 @@ class TokenMetrics:
     """Accumulates one step's token statistics on the device; one reduction over ranks at the end.
 
     Attributes:
-        last_lags: `[4] int64`, largest staleness of each bucket but the last; the first is of other policies.
+        bucket_ends: `[4] int64`, largest staleness of each bucket but the last; the first is of other policies.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        self._maxima = torch.zeros(len(MAXIMA) + len(LAG_BUCKETS), dtype=torch.float64, device=device)
-        self._by_lag = torch.zeros(len(LAG_BUCKETS), len(BY_LAG), dtype=torch.float64, device=device)
-        self.last_lags = torch.tensor(_LAST_LAGS, device=device)
+        self._maxima = torch.zeros(len(MAXIMA) + len(STALENESS_BUCKETS), dtype=torch.float64, device=device)
+        self._by_staleness = torch.zeros(len(STALENESS_BUCKETS), len(BY_STALENESS), dtype=torch.float64, device=device)
+        self.bucket_ends = torch.tensor(_BUCKET_ENDS, device=device)
 
-    def add_sums(self, sums: Tensor, maxima: Tensor, by_lag: Tensor) -> None:
+    def add_sums(self, sums: Tensor, maxima: Tensor, by_staleness: Tensor) -> None:
         """Add one micro-batch that a kernel has measured; the columns are those of `kernels.policy_loss`."""
         self._sums += sums
         self._maxima = torch.maximum(self._maxima, maxima)
-        self._by_lag += by_lag
+        self._by_staleness += by_staleness
 
     @torch.no_grad()
     def add(
@@ -70,11 +70,15 @@ class TokenMetrics:
             micro_batch: What was recorded of the tokens, their staleness and their weights.
             terms: Which of them were rejected or clipped.
         """
-        behavior, reference, lags = micro_batch.behavior_logprobs, micro_batch.reference_logprobs, micro_batch.lags
+        behavior, reference, staleness = (
+            micro_batch.behavior_logprobs,
+            micro_batch.reference_logprobs,
+            micro_batch.staleness,
+        )
         teacher = reference if micro_batch.teacher_logprobs is None else micro_batch.teacher_logprobs
         token_weights, is_masked = micro_batch.token_weights.double(), terms.is_masked
         log_ratio = (behavior[:0] if start is None else start - behavior).double()
-        weights, is_own = clamped_exp(log_ratio), (lags[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
+        weights, is_own = clamped_exp(log_ratio), (staleness[: len(log_ratio)] != OF_ANOTHER_POLICY).double()
         weight, distance = weights * is_own, log_ratio.abs() * is_own
         sums = (
             torch.tensor(float(len(target)), device=loss.device),
@@ -95,10 +99,10 @@ class TokenMetrics:
         )
         self._sums += torch.stack([value.detach().double() for value in sums])
         if len(weights):
-            buckets, k3_of = torch.bucketize(lags, self.last_lags), weights - log_ratio - 1.0
+            buckets, k3_of = torch.bucketize(staleness, self.bucket_ends), weights - log_ratio - 1.0
             ones, squares = torch.ones_like(weights), weights.square()
             per_token = (ones, weights, is_masked.double(), squares, log_ratio.abs(), k3_of)
-            self._by_lag.index_add_(0, buckets, torch.stack(per_token, dim=1))
+            self._by_staleness.index_add_(0, buckets, torch.stack(per_token, dim=1))
             self._maxima[: len(MAXIMA)] = torch.maximum(
                 self._maxima[: len(MAXIMA)], torch.stack([weight.max(), distance.max()])
             )
@@ -112,10 +116,10 @@ class TokenMetrics:
         self, all_reduce: Callable[[NDArray[np.float64], Literal["sum", "max"]], NDArray[np.float64]]
     ) -> TokenSums:
         """Reduce over ranks (a collective); `all_reduce` is `(values, "sum" | "max")` -> the reduction over ranks."""
-        mine = torch.cat([self._sums, self._by_lag.flatten()]).cpu().numpy()
+        mine = torch.cat([self._sums, self._by_staleness.flatten()]).cpu().numpy()
         everyone = all_reduce(mine, "sum")
-        by_lag = everyone[len(SUMS) :].reshape(len(LAG_BUCKETS), len(BY_LAG))
-        return TokenSums(everyone[: len(SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_lag)
+        by_staleness = everyone[len(SUMS) :].reshape(len(STALENESS_BUCKETS), len(BY_STALENESS))
+        return TokenSums(everyone[: len(SUMS)], all_reduce(self._maxima.cpu().numpy(), "max"), by_staleness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +128,11 @@ class TokenSums:
 
     sums: NDArray[np.float64]
     maxima: NDArray[np.float64]
-    by_lag: NDArray[np.float64]
+    by_staleness: NDArray[np.float64]
 
     def __add__(self, other: TokenSums) -> TokenSums:
         maxima = np.maximum(self.maxima, other.maxima)
-        return TokenSums(self.sums + other.sums, maxima, self.by_lag + other.by_lag)
+        return TokenSums(self.sums + other.sums, maxima, self.by_staleness + other.by_staleness)
 
     @property
     def loss(self) -> float:
@@ -162,14 +166,14 @@ class TokenSums:
             "mismatch/abs_logprob_max": maxima["abs_log_ratio"],
             "mismatch/kl_k3": sums["kl_k3"] / measured,
         }
-        return metrics | _by_lag(self.by_lag, self.maxima[len(MAXIMA) :])
+        return metrics | _by_staleness(self.by_staleness, self.maxima[len(MAXIMA) :])
 
 
-def _by_lag(sums: NDArray[np.float64], greatest: NDArray[np.float64]) -> dict[str, float]:
+def _by_staleness(sums: NDArray[np.float64], greatest: NDArray[np.float64]) -> dict[str, float]:
     """What is always logged of behavior weights, for each bucket of staleness that holds tokens."""
     metrics = {}
-    for bucket, row, weight_max in zip(LAG_BUCKETS, sums.tolist(), greatest.tolist(), strict=True):
-        of = dict(zip(BY_LAG, row, strict=True))
+    for bucket, row, weight_max in zip(STALENESS_BUCKETS, sums.tolist(), greatest.tolist(), strict=True):
+        of = dict(zip(BY_STALENESS, row, strict=True))
         if tokens := of["tokens"]:
             metrics[f"ratio/lag_tokens/{bucket}"] = tokens
             metrics[f"ratio/lag_behavior_mean/{bucket}"] = of["weight"] / tokens

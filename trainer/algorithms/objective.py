@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from penstock.dataflow.errors import ShapeError
-from penstock.trainer.algorithms.aggregation import is_low_entropy, lag_factors
+from penstock.trainer.algorithms.aggregation import is_low_entropy, staleness_factors
 from penstock.trainer.algorithms.catalog import find
 from penstock.trainer.algorithms.corrections import correct
 from penstock.trainer.algorithms.proximal import ProximalInputs
@@ -101,7 +101,7 @@ class Objective:
             weights = weights.masked_fill(correction.is_masked, 1.0)
             terms = terms + config.kl_in_loss * weights * self._kl(target, micro_batch.reference_logprobs)
         if config.lag_decay < 1:
-            terms = terms * lag_factors(micro_batch.lags, config.lag_decay).to(terms.dtype)
+            terms = terms * staleness_factors(micro_batch.staleness, config.lag_decay).to(terms.dtype)
         if config.entropy_top_share < 1:
             dull = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
             terms = terms.masked_fill(dull, 0.0)
@@ -111,5 +111,5 @@ class Objective:
         """`[T]` p, without gradient."""
         # The dummy token of an empty micro-batch has not been recomputed.
         recomputed = micro_batch.proximal_logprobs if micro_batch.num_tokens else target.detach()
-        behavior, lags = micro_batch.behavior_logprobs, micro_batch.lags
-        return self._proximal(ProximalInputs(target.detach(), behavior, recomputed, lags, is_first_update))
+        behavior, staleness = micro_batch.behavior_logprobs, micro_batch.staleness
+        return self._proximal(ProximalInputs(target.detach(), behavior, recomputed, staleness, is_first_update))

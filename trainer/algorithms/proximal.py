@@ -25,7 +25,7 @@ class ProximalInputs:
     target: Tensor
     behavior: Tensor
     recomputed: Tensor | None = None
-    lags: Tensor | None = None
+    staleness: Tensor | None = None
     is_first_update: bool = True
 
 
@@ -52,6 +52,6 @@ def interpolate(inputs: ProximalInputs) -> Tensor:
     """
     if inputs.is_first_update:
         return inputs.target
-    assert inputs.lags is not None, "interpolate needs the version of every token"
-    lag = inputs.lags.to(inputs.target.dtype)
-    return inputs.behavior + lag / (lag + 1.0) * (inputs.target - inputs.behavior)
+    assert inputs.staleness is not None, "interpolate needs the version of every token"
+    staleness = inputs.staleness.to(inputs.target.dtype)
+    return inputs.behavior + staleness / (staleness + 1.0) * (inputs.target - inputs.behavior)

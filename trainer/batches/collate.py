@@ -66,7 +66,7 @@ class MicroBatch:
     advantages: Tensor
     token_weights: Tensor
     reference_logprobs: Tensor
-    lags: Tensor
+    staleness: Tensor
     segments: Tensor
     pairs: Tensor
     sequence_index: NDArray[np.int64]
@@ -84,7 +84,7 @@ _PER_TOKEN = (
     "advantages",
     "token_weights",
     "reference_logprobs",
-    "lags",
+    "staleness",
     "segments",
     "proximal_logprobs",
     "teacher_logprobs",
@@ -169,7 +169,7 @@ def collate(
         advantages=per_token([one.advantages for one in chosen], np.float32),
         token_weights=tensor(np.repeat(np.array([one.token_weight for one in chosen], np.float32), counts)),
         reference_logprobs=per_token([one.reference_logprobs for one in chosen], np.float32),
-        lags=per_token([one.lags for one in chosen], np.int64),
+        staleness=per_token([one.staleness for one in chosen], np.int64),
         segments=tensor(np.repeat(np.arange(len(order)), counts)),
         pairs=tensor(np.array(pairs, np.int64).reshape(-1, 2)),
         sequence_index=np.repeat(np.array(order, np.int64), counts),
@@ -194,7 +194,7 @@ def empty_micro_batch(device: torch.device) -> MicroBatch:
         advantages=zeros,
         token_weights=zeros,
         reference_logprobs=zeros,
-        lags=index,
+        staleness=index,
         segments=index,
         pairs=torch.zeros(0, 2, dtype=torch.int64, device=device),
         sequence_index=np.zeros(0, np.int64),

@@ -67,7 +67,7 @@ class TrainingSequence:
     behavior_logprobs: NDArray[np.float32]
     token_weight: float = 0.0
     advantages: NDArray[np.floating] | None = None
-    lags: NDArray[np.integer] | None = None
+    staleness: NDArray[np.integer] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
     preferred_to: tuple[int, ...] = ()
     unit: int | None = None

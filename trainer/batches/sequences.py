@@ -287,7 +287,7 @@ def policy_sequences(
         is_trained = not algorithm.compares_pairs or index in compared
         keep = member.carries_loss if is_trained else np.zeros_like(member.carries_loss)
         is_ours = member.trajectory.policy_id == policy_id
-        lags = (
+        staleness = (
             version - versions_per_token(member.trajectory.spans) if is_ours else np.full(len(keep), OF_ANOTHER_POLICY)
         )
         sequences.append(
@@ -296,7 +296,7 @@ def policy_sequences(
                 targets=np.flatnonzero(member.trajectory.loss_mask)[keep],
                 behavior_logprobs=member.behavior[keep],
                 advantages=advantage[keep],
-                lags=np.asarray(lags, np.int64)[keep],
+                staleness=np.asarray(staleness, np.int64)[keep],
                 reference_logprobs=None if member.reference is None else member.reference[keep],
                 preferred_to=preferred.get(index, ()),
                 unit=member.group if index in compared else None,

@@ -46,7 +46,7 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights, entries_of
 from penstock.weights.transport.device_memory import DeviceSlot, SlotHandle, slot_for
-from penstock.weights.transport.process_group.endpoints import Arrival, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
 from penstock.weights.transport.shards import read_shard
 from penstock.weights.transport.shared_memory import read_version
 from penstock.weights.transport.streaming import IN_PLACE, Pieces
@@ -75,7 +75,7 @@ class TorchEngine:
         self.version = UNPUBLISHED
         self._base = BaseWeights(rank=0)
         self._slot: DeviceSlot | None = None
-        self._arrival: Arrival | None = None
+        self._device_receiver: DeviceReceiver | None = None
         self._busy = BusyClock()
         self._streams: dict[RequestId, asyncio.Queue[TokenDelta | EngineLostError]] = {}
         self._updating = asyncio.Lock()
@@ -170,16 +170,16 @@ class TorchEngine:
         self._slot = await asyncio.to_thread(slot_for, self._slot, sizes, TORCH_DTYPES[dtype], device)
         return [self._slot.handles(num_writers)]
 
-    async def join_crossing(self, crossing: TransferGroupSpec, replica: int) -> None:
+    async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
         async with self._updating:  # one that was given up may still be streaming
-            self._arrival = self._arrival or Arrival(0, torch.device(self._spec.device))
-            self._slot = await asyncio.to_thread(self._arrival.join, crossing, replica, self._slot)
+            self._device_receiver = self._device_receiver or DeviceReceiver(0, torch.device(self._spec.device))
+            self._slot = await asyncio.to_thread(self._device_receiver.join, group_spec, replica, self._slot)
 
     async def receive(self, version: int) -> None:
         """See `LocalEngine`."""
-        assert self._arrival is not None, "join_crossing comes first"
-        await asyncio.to_thread(self._arrival.receive, version)
+        assert self._device_receiver is not None, "join_transfer_group comes first"
+        await asyncio.to_thread(self._device_receiver.receive, version)
 
     async def sleep(self) -> None:
         """Give the KV cache back and, on an accelerator, move the weights to host memory.
@@ -267,9 +267,9 @@ class TorchEngine:
                 "They would keep old weights. Publish whole versions."
             )
         if manifest.location == IN_PLACE:
-            if self._arrival is None:
+            if self._device_receiver is None:
                 raise WeightSyncError(f"{where}: it is streamed, and this engine has joined no crossing.")
-            return partial(self._arrival.stream, manifest.version, manifest.bucket_sums), manifest
+            return partial(self._device_receiver.stream, manifest.version, manifest.bucket_sums), manifest
         staged = dict(read_shard(manifest, 0, self._slot) if manifest.num_shards else read_version(manifest))
         if self._spec.bucket_bytes is not None and manifest.num_shards:
             device = next(iter(live.values())).device

@@ -280,9 +280,9 @@ class VllmEngine:
             raise WeightSyncError(f"{self.engine_id}: {refusals[0]}")
         return [[SlotHandle(*row) for row in rows] for _, _, rows in sorted(answers)]
 
-    async def join_crossing(self, crossing: TransferGroupSpec, replica: int) -> None:
+    async def join_transfer_group(self, group_spec: TransferGroupSpec, replica: int) -> None:
         """See `LocalEngine`."""
-        await self._open().collective_rpc("penstock_join", args=(pickle.dumps(crossing), replica))
+        await self._open().collective_rpc("penstock_join", args=(pickle.dumps(group_spec), replica))
         await self._until_done("weights: meeting", "penstock_beside")
 
     async def receive(self, version: int) -> None:

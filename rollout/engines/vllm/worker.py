@@ -33,7 +33,7 @@ from penstock.weights.model_config import DType
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.background import BackgroundJob
 from penstock.weights.transport.device_memory import DeviceSlot, slot_for
-from penstock.weights.transport.process_group.endpoints import Arrival, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import DeviceReceiver, TransferGroupSpec
 from penstock.weights.transport.shared_memory import read_version
 from penstock.weights.transport.staging import Staged, stage
 from penstock.weights.transport.streaming import IN_PLACE, Pieces
@@ -71,8 +71,8 @@ class ModelState:
     """
 
     base: BaseWeights
-    arrival: Arrival
-    crossing: BackgroundJob = field(default_factory=BackgroundJob)
+    device_receiver: DeviceReceiver
+    group_spec: BackgroundJob = field(default_factory=BackgroundJob)
     has_joined: bool = False
     slot: DeviceSlot | None = None
     update: Update | None = None
@@ -201,7 +201,7 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         if model not in _states:
             rank = get_tensor_model_parallel_rank()
-            _states[model] = ModelState(BaseWeights(rank), Arrival(rank, self.device))
+            _states[model] = ModelState(BaseWeights(rank), DeviceReceiver(rank, self.device))
         return _states[model]
 
     def penstock_make_slot(
@@ -219,21 +219,21 @@ class WorkerExtension:
         handles = state.slot.handles(num_writers)
         return rank, "", [(handle.device, handle.rebuild, handle.checksum) for handle in handles]
 
-    def penstock_join(self, crossing: bytes, replica: int) -> None:
+    def penstock_join(self, group_spec: bytes, replica: int) -> None:
         """Begin to meet everyone of a crossing (pickled), beside decoding."""
         state = self.penstock_state
         state.has_joined = True
 
         def join() -> None:
-            met: TransferGroupSpec = pickle.loads(crossing)  # noqa: S301 - from the driver of this run
-            state.slot = state.arrival.join(met, replica, state.slot) or state.slot
+            met: TransferGroupSpec = pickle.loads(group_spec)  # noqa: S301 - from the driver of this run
+            state.slot = state.device_receiver.join(met, replica, state.slot) or state.slot
 
-        state.crossing.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
+        state.group_spec.begin(f"rank {get_tensor_model_parallel_rank()} joins", join)
 
     def penstock_receive(self, version: int) -> None:
         """Begin to receive a version, beside decoding."""
         state = self.penstock_state
-        state.crossing.begin(f"receive v{version}", partial(state.arrival.receive, version))
+        state.group_spec.begin(f"receive v{version}", partial(state.device_receiver.receive, version))
 
     def penstock_stream(self) -> None:
         """Begin to receive the version of `penstock_stage` into the live parameters; generation is paused."""
@@ -242,13 +242,13 @@ class WorkerExtension:
         manifest, live = state.update.manifest, flat_parameters(self.model_runner.get_model())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # what still reads them was started on another stream
-        stream = partial(state.arrival.stream, manifest.version, manifest.bucket_sums, live)
-        state.crossing.begin(f"stream v{manifest.version}", stream)
+        stream = partial(state.device_receiver.stream, manifest.version, manifest.bucket_sums, live)
+        state.group_spec.begin(f"stream v{manifest.version}", stream)
 
     def penstock_beside(self) -> tuple[bool, str]:
         """Whether that has ended, and why it failed, if it has."""
-        crossing = self.penstock_state.crossing
-        return crossing.is_done, crossing.error()
+        group_spec = self.penstock_state.group_spec
+        return group_spec.is_done, group_spec.error()
 
     def penstock_stage(self, manifest: bytes, bucket_bytes: int | None) -> str:
         """Begin to fetch and check this worker's shard of a version, beside decoding; says why it cannot.

@@ -49,7 +49,7 @@ class FakeTrainer:
         self.calls.append(("write", version, names))
         return [[PartialSum(0, NORM.name, 3)], [PartialSum(0, NORM.name, 4)]]
 
-    async def leg(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
+    async def call_ranks(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
         assert timeout_s == WeightsConfig().timeout_s
         return await self.ask(method, *arguments)
 

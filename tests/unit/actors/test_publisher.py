@@ -246,7 +246,7 @@ async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_
             return await super().send(version) if version == 0 else self.fails()
 
         async def fails(self) -> PublishedVersion:
-            raise WeightSyncError("the landing is lost")
+            raise WeightSyncError("the weight receiver is lost")
 
     engine = Slow(EngineId("a"))
     engine.may_take.set()
@@ -255,9 +255,9 @@ async def test_overlapped_requests_that_wait_for_a_version_that_never_comes_get_
     publish = ActorWeightPublisher(pool, config, Broken(FakeTrainer(), pool))  # type: ignore[arg-type]
     await publish.publish(0)
     await publish.publish(1)
-    with pytest.raises(EngineLostError, match="the landing is lost"):
+    with pytest.raises(EngineLostError, match="the weight receiver is lost"):
         await asyncio.wait_for(pool.lease().acquire(), 5.0)
-    with pytest.raises(WeightSyncError, match="the landing is lost"):
+    with pytest.raises(WeightSyncError, match="the weight receiver is lost"):
         await publish.delivered()
     await publish.close()
 
@@ -266,7 +266,7 @@ async def test_overlapped_the_wait_for_the_version_before_is_not_charged_to_the_
     publish, _, engine = await on_the_way()
     asyncio.get_running_loop().call_later(0.15, engine.may_take.set)
     await publish.publish(2)
-    assert (await publish.delivered()).export_s < 0.15
+    assert (await publish.delivered()).send_s < 0.15
     await publish.close()
 
 

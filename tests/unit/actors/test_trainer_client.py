@@ -87,10 +87,10 @@ async def test_a_group_that_is_forwarded_before_its_batch_goes_to_every_rank_bef
     client = TrainerClient(ranks, 10.0)
     client.version = 3
     (group,) = [one async for one in batch([5])]
-    await client.prefetch(group)
+    await client.early_logprobs(group)
     await client.step(batch([5, 5]))
     for rank in ranks:
-        assert rank.calls == [("prefetch", ["handle 0"]), ("step", ["handle 0", "handle 1"])]
+        assert rank.calls == [("early_logprobs", ["handle 0"]), ("step", ["handle 0", "handle 1"])]
         assert rank.versions == [3, 3], "what is forwarded is for the step that comes next"
 
 
@@ -127,11 +127,11 @@ async def test_ranks_that_are_late_with_a_leg_of_a_publish_are_named_with_how_fa
             return answer
 
     quick = TrainerClient([Quick(), Quick()], 10.0)
-    assert await quick.leg("publish v7", 5.0, "write_shards", 7) == [["write_shards", 7]] * 2
+    assert await quick.call_ranks("publish v7", 5.0, "write_shards", 7) == [["write_shards", 7]] * 2
     client = TrainerClient([Quick(), Late(), Late()], 10.0)
     late = r"training rank 1 \(v7, bucket 3 of 17\), training rank 2 \(v7, bucket 3 of 17\)"
     with pytest.raises(WeightSyncError, match=rf"publish v7: write_shards is not over after 0.05 s .*Missing: {late}"):
-        await client.leg("publish v7", 0.05, "write_shards", 7)
+        await client.call_ranks("publish v7", 0.05, "write_shards", 7)
 
 
 class Stopped(FakeRank):
@@ -157,7 +157,7 @@ async def test_a_dead_rank_is_an_error_of_the_export_and_a_slow_one_may_wait_for
     with pytest.raises(ExportError, match=r"trainer: send_weights: a process died: .*low on memory"):
         await TrainerClient([Dead()], 10.0).ask("send_weights", 1, timeout_s=5.0)
     with pytest.raises(ExportError, match="publish v1: write_shards on the training ranks: a process died"):
-        await TrainerClient([Dead()], 10.0).leg("publish v1", 5.0, "write_shards", 1)
+        await TrainerClient([Dead()], 10.0).call_ranks("publish v1", 5.0, "write_shards", 1)
     with pytest.raises(WeightSyncError, match="trainer: send_weights: no answer within") as late:
         await TrainerClient([Stopped()], 10.0).ask("send_weights", 1, timeout_s=0.05)
     assert not isinstance(late.value, ExportError)

@@ -30,7 +30,7 @@ from penstock.envs.adapters.reasoning_gym_tasks import (
 from penstock.envs.adapters.rows import RowTasks
 from penstock.envs.config import IsolationConfig
 from penstock.envs.environment import Action, Done, Observation
-from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
 from tests.answers import answered
@@ -184,7 +184,7 @@ async def test_an_answer_that_is_a_program_reaches_nothing_from_the_jail_of_its_
     tmp_path: Path, isolation: str
 ) -> None:
     """countdown's verifier evaluates the answer. In a plain process that reaches the user's files, so it is jailed."""
-    if isolation == "strict" and (problem := why_no_jails()):
+    if isolation == "strict" and (problem := why_no_namespaces()):
         pytest.skip(f"this host makes no jails: {problem}")
     reward = compose_config(["experiment=arithmetic", "env=reasoning_gym", "reward=reasoning_gym"]).reward
     assert reward.isolation == IsolationConfig(), "strict, unless a user says otherwise"

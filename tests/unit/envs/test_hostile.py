@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ports import Score
-from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.contract import Limits, Program
 from penstock.envs.sandbox.hostile import HostileCase, Trap, Verdict, lay_trap, survives, try_all
@@ -139,8 +139,8 @@ ISOLATIONS = [pytest.param(STRICT, id="strict"), pytest.param(None, id="process"
 async def runner(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[RewardRunner]:
     """One worker for all cases: it has to survive them."""
     assert folder.is_dir()
-    if request.param and why_no_jails():
-        pytest.skip(f"this host makes no jails: {why_no_jails()}")
+    if request.param and why_no_namespaces():
+        pytest.skip(f"this host makes no jails: {why_no_namespaces()}")
     made = RewardRunner(REWARDS.model_copy(update={"isolation": request.param}))
     yield made
     await made.shutdown()
@@ -266,7 +266,7 @@ def _naps(trap: Trap, ancestor: int) -> bool:
 
 AS_USER = """
 import asyncio, json
-from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.envs.sandbox.config import SandboxConfig
 from penstock.envs.sandbox.hostile import try_all
 from tests.hostile_programs import PROGRAMS

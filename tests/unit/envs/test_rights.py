@@ -17,7 +17,7 @@ from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.ports import Score
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig, RewardPartConfig, StreamConfig
 from penstock.envs.sandbox import bubblewrap
-from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_jails
+from penstock.envs.sandbox.bubblewrap import user_code_arguments, why_no_namespaces
 from penstock.envs.workers.permissions import environment_for, grants_of_episodes, grants_of_reward
 from penstock.envs.workers.scoring import RewardRunner
 from penstock.platform.checks.load import compose_config
@@ -72,7 +72,7 @@ if raise_at_import:
     open(raise_at_import)
 """
 
-jailed = pytest.mark.skipif(bool(why_no_jails()), reason="this host makes no jails")
+jailed = pytest.mark.skipif(bool(why_no_namespaces()), reason="this host makes no jails")
 
 
 @pytest.fixture
@@ -211,13 +211,13 @@ async def test_variables_need_a_grant(score: Callable[..., Any], monkeypatch: py
 async def test_where_there_are_no_jails_strict_is_refused_with_the_remedy(
     score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why_no_jails.cache_clear()
+    why_no_namespaces.cache_clear()
     monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: "/bin/false")
     try:
         with pytest.raises(ConfigError, match=r"reward.isolation=strict, but this host .*Allow user namespaces"):
             await score("names", isolation=STRICT)
     finally:
-        why_no_jails.cache_clear()
+        why_no_namespaces.cache_clear()
 
 
 @jailed

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from penstock.kernels.gpu import changed_elements, logprob_backward, logprob_forward, policy_loss
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.trainer.algorithms.metrics import LAG_BUCKETS
+from penstock.trainer.algorithms.metrics import STALENESS_BUCKETS
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 """Shared memory a program may have, by compute capability: A100, and H100 or H200."""
@@ -82,7 +82,12 @@ def other_variants() -> Iterator[Variant]:
 
 def loss_variants() -> Iterator[Variant]:
     columns = ("target", "proximal", "behavior", "reference", "advantages", "weights", "start", "teacher", "entropies")
-    types = {**dict.fromkeys((*columns, "gradient"), "*fp32"), "partials": "*fp64", "lags": "*i64", "last_lags": "*i64"}
+    types = {
+        **dict.fromkeys((*columns, "gradient"), "*fp32"),
+        "partials": "*fp64",
+        "staleness": "*i64",
+        "bucket_ends": "*i64",
+    }
     types |= dict.fromkeys(("lowest_ratio", "highest_ratio", "cap", "kl_coefficient", "limit", "kl_limit"), "fp32")
     for correction, divergence, is_measured in (
         ("none", "k3", True),
@@ -94,7 +99,7 @@ def loss_variants() -> Iterator[Variant]:
             "CORRECTION": policy_loss.CORRECTIONS[correction],
             "DIVERGENCE": policy_loss.DIVERGENCES[divergence],
             "IS_MEASURED": is_measured,
-            "NUM_BUCKETS": len(LAG_BUCKETS),
+            "NUM_BUCKETS": len(STALENESS_BUCKETS),
             "BLOCK": policy_loss.BLOCK,
         }
         name = f"loss {correction} {divergence} measured={is_measured}"

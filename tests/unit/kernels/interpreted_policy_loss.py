@@ -42,7 +42,7 @@ def micro_batch(num_tokens: int, seed: int, *, spread: float = 0.4, has_teacher:
         advantages=advantages,
         token_weights=weights.abs() / max(num_tokens, 1),
         reference_logprobs=reference,
-        lags=torch.randint(OF_ANOTHER_POLICY, 7, (num_tokens,), generator=generator),
+        staleness=torch.randint(OF_ANOTHER_POLICY, 7, (num_tokens,), generator=generator),
         segments=torch.zeros(num_tokens, dtype=torch.int64),
         pairs=torch.zeros(0, 2, dtype=torch.int64),
         sequence_index=np.zeros(num_tokens, np.int64),
@@ -120,7 +120,7 @@ def check(config: AlgorithmConfig, batch: MicroBatch, target: Tensor, entropies:
         else:
             assert distance(mine, theirs) <= IN_FLOAT32, name
     assert distance(found.maxima, exact.maxima) <= IN_FLOAT32
-    for bucket, (mine, theirs) in enumerate(zip(found.by_lag, exact.by_lag, strict=True)):
+    for bucket, (mine, theirs) in enumerate(zip(found.by_staleness, exact.by_staleness, strict=True)):
         for place in range(3):
             assert distance(mine[place], theirs[place]) <= IN_FLOAT32, (bucket, place)
     return found
@@ -139,8 +139,8 @@ def test_loss_gradient_and_everything_measured_are_those_of_the_composed_path(co
     sums = dict(zip(SUMS, found.sums, strict=True))
     assert min(sums["clipped_low"], sums["clipped_high"]) > 3
     assert (5 < sums["masked"] < 70) == (correction == "decoupled")
-    assert sums["measured_tokens"] < sums["tokens"] == found.by_lag[:, 0].sum()
-    assert (found.by_lag[:, 0] > 3).all()
+    assert sums["measured_tokens"] < sums["tokens"] == found.by_staleness[:, 0].sum()
+    assert (found.by_staleness[:, 0] > 3).all()
 
 
 @pytest.mark.parametrize("proximal", PROXIMALS)
@@ -151,14 +151,14 @@ def test_any_centre_and_any_update_of_a_batch(proximal, is_first, is_first_epoch
     correction = "none" if proximal == "behavior" else "decoupled"
     config = AlgorithmConfig(correction=correction, proximal=proximal, **TIGHT)
     batch = micro_batch(50, seed=4)
-    batch = replace(batch, lags=batch.lags.clamp(min=0))  # interpolate knows no other policy
+    batch = replace(batch, staleness=batch.staleness.clamp(min=0))  # interpolate knows no other policy
     target, entropies = policy(batch, 4)
     if proximal != "recompute":
         batch = replace(batch, proximal_logprobs=None)
     found = check(config, batch, target, entropies, is_first=is_first, is_first_epoch=is_first_epoch)
     is_known = is_first or (is_first_epoch and proximal == "recompute")
     assert found.sums[SUMS.index("measured_tokens")] == (50 if is_known else 0)
-    assert found.by_lag.any() == is_known
+    assert found.by_staleness.any() == is_known
 
 
 @settings(max_examples=by_tier(5, full=20), deadline=None, derandomize=True)
@@ -254,11 +254,11 @@ def test_all_tokens_masked_give_no_gradient() -> None:
 
 def test_only_another_policys_tokens_measure_no_behavior_weight() -> None:
     batch = micro_batch(40, seed=3)
-    batch = replace(batch, lags=torch.full_like(batch.lags, OF_ANOTHER_POLICY))
+    batch = replace(batch, staleness=torch.full_like(batch.staleness, OF_ANOTHER_POLICY))
     found = check(AlgorithmConfig(), batch, *policy(batch, 3))
     assert found.sums[SUMS.index("measured_tokens")] == 0
     assert not found.maxima[: len(MAXIMA)].any()
-    assert found.by_lag[0, 0] == 40
+    assert found.by_staleness[0, 0] == 40
 
 
 @pytest.mark.parametrize(
@@ -296,12 +296,12 @@ def test_an_empty_micro_batch_gives_zero_and_measures_nothing() -> None:
         assert float(loss) == 0.0
         assert not gradient.any()
         assert not found.sums.any()
-        assert not found.by_lag.any()
+        assert not found.by_staleness.any()
 
 
 def clipped_tokens(num_tokens: int) -> ClippedTokens:
     columns = torch.randn(9, num_tokens)
-    return ClippedTokens(*columns, torch.zeros(num_tokens, dtype=torch.int64), TokenMetrics(CPU).last_lags)
+    return ClippedTokens(*columns, torch.zeros(num_tokens, dtype=torch.int64), TokenMetrics(CPU).bucket_ends)
 
 
 def test_gradient_flows_to_the_target_alone() -> None:
@@ -321,6 +321,8 @@ def test_no_tokens_give_zero() -> None:
 
 def test_columns_that_do_not_fit_are_named() -> None:
     tokens = clipped_tokens(5)
-    wrong = tokens._replace(proximal=tokens.proximal[1:], weights=tokens.weights.double(), lags=tokens.lags.int())
-    with pytest.raises(ShapeError, match=r"proximal \[4\] torch.float32, weights \[5\] torch.float64, lags \[5\]"):
+    wrong = tokens._replace(
+        proximal=tokens.proximal[1:], weights=tokens.weights.double(), staleness=tokens.staleness.int()
+    )
+    with pytest.raises(ShapeError, match=r"proximal \[4\] torch.float32, weights \[5\] torch.float64, staleness \[5\]"):
         clipped_policy_loss(wrong, fused_settings(AlgorithmConfig()))

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from penstock.envs.sandbox.bubblewrap import why_no_jails
+from penstock.envs.sandbox.bubblewrap import why_no_namespaces
 from penstock.platform.cli.env import run_env_play
 from penstock.platform.cli.main import app
 
@@ -133,7 +133,7 @@ def test_a_reward_in_a_jail_needs_grants(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MY_API_KEY", "secret")
     words = ("check", "checked_envs:Answered", "--reward", "checked_envs:asking")
     assert invoke(*words)[0] == 0
-    if not why_no_jails():
+    if not why_no_namespaces():
         assert invoke(*words, "--isolation", "strict")[0] == 1
         assert invoke(*words, "--isolation", "{variables: [MY_API_KEY]}")[0] == 0
 

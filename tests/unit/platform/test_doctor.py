@@ -14,14 +14,14 @@ from penstock.platform.cluster import hardware
 
 def test_every_core_pin_is_read_from_our_own_requirements(monkeypatch):
     monkeypatch.setattr(hardware, "installed_version", lambda name: None)
-    missing = {one.subject: one.found for one in doctor.look_at_packages()}
+    missing = {one.subject: one.found for one in doctor.check_packages()}
     assert {"torch", "ray", "deepspeed", "hydra-core", "transformers"} <= set(missing)
     assert all(found[len("not installed, ")].isdigit() for found in missing.values())
 
 
 def test_a_missing_and_a_wrong_package_are_named(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["no-such-package==1.0", "pytest==0.1"])
-    missing, wrong = doctor.look_at_packages()
+    missing, wrong = doctor.check_packages()
     assert (missing.subject, missing.status) == ("no-such-package", "bad")
     assert "1.0 is needed" in missing.found
     assert wrong.status == "warn"
@@ -32,7 +32,7 @@ def test_a_local_build_label_is_no_difference(monkeypatch):
     version = hardware.installed_version("torch")
     assert version is not None
     monkeypatch.setattr(doctor.metadata, "requires", lambda _: [f"torch=={version.partition('+')[0]}"])
-    (found,) = doctor.look_at_packages()
+    (found,) = doctor.check_packages()
     assert (found.subject, found.status) == ("packages", "ok")
 
 
@@ -54,15 +54,15 @@ def test_an_import_that_hangs_is_bad(monkeypatch):
 def test_torchvision_beside_cpu_torch_is_broken(monkeypatch):
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: True)
     monkeypatch.setattr(hardware, "installed_version", lambda name: "1.0" if name == "torchvision" else None)
-    (diagnosis,) = doctor.look_at_torchvision()
+    (diagnosis,) = doctor.check_torchvision()
     assert diagnosis.status == "bad"
     assert diagnosis.advice == "pip uninstall -y torchvision"
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("bad", 1)])
 def test_the_exit_code_is_1_if_something_is_broken(monkeypatch, status, code):
-    for look in ("python", "packages", "torchvision", "devices", "engines", "room"):
-        monkeypatch.setattr(doctor, f"look_at_{look}", lambda: iter([Diagnosis("x", status, "found", "do this")]))
+    for look in ("python", "packages", "torchvision", "devices", "engines", "free_space"):
+        monkeypatch.setattr(doctor, f"check_{look}", lambda: iter([Diagnosis("x", status, "found", "do this")]))
     stream = io.StringIO()
     assert doctor.run_doctor(Console(file=stream, width=100)) == code
     assert stream.getvalue().count("do this") == 6
@@ -70,18 +70,18 @@ def test_the_exit_code_is_1_if_something_is_broken(monkeypatch, status, code):
 
 def test_too_little_room_is_bad(monkeypatch):
     monkeypatch.setattr(hardware, "available_memory_bytes", lambda: 1 << 30)
-    memory = next(iter(doctor.look_at_room()))
+    memory = next(iter(doctor.check_free_space()))
     assert memory.status == "bad"
     assert "1.0 GiB" in memory.found
 
 
 def test_a_host_without_jails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "why_no_jails", lambda: "unshare: Operation not permitted")
-    (diagnosis,) = doctor.look_at_jails()
+    monkeypatch.setattr(doctor, "why_no_namespaces", lambda: "unshare: Operation not permitted")
+    (diagnosis,) = doctor.check_sandbox_support()
     assert diagnosis.status == "warn"
     assert "unshare: Operation not permitted" in diagnosis.found
-    monkeypatch.setattr(doctor, "why_no_jails", lambda: "")
-    assert [diagnosis.status for diagnosis in doctor.look_at_jails()] == ["ok"]
+    monkeypatch.setattr(doctor, "why_no_namespaces", lambda: "")
+    assert [diagnosis.status for diagnosis in doctor.check_sandbox_support()] == ["ok"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_driver_that_is_too_old_for_the_cuda_wheel_is_named_with_both_versions
     monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: is_cpu_build)
     monkeypatch.setattr(hardware, "nvidia_driver_version", lambda: version)
-    driver = next(one for one in doctor.look_at_devices() if one.subject == "nvidia driver")
+    driver = next(one for one in doctor.check_devices() if one.subject == "nvidia driver")
     assert driver.status == status
     if status != "ok":
         assert driver.found == f"{version}, but the CUDA 13.0 build of torch needs 580.65.06 or newer"

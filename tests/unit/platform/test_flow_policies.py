@@ -189,7 +189,7 @@ async def waits_for_an_engine(engine_retries: int) -> Flow:
     flow = make_flow([engine], FakeRewards(), gang=True, engine_retries=engine_retries)
     pool = flow.ports.runner.pool
     pool.version_timeout_s = 0.05
-    pool.raise_floor(1)
+    pool.set_min_version(1)
 
     def follow() -> None:
         engine.version = 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.platform.run.mismatch_trend import FLOOR_NAT, METRIC, SOURCE, WINDOW_STEPS, MismatchTrend
+from penstock.platform.run.mismatch_trend import METRIC, MIN_NAT, SOURCE, WINDOW_STEPS, MismatchTrend
 
 
-def followed(values: list[float], max_lag: int = 0) -> tuple[list[float], list[str]]:
+def followed(values: list[float], max_staleness: int = 0) -> tuple[list[float], list[str]]:
     trend, trends, warnings = MismatchTrend(), [], []
     for version, value in enumerate(values):
-        metrics, warning = trend.observe(version, {SOURCE: value}, max_lag)
+        metrics, warning = trend.observe(version, {SOURCE: value}, max_staleness)
         trends += [metrics[METRIC]] if metrics else []
         warnings += [warning] if warning else []
     return trends, warnings
@@ -43,12 +43,12 @@ def test_a_rise_is_warned_of_once_and_again_when_it_has_doubled() -> None:
 
 
 def test_with_staleness_it_says_what_else_it_may_be() -> None:
-    _, (warning,) = followed([0.01] * WINDOW_STEPS + [0.04] * WINDOW_STEPS, max_lag=4)
+    _, (warning,) = followed([0.01] * WINDOW_STEPS + [0.04] * WINDOW_STEPS, max_staleness=4)
     assert "at staleness 4 a policy that changes faster explains a part" in warning
 
 
 def test_rounding_that_grows_is_nothing() -> None:
-    trends, warnings = followed([1e-8] * WINDOW_STEPS + [2 * FLOOR_NAT] * WINDOW_STEPS)
+    trends, warnings = followed([1e-8] * WINDOW_STEPS + [2 * MIN_NAT] * WINDOW_STEPS)
     assert trends == [pytest.approx(2.0)]
     assert warnings == []
 

@@ -107,7 +107,7 @@ class FakePublisher:
 async def test_a_publish_is_over_when_both_are_and_costs_what_both_cost() -> None:
     report = await PublishTogether(FakePublisher(3, None), FakePublisher(2, 0.5)).publish(4)
     assert (report.version, report.num_bytes, report.sent_bytes, len(report.acks)) == (4, 5, 10, 2)
-    assert (report.export_s, report.total_s) == pytest.approx((0.3, 0.6)), "they go at the same time"
+    assert (report.send_s, report.total_s) == pytest.approx((0.3, 0.6)), "they go at the same time"
     assert (report.max_logprob_diff, report.drain_timeouts) == (0.5, 2)
     assert report.changed_share == 0.5
 

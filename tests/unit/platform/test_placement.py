@@ -15,7 +15,7 @@ from penstock.platform.cluster.memory import (
     trainer_memory,
 )
 from penstock.platform.cluster.placement import device_load_gib, host_load_gib, plan_placement, shared_bundles
-from penstock.platform.cluster.weight_routes import way_of
+from penstock.platform.cluster.weight_routes import weight_route
 
 TRAINING_IS_LARGER = ["rollout.engine.kv_cache_gib=0.3"]
 """Than what stays of it and an engine."""
@@ -191,14 +191,14 @@ def test_colocated_roles_take_turns_but_the_optimizer_stays():
         ("math_qwen_8gpu", ["weights=gather"], "gather"),
         ("math_qwen_8gpu", ["cluster.address=auto", "weights=gather"], "gather"),
         ("math_qwen_8gpu", ENGINES_ON_CPU, "shared_memory"),
-        ("math_qwen_8gpu", [*ENGINES_ON_CPU, "cluster.address=auto"], "landings"),
+        ("math_qwen_8gpu", [*ENGINES_ON_CPU, "cluster.address=auto"], "node_receivers"),
         ("gsm8k_qwen_1gpu", [], "cuda_ipc"),
-        ("gsm8k_qwen_1gpu", ["weights.transport=process_group"], "landings"),
-        ("gsm8k_qwen_1gpu", ["weights.transport=process_group", "weights.staging=bucket"], "landings"),
+        ("gsm8k_qwen_1gpu", ["weights.transport=process_group"], "node_receivers"),
+        ("gsm8k_qwen_1gpu", ["weights.transport=process_group", "weights.staging=bucket"], "node_receivers"),
         ("arithmetic", [], "shared_memory"),
         ("arithmetic", ["weights.transport=cuda_ipc"], "cuda_ipc"),
-        ("arithmetic", ["cluster.address=auto"], "landings"),
-        ("arithmetic", ["weights.transport=process_group"], "landings"),
+        ("arithmetic", ["cluster.address=auto"], "node_receivers"),
+        ("arithmetic", ["weights.transport=process_group"], "node_receivers"),
         ("arithmetic", ["weights.transport=process_group", "weights.staging=bucket"], "live_parameters"),
         ("arithmetic", ["trainer=lora"], "adapters"),
         ("arithmetic", ["trainer=lora", "cluster.address=auto"], "adapters"),
@@ -208,14 +208,16 @@ def test_colocated_roles_take_turns_but_the_optimizer_stays():
     ],
 )
 def test_there_is_one_way_per_situation(experiment, overrides, way):
-    """Two processes of one GPU are in no NCCL group, so colocated ones take landings; the rest is the table of ADR."""
-    assert way_of(compose_config([f"experiment={experiment}", *overrides])) == way
+    """Two processes of one GPU are in no NCCL group, so colocated ones take weight receivers; the rest is the table of
+    ADR.
+    """
+    assert weight_route(compose_config([f"experiment={experiment}", *overrides])) == way
 
 
 def test_nodes_that_ray_has_chosen_decide_before_the_address_does():
     config = compose_config(["experiment=math_qwen_8gpu", "cluster.address=auto"])
-    assert way_of(config, is_one_node=True) == "cuda_ipc"
-    assert way_of(compose_config(["experiment=math_qwen_8gpu"]), is_one_node=False) == "engine_devices"
+    assert weight_route(config, is_one_node=True) == "cuda_ipc"
+    assert weight_route(compose_config(["experiment=math_qwen_8gpu"]), is_one_node=False) == "engine_devices"
 
 
 def test_a_slot_stays_on_the_gpu_while_the_engine_sleeps():

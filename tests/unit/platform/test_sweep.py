@@ -18,12 +18,12 @@ from penstock.platform.cli import sweep
 from penstock.platform.cli.sweep import (
     Grid,
     Result,
-    check_cells,
+    check_trials,
     find_completed,
     parse_grid,
     result_rows,
-    run_cells,
     run_sweep,
+    run_trials,
     write_results,
 )
 from penstock.platform.config.compose import to_yaml
@@ -35,15 +35,15 @@ TWO = ["experiment=arithmetic", "dataflow.max_staleness=0,2"]
 
 
 def names(*overrides: str) -> list[str]:
-    return [cell.name for cell in parse_grid(overrides).cells]
+    return [trial.name for trial in parse_grid(overrides).trials]
 
 
 def test_lists_make_a_grid_and_other_overrides_hold_for_all_cells() -> None:
     grid = parse_grid(["experiment=arithmetic", "trainer.optimizer.lr=1e-4,3e-4", "algorithm=grpo,rloo", "seeds=0:2"])
     assert grid.fixed == ("experiment=arithmetic",)
     assert list(grid.axes) == ["trainer.optimizer.lr", "algorithm", "seed"]
-    assert grid.cells[1].overrides == ("trainer.optimizer.lr=0.0001", "algorithm=rloo", "seed=0")
-    assert [cell.name for cell in grid.cells] == [
+    assert grid.trials[1].overrides == ("trainer.optimizer.lr=0.0001", "algorithm=rloo", "seed=0")
+    assert [trial.name for trial in grid.trials] == [
         f"lr-{lr}--algorithm-{algorithm}--seed-{seed}"
         for seed in (0, 1)
         for lr in ("0.0001", "0.0003")
@@ -57,15 +57,15 @@ def test_lists_make_a_grid_and_other_overrides_hold_for_all_cells() -> None:
 def test_commas_in_brackets_and_quotes_are_no_lists(fixed: str) -> None:
     grid = parse_grid([fixed, "seeds=3"])
     assert grid.fixed == (fixed,)
-    assert len(grid.cells) == 1
-    assert grid.cells[0].overrides == ("seed=3",)
+    assert len(grid.trials) == 1
+    assert grid.trials[0].overrides == ("seed=3",)
 
 
 def test_elements_of_a_list_may_be_quoted_or_lists_themselves() -> None:
     grid = parse_grid(["+key='a,b',c,[1,2]"])
-    assert [cell.overrides for cell in grid.cells] == [("+key='a,b'",), ("+key=c",), ("+key=[1,2]",)]
-    assert len({cell.name for cell in grid.cells}) == 3
-    assert all(re.fullmatch(r"[\w.+-]+", cell.name) for cell in grid.cells), "they are names of folders"
+    assert [trial.overrides for trial in grid.trials] == [("+key='a,b'",), ("+key=c",), ("+key=[1,2]",)]
+    assert len({trial.name for trial in grid.trials}) == 3
+    assert all(re.fullmatch(r"[\w.+-]+", trial.name) for trial in grid.trials), "they are names of folders"
 
 
 def test_values_that_a_folder_cannot_be_named_by_are_told_apart() -> None:
@@ -121,7 +121,7 @@ def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: 
         ["experiment=arithmetic", "algorithm=grpo,gspoo", "dataflow.max_staleness=0,-1", "total_stepps=3"]
     )
     with pytest.raises(ConfigError) as refused:
-        check_cells(grid, tmp_path)
+        check_trials(grid, tmp_path)
     text = "\n".join(refused.value.violations)
     assert re.search(
         r"^algorithm-gspoo--max_staleness-0, algorithm-gspoo--max_staleness--1: .*gspoo", text, re.MULTILINE
@@ -132,9 +132,9 @@ def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: 
     assert text.count("total_stepps") == 1, "what is wrong with every cell is said once"
 
 
-def two_cells(folder: Path) -> tuple[Grid, dict[Any, RunConfig]]:
+def two_trials(folder: Path) -> tuple[Grid, dict[Any, RunConfig]]:
     grid = parse_grid(TWO)
-    return grid, check_cells(grid, folder)[0]
+    return grid, check_trials(grid, folder)[0]
 
 
 def finish(config: RunConfig, accuracy: float | None = 0.8, status: str = "completed") -> None:
@@ -144,14 +144,14 @@ def finish(config: RunConfig, accuracy: float | None = 0.8, status: str = "compl
     summary = {"status": status, "eval_before": 0.5, "eval_after": accuracy, "max_staleness_seen": 1}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     tracker = JsonlTracker(run_dir)
-    for lag in (0.0, 1.0):
-        tracker.log(1, {"staleness/mean_versions": lag})
+    for staleness in (0.0, 1.0):
+        tracker.log(1, {"staleness/mean_versions": staleness})
     tracker.log(2, {"eval/accuracy": 0.7})
     tracker.close()
 
 
 def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, configs = two_cells(tmp_path)
+    grid, configs = two_trials(tmp_path)
     first, second = configs.values()
     finish(first)
     started = []
@@ -164,7 +164,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     notes: list[str] = []
     sizes: list[int] = []
     monkeypatch.setattr(sweep, "write_results", lambda _grid, found, _folder: sizes.append(len(found)))
-    results = run_cells(grid, configs, tmp_path, 10.0, notes.append)
+    results = run_trials(grid, configs, tmp_path, 10.0, notes.append)
     assert started == [
         [
             "experiment=arithmetic", "dataflow.max_staleness=2", "name=max_staleness-2",
@@ -172,13 +172,13 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
         ]
     ]  # fmt: skip
     assert [result.accuracy for result in results.values()] == [0.8, 0.7]
-    assert [result.mean_lag for result in results.values()] == [0.5, 0.5]
+    assert [result.mean_staleness for result in results.values()] == [0.5, 0.5]
     assert notes[-1] == "[2/2] max_staleness-2: accuracy 0.700, gain 0.200, mean lag 0.500 versions"
     assert sizes == [1, 2], "results are kept after every cell"
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, second = two_cells(tmp_path)[1].values()
+    _, second = two_trials(tmp_path)[1].values()
 
     def run(arguments: list[str], log: Path, timeout_s: float, name: str) -> None:
         if name == "max_staleness-0":
@@ -198,16 +198,16 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeyp
 
 
 def test_a_cell_that_ends_without_completing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, configs = two_cells(tmp_path)
+    grid, configs = two_trials(tmp_path)
     monkeypatch.setattr(sweep, "_run", lambda *_: None)
     notes: list[str] = []
-    results = run_cells(grid, configs, tmp_path, 10.0, notes.append)
+    results = run_trials(grid, configs, tmp_path, 10.0, notes.append)
     assert {result.status for result in results.values()} == {"failed"}
     assert "ended without completing" in notes[-1]
 
 
 def test_a_dry_run_says_what_would_run_and_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish(next(iter(two_cells(tmp_path / "sweep")[1].values())))
+    finish(next(iter(two_trials(tmp_path / "sweep")[1].values())))
     monkeypatch.setattr(sweep, "_run", lambda *_: pytest.fail("it ran"))
     told = StringIO()
     folder, console = tmp_path / "sweep", Console(file=told, width=200, soft_wrap=True)
@@ -220,29 +220,29 @@ def test_a_dry_run_says_what_would_run_and_runs_nothing(tmp_path: Path, monkeypa
 def test_what_this_machine_lacks_is_a_warning_of_a_dry_run_and_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "load_config", load_config)
     grid = parse_grid([*TWO, f"model.path={tmp_path / 'none'}"])
-    configs, warnings = check_cells(grid, tmp_path, dry_run=True)
+    configs, warnings = check_trials(grid, tmp_path, dry_run=True)
     assert len(configs) == 2
     assert sum("none does not exist" in warning for warning in warnings) == 1, "said once"
     with pytest.raises(ConfigError, match=r"none does not exist"):
-        check_cells(grid, tmp_path)
+        check_trials(grid, tmp_path)
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed"])
 def test_a_run_that_did_not_complete_is_run_again(tmp_path: Path, status: str) -> None:
-    config = next(iter(two_cells(tmp_path)[1].values()))
+    config = next(iter(two_trials(tmp_path)[1].values()))
     finish(config, status=status)
     assert find_completed(config) is None
 
 
 def test_a_completed_run_of_another_configuration_does_not_count(tmp_path: Path) -> None:
-    config = next(iter(two_cells(tmp_path)[1].values()))
+    config = next(iter(two_trials(tmp_path)[1].values()))
     finish(config)
     assert find_completed(config) is not None
     assert find_completed(config.model_copy(update={"total_steps": config.total_steps + 1})) is None
 
 
 def test_a_run_without_an_evaluation_completes_too(tmp_path: Path) -> None:
-    config = next(iter(two_cells(tmp_path)[1].values()))
+    config = next(iter(two_trials(tmp_path)[1].values()))
     finish(config, accuracy=None)
     found = find_completed(config)
     assert found is not None
@@ -253,11 +253,11 @@ def two_seeds() -> tuple[Grid, dict[Any, Result]]:
     """Everything but one failed cell and one that has not run."""
     grid = parse_grid(["algorithm=grpo,rloo", "dataflow.max_staleness=0,4", "seeds=0:2"])
     results = {}
-    for cell in grid.cells[:-1]:
-        values = dict(cell.values)
+    for trial in grid.trials[:-1]:
+        values = dict(trial.values)
         accuracy = 0.9 - 0.01 * int(values["dataflow.max_staleness"]) + 0.02 * int(values["seed"])
-        results[cell] = Result("completed", f"runs/sweep/{cell.name}", round(accuracy, 3), 0.3, 1.5, 2)
-    results[grid.cells[0]] = Result("failed", f"runs/sweep/{grid.cells[0].name}")
+        results[trial] = Result("completed", f"runs/sweep/{trial.name}", round(accuracy, 3), 0.3, 1.5, 2)
+    results[grid.trials[0]] = Result("failed", f"runs/sweep/{grid.trials[0].name}")
     return grid, results
 
 
@@ -284,7 +284,7 @@ def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
     assert records[1] == {
         "algorithm": "grpo", "dataflow.max_staleness": "4", "seed": "0", "status": "completed",
         "run_dir": "runs/sweep/algorithm-grpo--max_staleness-4--seed-0",
-        "accuracy": 0.86, "gain": 0.3, "mean_lag": 1.5, "max_lag": 2,
+        "accuracy": 0.86, "gain": 0.3, "mean_staleness": 1.5, "max_staleness": 2,
     }  # fmt: skip
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == len(records) == 7
     assert "greedy held-out accuracy" in (tmp_path / "sweep.html").read_text()

@@ -22,7 +22,7 @@ WAITED_S = 0.1
 def test_the_group_due_first_says_what_the_batch_waits_for() -> None:
     core = Dataflow(FlowLimits(1, 1, 10), GroupRules(2, 2, 1))
     late, early = (core.admit(TaskId("t")) for _ in range(2))
-    assert core.held_by(1) == "too_few"
+    assert core.wait_reason(1) == "too_few"
     for group in (late, early):
         core.member_at(group, 0, 0)
         core.member_at(group, 1, 0)
@@ -32,10 +32,10 @@ def test_the_group_due_first_says_what_the_batch_waits_for() -> None:
     core.member_at(young := core.admit(TaskId("t")), 0, 1)
     make_ready(core, young)
     assert core.close_batch() is None
-    assert core.held_by(1) == "generating"
+    assert core.wait_reason(1) == "generating"
     core.generated(late)
-    assert core.held_by(1) == "scoring"
-    assert core.held_by(2) == "too_few"
+    assert core.wait_reason(1) == "scoring"
+    assert core.wait_reason(2) == "too_few"
 
 
 def test_once_the_awaited_group_is_gone_the_next_one_is_asked() -> None:
@@ -45,11 +45,11 @@ def test_once_the_awaited_group_is_gone_the_next_one_is_asked() -> None:
         for group in (late, early):
             core.member_at(group, 0, core.version)
         make_ready(core, early)
-        assert core.held_by(1) == "generating"
+        assert core.wait_reason(1) == "generating"
         core.generated(late)
-        assert core.held_by(1) == "scoring"
+        assert core.wait_reason(1) == "scoring"
         core.end(late, GroupState.FAILED, Reason.REWARD)
-        assert core.held_by(1) == "too_few", "nothing is awaited"
+        assert core.wait_reason(1) == "too_few", "nothing is awaited"
         core.close_batch()
         core.advance(version + 1)
 

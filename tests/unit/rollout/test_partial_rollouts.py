@@ -187,7 +187,7 @@ async def test_cancelling_a_trajectory_aborts_its_request_and_leaves_no_slot() -
     await until(lambda: only.running == 1)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await asyncio.wait_for(runner.pool.idle(), 1)
+    await asyncio.wait_for(runner.pool.wait_idle(), 1)
     await until(lambda: only.aborted == [only.requests[0].request_id])
     assert running.cancelled()
 

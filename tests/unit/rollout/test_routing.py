@@ -187,7 +187,7 @@ async def is_granted(pool: EnginePool, min_version: int, avoid: str) -> bool:
 async def test_an_engine_is_not_avoided_for_one_that_is_behind() -> None:
     """As when an engine has just come back and waits for the next version: nobody would serve the resumed request."""
     pool = EnginePool([FakeEngine(EngineId("good"), version=5), FakeEngine(EngineId("behind"), version=-1)], 8)
-    pool.raise_floor(5)
+    pool.set_min_version(5)
     assert await is_granted(pool, min_version=5, avoid="good")
 
 
@@ -213,7 +213,7 @@ def test_leases_that_wait_for_a_version_end_in_virtual_time_too(seed: int) -> No
 
     async def wait_at_odd_times() -> list[BaseException | None]:
         pool = EnginePool([FakeEngine(EngineId("a"), version=-1)], 8, version_timeout_s=600.0)
-        pool.raise_floor(0)
+        pool.set_min_version(0)
         waiting = []
         for _ in range(20):
             await asyncio.sleep(rng.random() * 1000)
@@ -253,12 +253,12 @@ async def test_members_lease_from_their_gang_and_a_lower_limit_does_not_block_it
         pool.fence(gang.engine.engine_id, "planted")
         async with gang.lease(tokens=5) as elsewhere:
             assert elsewhere.engine is not gang.engine
-    await asyncio.wait_for(pool.idle(), 1)
+    await asyncio.wait_for(pool.wait_idle(), 1)
 
 
 async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_behind_does_not() -> None:
     pool = EnginePool([FakeEngine(EngineId("a"), version=3)], 1)
-    pool.raise_floor(3)
+    pool.set_min_version(3)
     async with pool.lease():
         waiting = asyncio.create_task(hold(pool))
         behind = FakeEngine(EngineId("b"), version=-1)

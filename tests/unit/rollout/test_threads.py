@@ -258,10 +258,10 @@ def test_a_date_rises_only_when_the_oldest_turn_does() -> None:
     first.member_at(3, 5)
     second.member_at(3, 5)
     first.member_at(3, 7)  # its first token came after a publish
-    assert (asked.told, turns.floor) == ([5], 5)
+    assert (asked.told, turns.min_version) == ([5], 5)
     second.member_at(3, 6)
     turns.begin().member_at(3, 9)
-    assert (asked.told, turns.floor) == ([5, 6], 6)
+    assert (asked.told, turns.min_version) == ([5, 6], 6)
 
 
 async def test_in_a_gang_turns_at_the_same_time_share_the_members_slot() -> None:

@@ -54,12 +54,12 @@ def oracle(policy: str, batch: list[GroupPayload], proximal: str) -> tuple[dict[
             for one, reward in zip(members, rewards, strict=True):
                 advantage = (reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
                 c, b = logprobs(model, one), torch.tensor(one.behavior_logprobs[one.loss_mask])
-                centre = {"recompute": start[one.trajectory_id], "behavior": b}.get(proximal)
-                if centre is None:
+                proximal_logprobs = {"recompute": start[one.trajectory_id], "behavior": b}.get(proximal)
+                if proximal_logprobs is None:
                     old = len(c) // 2
                     alpha = torch.tensor([3 / 4] * old + [0.0] * (len(c) - old))
-                    centre = c.detach() if not norms else b + alpha * (c.detach() - b)
-                ratio = (c - centre).exp()
+                    proximal_logprobs = c.detach() if not norms else b + alpha * (c.detach() - b)
+                ratio = (c - proximal_logprobs).exp()
                 loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).sum() / total
                 loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

@@ -37,7 +37,7 @@ def other_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
     return other_model(str(tmp_path_factory.mktemp("foreign")), vocab_size=VOCAB + 3)
 
 
-def lessons(teacher: str, batch: list[GroupPayload]) -> list[np.ndarray]:
+def teacher_logprobs(teacher: str, batch: list[GroupPayload]) -> list[np.ndarray]:
     policy = FrozenPolicy.load(teacher, MODEL, "cpu", 60, TEMPERATURE)
     return [policy.logprobs(group) for group in batch]
 
@@ -69,7 +69,7 @@ def test_a_step_equals_a_plain_loop_over_both_models(policy, teacher, batch) -> 
     torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
     optimizer.step()
     trainer = trainer_of(policy, 60, lr=1.0, adam_epsilon=1.0, **DISTILL)
-    report = trainer.step(scored(batch, teachers=lessons(teacher, batch)), 0)
+    report = trainer.step(scored(batch, teachers=teacher_logprobs(teacher, batch)), 0)
     moved = error = 0.0
     for (name, expected), (_, found) in zip(student.named_parameters(), trainer.export_weights(), strict=True):
         moved += float((expected.detach() - start[name]).square().sum())
@@ -80,7 +80,7 @@ def test_a_step_equals_a_plain_loop_over_both_models(policy, teacher, batch) -> 
 
 
 def test_the_policy_comes_to_agree_with_its_teacher(policy, teacher, batch) -> None:
-    trainer, theirs = trainer_of(policy, 200, lr=3e-3, **DISTILL), lessons(teacher, batch)
+    trainer, theirs = trainer_of(policy, 200, lr=3e-3, **DISTILL), teacher_logprobs(teacher, batch)
     divergence = [trainer.step(scored(batch, teachers=theirs), v).metrics["loss/teacher_kl"] for v in range(20)]
     assert divergence[-1] < 0.5 * divergence[0]
 

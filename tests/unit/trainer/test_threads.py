@@ -134,8 +134,8 @@ def test_sampled_tokens_keep_their_order_versions_and_scores(policy, threads) ->
     every = policy_sequences(scored(payloads, references), AlgorithmConfig(), 30)
     assert np.concatenate([one.reference_logprobs for one in every]).tolist() == list(range(count))
     sequences = policy_sequences(scored(payloads, references, min_versions=[1]), AlgorithmConfig(), 30, 3)
-    lags = [sorted(set(one.lags.tolist())) for one in sequences]
-    assert lags == [[2], [1], [], [2]], "what is older than version 1 carries no loss, wherever it stands"
+    staleness = [sorted(set(one.staleness.tolist())) for one in sequences]
+    assert staleness == [[2], [1], [], [2]], "what is older than version 1 carries no loss, wherever it stands"
 
 
 def test_the_baseline_counts_a_reward_once(threads) -> None:

@@ -33,7 +33,7 @@ def shared(batch):
 def test_tokens_of_the_other_have_no_staleness(batch, trained, others) -> None:
     sequences = policy_sequences(shared(batch), AlgorithmConfig(), 30, version=3, policy_id=trained)
     for index, sequence in enumerate(sequences):
-        assert set(np.unique(sequence.lags)) == {OF_ANOTHER_POLICY if index % 3 in others else 3}
+        assert set(np.unique(sequence.staleness)) == {OF_ANOTHER_POLICY if index % 3 in others else 3}
 
 
 def test_advantages_are_those_of_the_whole_group(batch) -> None:

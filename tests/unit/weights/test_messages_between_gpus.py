@@ -21,7 +21,13 @@ from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
-from penstock.weights.transport.process_group.endpoints import Announced, Arrival, End, Sender, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import (
+    Announced,
+    DeviceReceiver,
+    ReceiverAddress,
+    Sender,
+    TransferGroupSpec,
+)
 from penstock.weights.transport.process_group.group import TransferGroup, connect, connect_store, serve_store
 from penstock.weights.transport.process_group.members import Members
 from penstock.weights.transport.process_group.transfer import Transfer
@@ -136,14 +142,14 @@ def test_versions_reach_every_engine_of_a_relay(backends: list[FakeNccl], codec:
     on_every_rank(members.world_size, publish)
 
 
-def make_crossing(
+def make_group_spec(
     port: int, specs: tuple[TensorSpec, ...], *, codec: CodecName, is_streamed: bool
 ) -> TransferGroupSpec:
     training = TrainingSide(specs, num_replicas=NUM_TRAINING, is_partitioned=True)
     return TransferGroupSpec(
         transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=NUM_TRAINING,
-        ends=(End("engine-0", "node"), End("engine-1", "node")),
+        receivers=(ReceiverAddress("engine-0", "node"), ReceiverAddress("engine-1", "node")),
         on_devices=True,
         store_at=(HOST, port),
         generation=1,
@@ -176,12 +182,12 @@ def test_what_ranks_copied_to_train_on_is_sent_to_the_slots_of_the_engines(
     backends: list[FakeNccl], codec: CodecName
 ) -> None:
     store = serve_store(HOST)
-    crossing = make_crossing(store.port, SMALL, codec=codec, is_streamed=False)
+    group_spec = make_group_spec(store.port, SMALL, codec=codec, is_streamed=False)
 
     def publish(rank: int) -> object:
         if rank < NUM_TRAINING:
             sender = Sender(rank, GPU)
-            sender.join(crossing)
+            sender.join(group_spec)
             sums = []
             for version in range(2):
                 held = part_of(version, rank)
@@ -191,19 +197,19 @@ def test_what_ranks_copied_to_train_on_is_sent_to_the_slots_of_the_engines(
                 sums.append(sender.send(version).sums)
             sender.close()
             return sums
-        arrival = Arrival(0, GPU)
-        slot = arrival.join(crossing, rank - NUM_TRAINING, None)
+        device_receiver = DeviceReceiver(0, GPU)
+        slot = device_receiver.join(group_spec, rank - NUM_TRAINING, None)
         assert slot is not None
         arrived = []
         for version in range(2):
-            arrival.receive(version)
+            device_receiver.receive(version)
             arrived.append({name: in_main_memory(values).clone() for name, values in slot.buffers.items()})
-        arrival.close()
+        device_receiver.close()
         return arrived
 
     *sent, first, second = on_every_rank(NUM_TRAINING + 2, publish)
     for version in range(2):
-        manifest = crossing.transfer.manifest(version, [part for sums in sent for part in sums[version]])
+        manifest = group_spec.transfer.manifest(version, [part for sums in sent for part in sums[version]])
         for arrived in (first[version], second[version]):
             check_arrived(arrived, manifest.entries, version)
             for name, tensor in drawn(version).items():
@@ -218,18 +224,19 @@ def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announ
     backends: list[FakeNccl],
 ) -> None:
     store = serve_store(HOST)
-    crossing = make_crossing(store.port, SMALL, codec="full", is_streamed=True)
+    group_spec = make_group_spec(store.port, SMALL, codec="full", is_streamed=True)
     senders = [Sender(rank, GPU) for rank in range(NUM_TRAINING)]
-    arrivals = [Arrival(0, GPU) for _ in crossing.ends]
+    device_receivers = [DeviceReceiver(0, GPU) for _ in group_spec.receivers]
     live = [
-        {name: torch.zeros(tensor.numel(), dtype=torch.bfloat16) for name, tensor in drawn(0).items()} for _ in arrivals
+        {name: torch.zeros(tensor.numel(), dtype=torch.bfloat16) for name, tensor in drawn(0).items()}
+        for _ in device_receivers
     ]
 
     def join(rank: int) -> Announced | None:
         if rank >= NUM_TRAINING:
-            assert arrivals[rank - NUM_TRAINING].join(crossing, rank - NUM_TRAINING, None) is None
+            assert device_receivers[rank - NUM_TRAINING].join(group_spec, rank - NUM_TRAINING, None) is None
             return None
-        senders[rank].join(crossing)
+        senders[rank].join(group_spec)
         senders[rank].hold(part_of(3, rank), copies=True)
         return senders[rank].sums()
 
@@ -243,8 +250,8 @@ def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announ
             return
         place = rank - NUM_TRAINING
         live[place] = {name: values.to(GPU) for name, values in live[place].items()}
-        arrivals[place].stream(3, sums, live[place])
-        arrivals[place].close()
+        device_receivers[place].stream(3, sums, live[place])
+        device_receivers[place].close()
 
     on_every_rank(NUM_TRAINING + 2, publish)
     for parameters in live:

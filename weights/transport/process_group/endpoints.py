@@ -1,10 +1,10 @@
 """Weights from the nodes of the trainer to those of the engines: who takes part, and the ends.
 
-A version arrives in one of two ways. Through main memory, over gloo: on every node with engines there is a landing, a
-process that receives shards into files in the node's shared memory, in the engines' own layout; engines find them there
-as if the trainer were on their node (transport/shards.py). Or from device to device, over NCCL on GPUs: every rank of
-every engine receives into a slot of its own (transport/device_memory.py), beside decoding. Either way the trainer sends
-each version once, to the first end; the ends hand it on (planner/relay.py).
+A version arrives in one of two ways. Through main memory, over gloo: on every node with engines there is a weight
+receiver, a process that receives shards into files in the node's shared memory, in the engines' own layout; engines
+find them there as if the trainer were on their node (transport/shards.py). Or from device to device, over NCCL on GPUs:
+every rank of every engine receives into a slot of its own (transport/device_memory.py), beside decoding. Either way the
+trainer sends each version once, to the first end; the ends hand it on (planner/relay.py).
 
 States of a version: held by the training ranks (as it is, or as a copy so that training may go on) → crossing, bucket
 by bucket → landed, in one of two slots, while the version before may still be read.
@@ -42,8 +42,8 @@ def _numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
-class End(NamedTuple):
-    """A landing or an engine: what messages call it, and its node."""
+class ReceiverAddress(NamedTuple):
+    """A weight receiver or an engine: what messages call it, and its node."""
 
     name: str
     node: str
@@ -54,7 +54,7 @@ class TransferGroupSpec:
     """What everyone who takes part has to agree on. Made by the driver, anew whenever ends join or leave.
 
     Attributes:
-        transfer: Plan and buffers; its directory is each landing's own.
+        transfer: Plan and buffers; its directory is each weight receiver's own.
         num_training: Training ranks.
         ends: Where it goes to, in relay order.
         on_devices: Messages are packed on the device of each process, which on GPUs makes it NCCL; else in main memory.
@@ -67,7 +67,7 @@ class TransferGroupSpec:
 
     transfer: ShardTransfer
     num_training: int
-    ends: tuple[End, ...]
+    receivers: tuple[ReceiverAddress, ...]
     on_devices: bool
     store_at: tuple[str, int]
     generation: int
@@ -78,7 +78,9 @@ class TransferGroupSpec:
     @property
     def members(self) -> Members:
         """A group rank for each training rank, and one for each tensor-parallel rank of each end."""
-        return Members(self.num_training, tuple(end.name for end in self.ends), len(self.transfer.buffers))
+        return Members(
+            self.num_training, tuple(receiver.name for receiver in self.receivers), len(self.transfer.buffers)
+        )
 
     def join(self, group_rank: int, device: torch.device) -> Transfer:
         """Meet everyone, and be ready for any number of versions.
@@ -99,7 +101,7 @@ class TransferGroupSpec:
             generation=self.generation,
             device=_numbered(device) if self.on_devices else _MAIN_MEMORY,
         )
-        route: Route = members.to_engines(relay_tree([end.node for end in self.ends]))
+        route: Route = members.to_engines(relay_tree([receiver.node for receiver in self.receivers]))
         codec = None if self.codec == "full" else CODECS[self.codec]
         return Transfer(group, self.transfer.plan, route, TORCH_DTYPES[self.transfer.dtype], codec)
 
@@ -152,17 +154,17 @@ class Sender:
         self._dtype = torch.float32
         self._transfer: Transfer | None = None
 
-    def join(self, crossing: TransferGroupSpec) -> None:
+    def join(self, group_spec: TransferGroupSpec) -> None:
         """Join; the crossing before is left.
 
         Raises:
             WeightSyncError: If someone does not come.
         """
         self.close()
-        self._dtype = TORCH_DTYPES[crossing.transfer.dtype]
-        self._sent = {copy.tensor for copy in crossing.transfer.plan.copies if copy.src_rank == self._rank}
-        self._packs_on = self._device if crossing.on_devices else _MAIN_MEMORY
-        self._transfer = crossing.join(self._rank, self._device)
+        self._dtype = TORCH_DTYPES[group_spec.transfer.dtype]
+        self._sent = {copy.tensor for copy in group_spec.transfer.plan.copies if copy.src_rank == self._rank}
+        self._packs_on = self._device if group_spec.on_devices else _MAIN_MEMORY
+        self._transfer = group_spec.join(self._rank, self._device)
 
     def hold(self, tensors: Tensors, *, copies: bool) -> None:
         """Take a version.
@@ -208,7 +210,7 @@ class Sender:
 
 
 class _Joined(NamedTuple):
-    """What a landing works with while a crossing lasts; `transfers` by tensor-parallel rank."""
+    """What a weight receiver works with while a crossing lasts; `transfers` by tensor-parallel rank."""
 
     transfer: ShardTransfer
     files: ShardFiles
@@ -223,19 +225,19 @@ class WeightReceiver:
         self._directory = directory
         self._joined: _Joined | None = None
 
-    def join(self, crossing: TransferGroupSpec, node: str) -> None:
+    def join(self, group_spec: TransferGroupSpec, node: str) -> None:
         """Join as every rank of an engine at once; the crossing before is left.
 
         Raises:
             WeightSyncError: If someone does not come, or shared memory is too small for two versions.
         """
         self.close()
-        transfer = replace(crossing.transfer, directory=self._directory)
-        files, replica = ShardFiles(transfer), [end.node for end in crossing.ends].index(node)
-        ranks = [crossing.members.engine(replica, rank) for rank in range(len(transfer.buffers))]
-        threads = ThreadPoolExecutor(len(ranks), thread_name_prefix="landing")
+        transfer = replace(group_spec.transfer, directory=self._directory)
+        files, replica = ShardFiles(transfer), [receiver.node for receiver in group_spec.receivers].index(node)
+        ranks = [group_spec.members.engine(replica, rank) for rank in range(len(transfer.buffers))]
+        threads = ThreadPoolExecutor(len(ranks), thread_name_prefix="receiver")
         self._joined = _Joined(transfer, files, threads, [])
-        self._joined.transfers.extend(threads.map(lambda rank: crossing.join(rank, _MAIN_MEMORY), ranks))
+        self._joined.transfers.extend(threads.map(lambda rank: group_spec.join(rank, _MAIN_MEMORY), ranks))
 
     def receive(self, version: int) -> str:
         """Receive a version into its slot; returns the folder.
@@ -262,7 +264,7 @@ class WeightReceiver:
         self._joined = None
 
 
-class Arrival:
+class DeviceReceiver:
     """Where versions arrive that cross from device to device: one engine rank's own end, in its own process.
 
     Consumes: the messages of the training ranks, or of the engine before it in the relay. Waits for: everyone at a
@@ -280,11 +282,11 @@ class Arrival:
         self._device = device
         self._transfer: Transfer | None = None
 
-    def join(self, crossing: TransferGroupSpec, replica: int, known: DeviceSlot | None) -> DeviceSlot | None:
+    def join(self, group_spec: TransferGroupSpec, replica: int, known: DeviceSlot | None) -> DeviceSlot | None:
         """Meet everyone as a rank of the `replica`-th end; the crossing before is left.
 
         Args:
-            crossing: Who takes part in what.
+            group_spec: Who takes part in what.
             replica: Place of this engine among its ends.
             known: The slot that this rank has, if it has one: taken if it fits.
 
@@ -296,10 +298,10 @@ class Arrival:
         """
         self.close()
         with on_own_stream(self._device):
-            transfer, slot = crossing.transfer, None
-            if not crossing.is_streamed:
+            transfer, slot = group_spec.transfer, None
+            if not group_spec.is_streamed:
                 slot = slot_for(known, transfer.buffers[self._rank], TORCH_DTYPES[transfer.dtype], self._device)
-            self._transfer = crossing.join(crossing.members.engine(replica, self._rank), self._device)
+            self._transfer = group_spec.join(group_spec.members.engine(replica, self._rank), self._device)
         self._slot = slot
         return slot
 

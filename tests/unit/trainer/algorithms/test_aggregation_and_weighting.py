@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.trainer.algorithms.aggregation import batch_normaliser, is_low_entropy, lag_factors, token_weights
+from penstock.trainer.algorithms.aggregation import batch_normaliser, is_low_entropy, staleness_factors, token_weights
 from penstock.trainer.algorithms.catalog import names
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY, TokenMetrics
 from penstock.trainer.algorithms.objective import LossTerms
@@ -25,14 +25,25 @@ EXPECTED = {
 
 
 def measure(
-    metrics: TokenMetrics, loss: float, start, behavior, reference, teacher, entropies, lags, weights, masked, low, high
+    metrics: TokenMetrics,
+    loss: float,
+    start,
+    behavior,
+    reference,
+    teacher,
+    entropies,
+    staleness,
+    weights,
+    masked,
+    low,
+    high,
 ) -> None:
     """Add tokens of the first update, where the policy is that of the start."""
     tokens: Any = SimpleNamespace(
         behavior_logprobs=behavior,
         reference_logprobs=reference,
         teacher_logprobs=teacher,
-        lags=lags,
+        staleness=staleness,
         token_weights=weights,
     )
     metrics.add(torch.tensor(loss), start, start, entropies, tokens, LossTerms(start, masked, low, high))
@@ -53,7 +64,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(mode: str) -> None:
 
 
 def test_staler_tokens_count_less() -> None:
-    assert lag_factors(torch.tensor([0, 1, 3]), 0.5).tolist() == [1.0, 0.5, 0.125]
+    assert staleness_factors(torch.tensor([0, 1, 3]), 0.5).tolist() == [1.0, 0.5, 0.125]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])
@@ -76,10 +87,10 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
     start, behavior, reference, teacher = rng.normal(-2, 0.5, (4, 11))
     entropies, weights = rng.random((2, 11))
     masked, low, high = rng.random((3, 11)) < 0.3
-    lags = np.array([0, 0, 1, 2, 3, 4, 9, 0, 1, 3, 0])
+    staleness = np.array([0, 0, 1, 2, 3, 4, 9, 0, 1, 3, 0])
     metrics = TokenMetrics(torch.device("cpu"))
     for part in (slice(0, 4), slice(4, 11)):
-        columns = (start, behavior, reference, teacher, entropies, lags, weights, masked, low, high)
+        columns = (start, behavior, reference, teacher, entropies, staleness, weights, masked, low, high)
         measure(metrics, 0.25, *(torch.tensor(column[part]) for column in columns))
     w = np.exp(start - behavior)
     expected = {
@@ -98,7 +109,12 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
         "mismatch/abs_logprob_max": np.abs(start - behavior).max(),
         "mismatch/kl_k3": (w - (start - behavior) - 1).mean(),
     }
-    buckets = {"0": lags == 0, "1": lags == 1, "2_3": (lags == 2) | (lags == 3), "4_plus": lags >= 4}
+    buckets = {
+        "0": staleness == 0,
+        "1": staleness == 1,
+        "2_3": (staleness == 2) | (staleness == 3),
+        "4_plus": staleness >= 4,
+    }
     for name, inside in buckets.items():
         expected[f"ratio/lag_tokens/{name}"] = inside.sum()
         expected[f"ratio/lag_behavior_mean/{name}"] = w[inside].mean()
@@ -127,9 +143,9 @@ def test_what_another_policy_sampled_is_measured_apart() -> None:
     start, behavior = rng.normal(-2, 0.5, (2, 8))
     zeros, masked = np.zeros(8), np.arange(8) % 2 == 0
     is_other = np.arange(8) < 3
-    lags = np.where(is_other, OF_ANOTHER_POLICY, 1)
+    staleness = np.where(is_other, OF_ANOTHER_POLICY, 1)
     metrics = TokenMetrics(torch.device("cpu"))
-    columns = (start, behavior, start, start, zeros, lags, zeros, masked, zeros > 0, zeros > 0)
+    columns = (start, behavior, start, start, zeros, staleness, zeros, masked, zeros > 0, zeros > 0)
     measure(metrics, 0.0, *map(torch.tensor, columns))
     found = metrics.reduce(lambda values, _: values).metrics()
     w, distance = np.exp(start - behavior), np.abs(start - behavior)

@@ -75,11 +75,11 @@ class TestProximal:
         assert self.p("recompute", recomputed=other) == other.tolist()
 
     def test_interpolate_goes_from_behavior_towards_the_target_with_staleness(self) -> None:
-        lags = 5 - torch.tensor([5, 4, 2, 1])
+        staleness = 5 - torch.tensor([5, 4, 2, 1])
         # α = (5 − v) / (6 − v) = 0, 1/2, 3/4, 4/5
         expected = [-1.3, -1.5, -0.5, -2.7 + 0.8 * 2.0]
-        found = self.p("interpolate", lags=lags, is_first_update=False)
+        found = self.p("interpolate", staleness=staleness, is_first_update=False)
         np.testing.assert_allclose(found, expected, atol=1e-12)
 
     def test_interpolate_starts_a_batch_at_the_target(self) -> None:
-        assert self.p("interpolate", lags=torch.tensor([0, 1, 3, 4])) == self.TARGET.tolist()
+        assert self.p("interpolate", staleness=torch.tensor([0, 1, 3, 4])) == self.TARGET.tolist()

@@ -15,7 +15,7 @@ from . import oracle
 from .micro_batches import LENGTHS, data
 
 
-def micro_batch(d: oracle.Data, lags: np.ndarray) -> MicroBatch:
+def micro_batch(d: oracle.Data, staleness: np.ndarray) -> MicroBatch:
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array.astype(np.float64))
 
@@ -26,7 +26,7 @@ def micro_batch(d: oracle.Data, lags: np.ndarray) -> MicroBatch:
         advantages=tensor(d.advantage),
         token_weights=torch.ones(len(d.c), dtype=torch.float64),
         reference_logprobs=tensor(d.r),
-        lags=torch.tensor(lags),
+        staleness=torch.tensor(staleness),
         segments=torch.tensor(d.segments),
         pairs=torch.zeros(0, 2, dtype=torch.int64),
         sequence_index=d.segments,
@@ -36,9 +36,9 @@ def micro_batch(d: oracle.Data, lags: np.ndarray) -> MicroBatch:
     )
 
 
-def composed(d: oracle.Data, config: AlgorithmConfig, lags: np.ndarray, entropies: np.ndarray):
+def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, entropies: np.ndarray):
     target = torch.tensor(d.c.astype(np.float64), requires_grad=True)
-    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, lags))
+    found = Objective(config)(target, torch.tensor(entropies), micro_batch(d, staleness))
     found.terms.sum().backward()
     return found, target.grad.numpy()
 
@@ -52,14 +52,14 @@ def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
     d = data(LENGTHS["ragged"], 2)
     d = oracle.Data(d.c, d.c if proximal == "target" else d.b, d.b, d.r, d.advantage, d.segments, d.num_segments)
     rng = np.random.default_rng(6)
-    lags, entropies = rng.integers(0, 4, 16), rng.random(16)
+    staleness, entropies = rng.integers(0, 4, 16), rng.random(16)
     config = AlgorithmConfig(
         proximal=proximal, correction=chain, correction_cap=1.5, opsm_delta=0.05, f_tis_max_kl=0.05, lag_decay=0.7,
         entropy_top_share=0.6, kl_coefficient=0.3, kl_estimator=estimator,
     )  # fmt: skip
-    found, gradient = composed(d, config, lags, entropies)
+    found, gradient = composed(d, config, staleness, entropies)
 
-    weights, is_masked, factors = np.ones(16), np.zeros(16, bool), 0.7**lags
+    weights, is_masked, factors = np.ones(16), np.zeros(16, bool), 0.7**staleness
     for name in chain:
         weights *= [float(w) for w, _ in oracle.corrected(name, d, config)]
         is_masked |= [bool(masked) for _, masked in oracle.corrected(name, d, config)]

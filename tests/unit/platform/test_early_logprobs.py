@@ -28,7 +28,7 @@ class Ranks:
         if is_free:
             self.pass_on.set()
 
-    async def prefetch(self, group: GroupRef) -> None:
+    async def early_logprobs(self, group: GroupRef) -> None:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0)
@@ -151,7 +151,7 @@ async def test_a_rank_that_fails_ends_the_wait() -> None:
                 await next_groups(flow)
 
 
-async def test_a_batch_that_never_closes_is_told_as_without_prefetch() -> None:
+async def test_a_batch_that_never_closes_is_told_as_without_early_logprobs() -> None:
     ranks, rewards = Ranks(), SlowRewards()
     async with flow_with(ranks, rewards, timeout_s=0.05) as flow:
         rewards.let(1)

@@ -9,7 +9,7 @@ import pytest
 from penstock.rollout.tokenization.tokenizers import character_tokenizer
 from tests.command_line import fresh_mismatches, read_metric, read_summary
 from tests.in_process import train_in_process
-from tests.small_run import TWO_WAYS, Train, small_run, train_by_command
+from tests.small_run import TWO_ROUTES, Train, small_run, train_by_command
 
 SLOW_REWARD = """
 import asyncio
@@ -53,7 +53,7 @@ def test_a_trainer_that_waits_for_a_batch_forwards_its_groups(
     assert all(value < 1e-4 for value in fresh_mismatches(folder)), "proximal logprobs are those of the step's weights"
 
 
-@TWO_WAYS
+@TWO_ROUTES
 def test_and_does_not_where_it_is_switched_off(train: Train, tmp_path: Path) -> None:
     folder = run(train, tmp_path, "dataflow.prefetch=false")
     assert read_metric(folder, "trainer/prefetched_token_share") == [0.0] * STEPS

@@ -1,4 +1,4 @@
-"""A version that crosses over NCCL: tests/contract/crossing.py between two processes with a GPU each."""
+"""A version that crosses over NCCL: tests/contract/transfer_group.py between two processes with a GPU each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 from penstock.weights.checksum import check_arrived
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import TrainingSide
-from penstock.weights.transport.process_group.endpoints import Arrival, End, Sender, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import (
+    DeviceReceiver,
+    ReceiverAddress,
+    Sender,
+    TransferGroupSpec,
+)
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 from tests.layouts import torch_side
@@ -29,9 +34,9 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
 
 
-def send(crossing: TransferGroupSpec, answers: Connection) -> None:
+def send(group_spec: TransferGroupSpec, answers: Connection) -> None:
     sender = Sender(0, torch.device("cuda", 0))
-    sender.join(crossing)
+    sender.join(group_spec)
     for version in range(2):
         sender.hold({name: tensor.flatten().cuda(0) for name, tensor in tensors_of(version).items()}, copies=True)
         answers.send(sender.send(version).sums)
@@ -43,10 +48,10 @@ def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors_of(0).items())
     training = TrainingSide(specs, num_replicas=1, is_partitioned=False)
     store = serve_store("127.0.0.1")
-    crossing = TransferGroupSpec(
+    group_spec = TransferGroupSpec(
         transfer=ShardTransfer.between(training, torch_side(specs), "bfloat16", None),
         num_training=1,
-        ends=(End("engine-0", "node"),),
+        receivers=(ReceiverAddress("engine-0", "node"),),
         on_devices=True,
         store_at=("127.0.0.1", store.port),
         generation=1,
@@ -55,19 +60,19 @@ def test_versions_cross_from_gpu_to_gpu(codec: str) -> None:
     )
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe(duplex=False)
-    rank = spawn.Process(target=send, args=(crossing, there), daemon=True)
+    rank = spawn.Process(target=send, args=(group_spec, there), daemon=True)
     rank.start()
     try:
-        arrival = Arrival(0, torch.device("cuda", 1))
-        slot = arrival.join(crossing, 0, None)
+        device_receiver = DeviceReceiver(0, torch.device("cuda", 1))
+        slot = device_receiver.join(group_spec, 0, None)
         for version in range(2):
-            arrival.receive(version)
+            device_receiver.receive(version)
             assert here.poll(TIMEOUT_S), "the training rank answers with its sums"
-            manifest = crossing.transfer.manifest(version, here.recv())
+            manifest = group_spec.transfer.manifest(version, here.recv())
             for name, tensor in tensors_of(version).items():
                 assert torch.equal(slot.buffers[name].cpu(), tensor.flatten().bfloat16()), name
             check_arrived(slot.buffers, manifest.entries, version)
-        arrival.close()
+        device_receiver.close()
     finally:
         rank.kill()
         rank.join(TIMEOUT_S)

@@ -65,11 +65,11 @@ def count_forwards(trainer: PolicyTrainer, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.mark.parametrize(("kind", "ahead"), each_of(KINDS, [(0, 1, 2), (2,), (1, 0), ()]))
-def test_weights_and_metrics_are_those_without_prefetch(policy, batch, kind, ahead) -> None:
+def test_weights_and_metrics_are_those_without_early_logprobs(policy, batch, kind, ahead) -> None:
     mine, plain = make(policy, kind), make(policy, kind)
     for version in range(2):
         for index in ahead:
-            mine.prefetch([batch[index]], version)
+            mine.early_logprobs([batch[index]], version)
         reports = mine.step(batch, version), plain.step(batch, version)
         assert_equal_training(mine, plain, reports)
         tokens = [sum(one.num_sampled_tokens for one in group.trajectories) for group in batch]
@@ -84,12 +84,12 @@ def test_weights_and_metrics_are_those_without_prefetch(policy, batch, kind, ahe
 def test_a_step_whose_groups_are_all_there_forwards_none_without_gradient(policy, batch, kind, monkeypatch) -> None:
     trainer = make(policy, kind)
     seen = count_forwards(trainer, monkeypatch)
-    trainer.prefetch(batch, 0)
+    trainer.early_logprobs(batch, 0)
     assert seen
     seen.clear()
     trainer.step(batch, 0)
     assert seen == []
-    trainer.prefetch(batch[:2], 1)
+    trainer.early_logprobs(batch[:2], 1)
     seen.clear()
     trainer.step(batch, 1)
     rest = [one.num_sampled_tokens for one in batch[2].trajectories]
@@ -112,7 +112,7 @@ def spoil(trainer: PolicyTrainer) -> None:
 def test_what_is_kept_is_what_a_step_uses(policy, batch, kind) -> None:
     """That the tests around this one could fail: spoilt numbers of the right version change the step."""
     mine, plain = make(policy, kind), make(policy, kind)
-    mine.prefetch(batch, 0)
+    mine.early_logprobs(batch, 0)
     spoil(mine)
     reports = mine.step(batch, 0), plain.step(batch, 0)
     with pytest.raises(AssertionError):
@@ -122,7 +122,7 @@ def test_what_is_kept_is_what_a_step_uses(policy, batch, kind) -> None:
 @pytest.mark.parametrize("kind", ["critic", "proximal", "reference below adapters"])
 def test_another_versions_numbers_are_computed_anew(policy, batch, kind) -> None:
     mine, plain = make(policy, kind), make(policy, kind)
-    mine.prefetch(batch, 3)
+    mine.early_logprobs(batch, 3)
     spoil(mine)
     reports = mine.step(batch, 4), plain.step(batch, 4)
     assert_equal_training(mine, plain, reports)
@@ -136,7 +136,7 @@ def test_nothing_outlives_a_step_that_was_skipped(policy, batch) -> None:
     mine, plain = make(policy, "critic"), make(policy, "critic")
     bad = [GroupPayload(GroupId(9), batch[0].trajectories)]
     before = weights_of(mine)
-    mine.prefetch(batch, 0)
+    mine.early_logprobs(batch, 0)
     for trainer in (mine, plain):
         spoilt = [np.full_like(one.behavior_logprobs, np.nan) for one in bad[0].trajectories]
         pairs = zip(bad[0].trajectories, spoilt, strict=True)
@@ -152,7 +152,7 @@ def test_nothing_outlives_a_step_that_was_skipped(policy, batch) -> None:
 
 def test_nor_other_updates_of_the_weights(policy, batch) -> None:
     mine, plain = make(policy, "proximal"), make(policy, "proximal")
-    mine.prefetch(batch, 0)
+    mine.early_logprobs(batch, 0)
     for trainer in (mine, plain):
         trainer.supervised_step([([2, 3], [4, 5, 1])])
     reports = mine.step(batch, 0), plain.step(batch, 0)
@@ -162,7 +162,7 @@ def test_nor_other_updates_of_the_weights(policy, batch) -> None:
 
 def test_of_a_trimmed_group_only_the_tokens_with_loss_are_used(policy, batch) -> None:
     mine, plain = make(policy, "both"), make(policy, "both")
-    mine.prefetch(batch[:2], 5)
+    mine.early_logprobs(batch[:2], 5)
     trimmed = scored(batch, min_versions=[0, 3, 0])
     reports = mine.step(trimmed, 5), plain.step(trimmed, 5)
     assert_equal_training(mine, plain, reports)
@@ -171,15 +171,15 @@ def test_of_a_trimmed_group_only_the_tokens_with_loss_are_used(policy, batch) ->
 def test_a_trainer_that_needs_none_of_it_does_nothing(policy, batch, monkeypatch) -> None:
     trainer = trainer_of(policy)
     seen = count_forwards(trainer, monkeypatch)
-    trainer.prefetch(batch, 0)
+    trainer.early_logprobs(batch, 0)
     assert seen == []
-    assert not any("prefetch" in name for name in trainer.step(batch, 0).metrics)
+    assert not any("early_logprobs" in name for name in trainer.step(batch, 0).metrics)
 
 
 def test_a_group_that_has_its_reference_gets_no_other(policy, batch) -> None:
     trainer = make(policy, "reference below adapters")
     given = np.zeros(1, np.float32)
-    trainer.prefetch(scored(batch[:1], references=[given]), 0)
+    trainer.early_logprobs(scored(batch[:1], references=[given]), 0)
     (kept,) = trainer._forwards._prefetched._kept.values()
     assert kept.payload.reference is given
 

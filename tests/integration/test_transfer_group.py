@@ -1,5 +1,5 @@
-"""Weights across nodes: two Ray nodes on one machine, trainer ranks and engines on both, and a landing that is lost in
-the middle of a version.
+"""Weights across nodes: two Ray nodes on one machine, trainer ranks and engines on both, and a weight receiver that is
+lost in the middle of a version.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ async def test_versions_stream_into_the_parameters_of_engines_on_every_node_and_
 ) -> None:
     trainer, engines, pool, _ = nodes
     config = WeightsConfig(transport="process_group", staging="bucket", timeout_s=60.0)
-    ends = EngineReceivers(pool, trainer.node_id)
-    transport = DamagedOnce(trainer, ends, torch_side(), "float32", config)
+    receivers = EngineReceivers(pool, trainer.node_id)
+    transport = DamagedOnce(trainer, receivers, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, transport)
     for version in (2, 3, 4):
         report = await publisher.publish(version)  # acknowledged is what was read back from live parameters
@@ -199,8 +199,8 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     trainer, engines, pool, _ = nodes
     assert not is_one_node(trainer, engines)
     config = WeightsConfig(codec="delta", timeout_s=60.0)
-    landings = NodeReceivers(pool, trainer.node_id, config)
-    transport = ProcessGroupTransport(trainer, landings, torch_side(), "float32", config)
+    receivers = NodeReceivers(pool, trainer.node_id, config)
+    transport = ProcessGroupTransport(trainer, receivers, torch_side(), "float32", config)
     publisher = ActorWeightPublisher(pool, config, transport)
     shares = []
     for version in range(5, 8):  # an engine acknowledges what it has read back from its live parameters only
@@ -214,7 +214,7 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     assert first == 1.0, "of the first version nobody knows what receivers hold"
     assert unchanged == 0.0, "no step was made before it"
     assert 0.5 < trained <= 1.0, "in float32 nearly every element moves"
-    pid = landings._pids[engines[1].node_id]
+    pid = receivers._pids[engines[1].node_id]
     assert list(default_directory().glob(f"penstock-weights-{pid}-*"))
     os.kill(pid, signal.SIGSTOP)  # the others begin, and wait for it in the middle of the version
     started = time.monotonic()
@@ -227,7 +227,7 @@ async def test_engines_on_every_node_take_what_ranks_on_every_node_send_and_a_lo
     assert [ack.engine_id for ack in report.acks] == ["engine-0"]
     assert report.changed_share == 1.0, "a new meeting begins with everything"
     assert not list(default_directory().glob(f"penstock-weights-{pid}-*")), "what it held in shared memory is freed"
-    assert "the landing on its node is lost" in pool.fenced[engines[1].engine_id]
+    assert "the weight receiver on its node is lost" in pool.fenced[engines[1].engine_id]
     for version in (9, 10):
         await trainer.supervised_step(EXAMPLES)
         report = await publisher.publish(version)

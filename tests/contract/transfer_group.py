@@ -17,7 +17,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.planner.plan import make_plan
-from penstock.weights.transport.process_group.endpoints import End, Sender, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import ReceiverAddress, Sender, TransferGroupSpec
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 
@@ -28,7 +28,7 @@ NUM_RANKS = 2
 CPU = torch.device("cpu")
 
 
-async def make_crossing(
+async def make_group_spec(
     harness: Harness, port: int, generation: int, *, codec: str, timeout_s: float, is_streamed: bool = False
 ) -> TransferGroupSpec:
     specs = tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in harness.reference.tensors(0).items())
@@ -42,7 +42,7 @@ async def make_crossing(
     return TransferGroupSpec(
         transfer=transfer,
         num_training=NUM_RANKS,
-        ends=(End(str(harness.spec.engine_id), "node"),),
+        receivers=(ReceiverAddress(str(harness.spec.engine_id), "node"),),
         on_devices=True,
         store_at=("127.0.0.1", port),
         generation=generation,
@@ -52,7 +52,7 @@ async def make_crossing(
     )
 
 
-async def cross(harness: Harness, crossing: TransferGroupSpec, senders: list[Sender]) -> WeightManifest:
+async def cross(harness: Harness, group_spec: TransferGroupSpec, senders: list[Sender]) -> WeightManifest:
     """Send the next version through it."""
     version = harness.next_version
     harness.seed_of_version[version] = version
@@ -61,11 +61,11 @@ async def cross(harness: Harness, crossing: TransferGroupSpec, senders: list[Sen
         sender.hold({name: part(tensor, rank, NUM_RANKS) for name, tensor in tensors.items()}, copies=True)
     sending = [asyncio.to_thread(sender.send, version) for sender in senders]
     *sent, _ = await within(asyncio.gather(*sending, harness.engine.receive(version)))
-    return crossing.transfer.manifest(version, [sums for one in sent for sums in one.sums])
+    return group_spec.transfer.manifest(version, [sums for one in sent for sums in one.sums])
 
 
 @pytest.mark.usefixtures("idle")
-class CrossingContract:
+class TransferGroupContract:
     """As `EngineContract`."""
 
     @pytest.mark.parametrize("codec", ["full", "delta"])
@@ -73,14 +73,14 @@ class CrossingContract:
         self, harness: Harness, codec: str
     ) -> None:
         store = serve_store("127.0.0.1")
-        crossing = await make_crossing(harness, store.port, 1, codec=codec, timeout_s=60.0)
+        group_spec = await make_group_spec(harness, store.port, 1, codec=codec, timeout_s=60.0)
         senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
-        joining = [asyncio.to_thread(sender.join, crossing) for sender in senders]
-        await within(asyncio.gather(*joining, harness.engine.join_crossing(crossing, 0)))
+        joining = [asyncio.to_thread(sender.join, group_spec) for sender in senders]
+        await within(asyncio.gather(*joining, harness.engine.join_transfer_group(group_spec, 0)))
         for _ in range(2):
             running = StreamingRequests(harness, [prompt_of(6, i) for i in range(3)], max_new_tokens=400)
             await running.all_moved()
-            manifest = await cross(harness, crossing, senders)
+            manifest = await cross(harness, group_spec, senders)
             before = harness.engine.version
             ack = await within(harness.engine.update_weights(manifest))
             assert ack.checksum == manifest.checksum, "read back from the live parameters"
@@ -94,12 +94,12 @@ class CrossingContract:
 
     async def test_who_does_not_come_is_named_and_the_engine_goes_on_serving(self, harness: Harness) -> None:
         store = serve_store("127.0.0.1")
-        crossing = await make_crossing(harness, store.port, 1, codec="full", timeout_s=1.0)
+        group_spec = await make_group_spec(harness, store.port, 1, codec="full", timeout_s=1.0)
         sender = Sender(0, CPU)
         joined, refusal = await within(
             asyncio.gather(
-                asyncio.to_thread(sender.join, crossing),
-                harness.engine.join_crossing(crossing, 0),
+                asyncio.to_thread(sender.join, group_spec),
+                harness.engine.join_transfer_group(group_spec, 0),
                 return_exceptions=True,
             )
         )
