@@ -27,8 +27,8 @@ from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.streaming import IN_PLACE
 
 from .engine_harness import JOURNAL_INTERVAL, MAX_NUM_SEQS, Harness, OpenHarness, StreamingRequests, prompt_of, within
-from .group_spec import CPU, NUM_RANKS, make_group_spec
 from .slot_stories import part
+from .transfer_group import CPU, NUM_RANKS, make_group_spec
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 BUCKET_BYTES = 8192

@@ -23,9 +23,9 @@ from .engine_harness import (
     prompt_of,
     within,
 )
-from .group_spec import TransferGroupContract
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
+from .transfer_group import TransferGroupContract
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONFIG = TorchEngineConfig(type="torch", max_num_seqs=MAX_NUM_SEQS, journal_interval_tokens=JOURNAL_INTERVAL)

@@ -27,9 +27,9 @@ from .engine_harness import (
     prompt_of,
     within,
 )
-from .group_spec import TransferGroupContract
 from .multi_turn import MultiTurnContract
 from .partial_rollouts import PartialRolloutContract
+from .transfer_group import TransferGroupContract
 
 pytestmark = [
     pytest.mark.integration,
