@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear_logprob import linear_scores
+from penstock.kernels.linear_logprob import linear_logprobs
 
 GIB = float(1 << 30)
 TIMEOUT_S = 1800.0
@@ -41,7 +41,7 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return linear_scores(hidden, weight, targets).logprobs
+    return linear_logprobs(hidden, weight, targets).logprobs
 
 
 VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"naive": naive, "penstock": tiled}

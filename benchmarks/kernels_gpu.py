@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.changed_elements import compare_words, find_changes
-from penstock.kernels.linear_logprob import linear_scores
+from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.backends.rank_consistency import RankShare
@@ -103,7 +103,7 @@ def logprob_contenders(work: GpuWork, device: torch.device) -> Iterator[Contende
         return torch.no_grad()(lambda: function(hidden, weight, targets))
 
     def tiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return linear_scores(hidden, weight, targets).logprobs
+        return linear_logprobs(hidden, weight, targets).logprobs
 
     for name, function, products in (
         ("penstock", tiled, 4),

@@ -44,7 +44,7 @@ class GroupRules:
     max_retries: int
     max_engine_retries: int = 3
 
-    def budget(self, kind: FailureKind) -> int:
+    def retry_limit(self, kind: FailureKind) -> int:
         """Retries of one trajectory after failures of this kind."""
         return self.max_engine_retries if kind == "engine" else self.max_retries
 
@@ -116,23 +116,23 @@ class Dataflow:
         self._gate.add(record)
         return record.group_id
 
-    def member_at(self, group_id: GroupId, member: int, version: int) -> None:
+    def record_version(self, group_id: GroupId, member: int, version: int) -> None:
         """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
         record = self.ledger.get(group_id)
         if record is None or record.state not in UNREADY:
             self._ignore(group_id, record)
             return
-        record.member_versions[member] = version
-        self._gate.date(record, min(known for known in record.member_versions if known is not None))
+        record.trajectory_versions[member] = version
+        self._gate.update_deadline(record, min(known for known in record.trajectory_versions if known is not None))
 
-    def may_retry(self, kind: FailureKind, attempts: int) -> bool:
+    def grant_retry(self, kind: FailureKind, attempts: int) -> bool:
         """Count a failed attempt and say whether the trajectory gets another one.
 
         Args:
             kind: Which part failed.
             attempts: Attempts that failed in this way so far, this one included.
         """
-        if attempts > self.rules.budget(kind):
+        if attempts > self.rules.retry_limit(kind):
             return False
         self.retries[kind] += 1
         return True
@@ -159,9 +159,9 @@ class Dataflow:
                 f"but it was dispatched at v{dispatched} and v{self.version} is published (I8)"
             )
         self.ledger.move(group.group_id, GroupState.READY)
-        record.member_versions = [oldest]
+        record.trajectory_versions = [oldest]
         record.ready = group
-        self._gate.date(record, oldest)
+        self._gate.update_deadline(record, oldest)
         self._gate.mark_ready(record)
         if self.limits.on_expiry is not ExpiryPolicy.WAIT and self._is_too_old(group):
             self._cancel(record, Reason.STALE)
@@ -250,7 +250,7 @@ class Dataflow:
             return "too_few"
         return "scoring" if awaited.state is GroupState.SCORING else "generating"
 
-    def waiting_for(self) -> str:
+    def describe_wait(self) -> str:
         """One sentence for time-outs: what the next batch waits for."""
         unready = [r for r in self.ledger.live() if r.state in UNREADY]
         listed = ", ".join(f"{r.group_id}:{r.state}(oldest v{r.oldest_version})" for r in unready[:MAX_LISTED])

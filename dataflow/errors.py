@@ -63,7 +63,7 @@ class WeightSyncError(PenstockError):
     """New weights did not arrive, or not as they were sent."""
 
 
-class ExportError(WeightSyncError):
+class WeightSendError(WeightSyncError):
     """The training ranks could not write or send new weights: whatever the engines do, they will not arrive."""
 
 

@@ -15,7 +15,7 @@ from penstock.dataflow.difficulty import passes
 from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.ledger import Reason
-from penstock.dataflow.trajectory import Trajectory, compared_rewards
+from penstock.dataflow.trajectory import Trajectory, rewards_by_baseline
 
 GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 MAX_REFILLS = 1024
@@ -35,9 +35,9 @@ def zero_variance(reward_part: str | None = None) -> GroupFilter:
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         if reward_part is not None:
             key = "dataflow.filters.zero_variance_part"
-            has_signal = not are_equal([part_of(member, reward_part, key) for member in members])
+            has_signal = not are_equal([reward_component(member, reward_part, key) for member in members])
         else:
-            has_signal = not all(are_equal(rewards) for rewards in compared_rewards(members).values())
+            has_signal = not all(are_equal(rewards) for rewards in rewards_by_baseline(members).values())
         return None if has_signal else Reason.ZERO_VARIANCE
 
     return judge
@@ -48,13 +48,13 @@ def has_parts(names: Iterable[str]) -> GroupFilter:
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         for member, name in product(members, names):
-            part_of(member, name, "algorithm.reward_weights")
+            reward_component(member, name, "algorithm.reward_weights")
         return None
 
     return judge
 
 
-def part_of(member: Trajectory, name: str, key: str) -> float:
+def reward_component(member: Trajectory, name: str, key: str) -> float:
     """A named part of a reward.
 
     Raises:

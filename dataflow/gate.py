@@ -53,7 +53,7 @@ class ConsumptionGate:
         """A group was admitted."""
         self._unready.setdefault(None, {})[record.group_id] = record
 
-    def date(self, record: GroupRecord, oldest_version: int) -> None:
+    def update_deadline(self, record: GroupRecord, oldest_version: int) -> None:
         """The oldest version of a group that is not ready is now known, or known better."""
         deadline = oldest_version + self._limits.max_staleness
         if record.deadline != deadline:
@@ -107,21 +107,21 @@ class ConsumptionGate:
         deadline = min((deadline for deadline in self._unready if deadline is not None), default=None)
         return next(iter(self._unready.get(deadline, {}).values()), None)
 
-    def can_take(self, version: int, num_places: int) -> bool:
-        """May the next ready group go into a batch that has `num_places` left, closing at `version`?
+    def can_take(self, version: int, num_remaining: int) -> bool:
+        """May the next ready group go into a batch that has `num_remaining` left, closing at `version`?
 
         Under `wait`: only if whoever must still be in fits in the places that remain. `trim` and `drop` do
         not wait for anybody.
         """
         first = self.next_ready()
-        if first is None or num_places < 1:
+        if first is None or num_remaining < 1:
             return False
         if self._limits.on_expiry is not ExpiryPolicy.WAIT:
             return True
         assert first.deadline is not None, "a ready group has sampled tokens"
         for k, due in enumerate(self.due_counts(version)):
             inside = first.deadline <= version + k
-            if due - inside - k * self._limits.batch_groups > num_places - 1:
+            if due - inside - k * self._limits.batch_groups > num_remaining - 1:
                 return False
         return True
 

@@ -42,7 +42,7 @@ def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0)
         CheckpointError: If the journal does not reach that version.
     """
     waiting = _Waiting(max_requeues)
-    ledger = Ledger(sink=waiting.follow)
+    ledger = Ledger(on_event=waiting.follow)
     for event in _until(entries, version):
         if event.state is GroupState.GENERATING:
             record = ledger.admit(event.task_id, event.group_size, event.stream, event.requeues)
@@ -57,7 +57,7 @@ def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0)
             ledger.end(event.group_id, event.state, event.reason)
     for record in tuple(ledger.live()):
         ledger.end(record.group_id, GroupState.DROPPED, Reason.ROLLBACK)
-    ledger.sink = None
+    ledger.on_event = None
     return Resumed(ledger, waiting.in_order())
 
 

@@ -82,7 +82,7 @@ class GroupRecord:
         group_size: Trajectories it was admitted with.
         stream: The task stream it came from.
         requeues: How often its task was started before and dropped as too old.
-        member_versions: Per member, the version that bounds its oldest token from below: the engine's
+        trajectory_versions: Per member, the version that bounds its oldest token from below: the engine's
             acknowledged version at dispatch, then the version of its first token; None before dispatch.
         deadline: The last version at which it may train (dataflow/gate.py); None before anything was dispatched.
         ready: What its members came to, while it waits for its batch.
@@ -94,17 +94,17 @@ class GroupRecord:
     stream: str = ""
     requeues: int = 0
     state: GroupState = GroupState.GENERATING
-    member_versions: list[int | None] = field(init=False)
+    trajectory_versions: list[int | None] = field(init=False)
     deadline: int | None = None
     ready: GroupRef | None = None
 
     def __post_init__(self) -> None:
-        self.member_versions = [None] * self.group_size
+        self.trajectory_versions = [None] * self.group_size
 
     @property
     def oldest_version(self) -> int | None:
         """Lower bound of the group's oldest token; None before anything was dispatched."""
-        return min((version for version in self.member_versions if version is not None), default=None)
+        return min((version for version in self.trajectory_versions if version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Ledger:
         live_by_stream: Live groups of each task stream.
         admitted_by_stream: Groups ever admitted of each task stream.
         tasks_by_stream: Tasks ever taken from each stream: admissions that were no second start of a task.
-        sink: Told every event, in order (dataflow/journal.py).
+        on_event: Told every event, in order (dataflow/journal.py).
     """
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
@@ -170,7 +170,7 @@ class Ledger:
     live_by_stream: Counter[str] = field(default_factory=Counter)
     admitted_by_stream: Counter[str] = field(default_factory=Counter)
     tasks_by_stream: Counter[str] = field(default_factory=Counter)
-    sink: Callable[[JournalEntry], None] | None = None
+    on_event: Callable[[JournalEntry], None] | None = None
     _live: dict[GroupId, GroupRecord] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _admitted: int = 0
@@ -184,13 +184,13 @@ class Ledger:
         self.live_by_stream[stream] += 1
         self.admitted_by_stream[stream] += 1
         self.tasks_by_stream[stream] += not requeues
-        self._tell(record)
+        self._emit(record)
         return record
 
     def mark(self, version: int) -> None:
         """What was trained up to now is published as `version`."""
-        if self.sink is not None:
-            self.sink(VersionMark(version))
+        if self.on_event is not None:
+            self.on_event(VersionMark(version))
 
     @property
     def num_admitted(self) -> int:
@@ -238,7 +238,7 @@ class Ledger:
         record.state = state
         if state in TERMINAL:
             self._end(record)
-        self._tell(record)
+        self._emit(record)
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
         """End a group untrained, from any live state, with a reason that fits."""
@@ -248,7 +248,7 @@ class Ledger:
         record.state = state
         self.reasons[state, reason] += 1
         self._end(record)
-        self._tell(record, reason)
+        self._emit(record, reason)
 
     def counts(self) -> LedgerCounts:
         """Absolute counts, balanced (I3).
@@ -274,9 +274,9 @@ class Ledger:
         self.live_trajectories -= record.group_size
         self.live_by_stream[record.stream] -= 1
 
-    def _tell(self, record: GroupRecord, reason: Reason | None = None) -> None:
-        if self.sink is not None:
+    def _emit(self, record: GroupRecord, reason: Reason | None = None) -> None:
+        if self.on_event is not None:
             event = LedgerEvent(
                 record.group_id, record.state, record.task_id, record.stream, record.group_size, record.requeues, reason
             )
-            self.sink(event)
+            self.on_event(event)

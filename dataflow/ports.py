@@ -130,7 +130,7 @@ class LogprobWorker(Protocol):
         ...
 
 
-class GroupForward(Protocol):
+class EarlyLogprobWorker(Protocol):
     """Trainer ranks that forward a ready group before its batch is complete."""
 
     async def early_logprobs(self, group: GroupRef) -> None:

@@ -183,7 +183,7 @@ class Trajectory:
         """That of the thread if it has one, else the trajectory's."""
         return self.reward_parts.get(f"{THREAD_PART}{name}", self.reward)
 
-    def separate(self) -> tuple[Trajectory, ...]:
+    def split_threads(self) -> tuple[Trajectory, ...]:
         """Each thread as a trajectory of its own: views of the arrays, its own reward; this one if there are none.
 
         What is sampled stays in order, so that arrays of all sampled tokens are those of the threads end to end.
@@ -214,7 +214,7 @@ class Trajectory:
         return tuple(separated)
 
 
-def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float]]:
+def rewards_by_baseline(members: Sequence[Trajectory]) -> dict[str, list[float]]:
     """The rewards of a scored group that share a baseline: of its trajectories, or, where threads have rewards of their
     own, of the threads of each name.
     """
@@ -230,10 +230,10 @@ def compared_rewards(members: Sequence[Trajectory]) -> dict[str, list[float]]:
 
 def has_thread_rewards(members: Sequence[Trajectory]) -> bool:
     """Whether any thread of a group has a reward of its own."""
-    return any(is_thread_part(name) for member in members for name in member.reward_parts)
+    return any(is_thread_reward(name) for member in members for name in member.reward_parts)
 
 
-def is_thread_part(name: str) -> bool:
+def is_thread_reward(name: str) -> bool:
     """Whether a part of a reward is that of a thread."""
     return name.startswith(THREAD_PART)
 
@@ -309,7 +309,7 @@ class GroupRef:
         return version - max(self.oldest_version, self.min_version)
 
 
-async def stream_of(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
+async def iterate_groups(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
     """Groups that are all there, as the stream that a trainer consumes."""
     for group in groups:
         yield group

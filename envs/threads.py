@@ -12,7 +12,7 @@ from typing import cast
 
 from penstock.dataflow.errors import TrajectoryError
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, is_thread_part
+from penstock.dataflow.trajectory import MAIN_THREAD, THREAD_PART, is_thread_reward
 from penstock.envs.environment import Action, Observation, Role
 from penstock.envs.workers.episode_child import EpisodeReply, Said
 from penstock.envs.workers.episode_host import PlayedEpisode
@@ -64,7 +64,7 @@ class ThreadNames:
         return said
 
     def _check_rewards(self, reply: EpisodeReply) -> None:
-        given = [name.removeprefix(THREAD_PART) for name in reply.get("parts", {}) if is_thread_part(name)]
+        given = [name.removeprefix(THREAD_PART) for name in reply.get("parts", {}) if is_thread_reward(name)]
         unknown = sorted(set(given) - self._names)
         if unknown:
             raise self._wrong(f"its thread_rewards name {', '.join(map(repr, unknown))}; {self._there_are()}")

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.float32_head import Float32Head
-from penstock.kernels.portable.logprob import Settings, scores
+from penstock.kernels.portable.logprob import Settings, logprobs_and_entropies
 
 MAX_LOGITS = 1 << 27
 """Logits held at once (elements; 512 MiB in float32) at most. A CPU's tiles are far smaller, for its caches' sake."""
@@ -35,7 +35,7 @@ MAX_OPAQUE_LOGITS = 1 << 25
 """The same for heads that can only be called (128 MiB in float32, a few times over while a chunk is worked on)."""
 
 
-class LinearScores(NamedTuple):
+class LinearLogprobs(NamedTuple):
     """What one pass over the logits says about each target.
 
     Attributes:
@@ -49,7 +49,7 @@ class LinearScores(NamedTuple):
     is_most_likely: Tensor
 
 
-class VocabularyPart(NamedTuple):
+class VocabularyShard(NamedTuple):
     """A slice of the head: the tokens `start` ≤ id < `stop`, and the ranks that hold the slices."""
 
     start: int
@@ -57,14 +57,14 @@ class VocabularyPart(NamedTuple):
     group: ProcessGroup
 
 
-def linear_scores(
+def linear_logprobs(
     hidden: Tensor,
     head: nn.Module | Tensor,
     targets: Tensor,
     *,
     temperature: float = 1.0,
     max_logits: int = MAX_LOGITS,
-) -> LinearScores:
+) -> LinearLogprobs:
     """Compute the logprob of each target and the entropy of each distribution, in float32.
 
     Differentiable in `hidden` and `head` through both results; every tile is recomputed in backward.
@@ -84,15 +84,15 @@ def linear_scores(
     return _scores(hidden, head, targets, Settings(1.0 / temperature, max_logits))
 
 
-def vocabulary_parallel_scores(
+def vocabulary_parallel_logprobs(
     hidden: Tensor,
     head: nn.Module | Tensor,
     targets: Tensor,
-    part: VocabularyPart,
+    part: VocabularyShard,
     *,
     temperature: float = 1.0,
     max_logits: int = MAX_LOGITS,
-) -> LinearScores:
+) -> LinearLogprobs:
     """Compute the same where each rank of a group holds a slice of the head; all get all results.
 
     Two collectives of `[T]` and `[3, T]` forward, one of `[T, H]` (float32) backward. The gradient of `hidden` is that
@@ -113,7 +113,7 @@ def vocabulary_parallel_scores(
     return _scores(hidden, head, targets - part.start, Settings(1.0 / temperature, max_logits, part.group))
 
 
-def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings: Settings) -> LinearScores:
+def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings: Settings) -> LinearLogprobs:
     """By the weight of `head`; if it is a module, as its forward, in between the hooks that make its weight whole."""
 
     def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -123,13 +123,13 @@ def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings:
                 f"{weight.dtype} and targets {list(targets.shape)}. They must be [T, H], [V, H] and [T], the first two "
                 "of one dtype: cast one of them, or select as many hidden states as there are targets."
             )
-        return scores(rows, weight, targets, settings)
+        return logprobs_and_entropies(rows, weight, targets, settings)
 
     if isinstance(head, Tensor):
-        return LinearScores(*compute(hidden, head))
+        return LinearLogprobs(*compute(hidden, head))
     vars(head)["forward"] = lambda rows: compute(rows, cast("Tensor", head.weight))  # shadows the class's for one call
     try:
-        return LinearScores(*head(hidden))
+        return LinearLogprobs(*head(hidden))
     finally:
         del vars(head)["forward"]
 
@@ -146,7 +146,7 @@ def _is_plain(head: nn.Module) -> bool:
 
 def _chunked_scores(
     hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, max_logits: int
-) -> LinearScores:
+) -> LinearLogprobs:
     """For heads that can only be called: chunks of tokens, each recomputed in backward if there are several."""
     size = max(1, max_logits // cast("int", head.out_features))
     is_recomputed = hidden.shape[0] > size and torch.is_grad_enabled()
@@ -156,7 +156,7 @@ def _chunked_scores(
             chunks.append(checkpoint(_scores_by_call, rows, head, wanted, temperature, use_reentrant=False))
         else:
             chunks.append(_scores_by_call(rows, head, wanted, temperature))
-    return LinearScores(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+    return LinearLogprobs(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
 def _scores_by_call(hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from penstock.dataflow.core import Dataflow, GroupRules
 from penstock.dataflow.filters import FilterChain, GroupFilter
 from penstock.dataflow.ids import TaskId
-from penstock.dataflow.ports import GroupForward, LogprobWorker, SamplingParams
+from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker, SamplingParams
 from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 from penstock.dataflow.task_queue import Curriculum, GroupSizing, LengthLimits, TaskQueue, TaskStream
 from penstock.dataflow.trajectory import GroupRef, Task
@@ -54,7 +54,7 @@ def make_flow(
     gang: bool = False,
     reference: LogprobWorker | None = None,
     teacher: LogprobWorker | None = None,
-    forward: GroupForward | None = None,
+    forward: EarlyLogprobWorker | None = None,
     max_context: int | None = None,
 ) -> Flow:
     """Groups of two over `engines`; what is not said is small and quick."""

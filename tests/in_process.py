@@ -47,7 +47,7 @@ def payload_of(group: GroupRef) -> GroupPayload:
 
 
 class InProcessTrainer:
-    """One rank: `TrainerGroup` and `GroupForward`. Its thread keeps the order of the calls, as an actor does."""
+    """One rank: `TrainerGroup` and `EarlyLogprobWorker`. Its thread keeps the order of the calls, as an actor does."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self.version = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.dataflow.equal_rewards import are_equal
-from penstock.dataflow.trajectory import GroupPayload, compared_rewards
+from penstock.dataflow.trajectory import GroupPayload, rewards_by_baseline
 from penstock.trainer.algorithms.metrics import TokenMetrics, TokenSums
 from penstock.trainer.backends.base import OptimizerResult
 from penstock.trainer.backends.rank_consistency import RankShare
@@ -115,7 +115,7 @@ def batch_metrics(payloads: Sequence[GroupPayload]) -> dict[str, float]:
     rewards = np.concatenate([group_rewards(payload) for payload in payloads])
     trajectories = [trajectory for payload in payloads for trajectory in payload.trajectories]
     # A silent group: nobody did better than whom it is compared with.
-    compared = [compared_rewards(payload.trajectories).values() for payload in payloads]
+    compared = [rewards_by_baseline(payload.trajectories).values() for payload in payloads]
     metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),

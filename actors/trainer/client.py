@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from penstock.actors.ray_errors import answer_of, ray_boundary
-from penstock.dataflow.errors import ExportError, TrainingError, WeightSyncError
+from penstock.dataflow.errors import TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ports import StepReport, WeightManifest
 from penstock.dataflow.trajectory import GroupRef
 from penstock.trainer.batches.sequences import Example, Preference
@@ -141,7 +141,7 @@ class TrainerClient:
         """Call a method of every rank that has to do with the weights' way to the engines.
 
         Raises:
-            ExportError: If a rank dies.
+            WeightSendError: If a rank dies.
             WeightSyncError: If one fails or takes longer than the time limit; an engine that it waits for may be why.
         """
         try:
@@ -150,7 +150,7 @@ class TrainerClient:
             has_died = isinstance(error.__cause__, ray.exceptions.RayError) and not isinstance(
                 error.__cause__, ray.exceptions.RayTaskError
             )
-            raise (ExportError if has_died else WeightSyncError)(str(error)) from error
+            raise (WeightSendError if has_died else WeightSyncError)(str(error)) from error
 
     async def call_ranks(self, what: str, timeout_s: float, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank, for one leg of a publish in which no rank waits for an engine.
@@ -162,20 +162,20 @@ class TrainerClient:
             arguments: Of it.
 
         Raises:
-            ExportError: If a rank fails or dies, or is too late: then it says which ranks are, and how far.
+            WeightSendError: If a rank fails or dies, or is too late: then it says which ranks are, and how far.
         """
         calls = [asyncio.ensure_future(call) for call in self._call(method, *arguments)]
         done, late = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         for call in late:
             call.cancel()
-        with ray_boundary(ExportError, f"{what}: {method} on the training ranks"):
+        with ray_boundary(WeightSendError, f"{what}: {method} on the training ranks"):
             answers = [call.result() for call in calls if call in done]
         if not late:
             return answers
         ranks = [rank for rank, call in enumerate(calls) if call in late]
         progress = await asyncio.gather(*(self._progress(rank) for rank in ranks))
         told = ", ".join(f"training rank {rank} ({words})" for rank, words in zip(ranks, progress, strict=True))
-        raise ExportError(
+        raise WeightSendError(
             f"{what}: {method} is not over after {timeout_s:g} s (weights.timeout_s). Missing: "
             f"{told}. A rank hangs, or the memory it writes to is too slow; raise weights.timeout_s if it only is slow."
         )

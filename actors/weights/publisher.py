@@ -41,7 +41,7 @@ from typing import Any, cast
 from penstock.actors.engine.client import RemoteEngine, in_service
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.transports import PublishedVersion, PublishHandle, WeightTransport
-from penstock.dataflow.errors import EngineLostError, ExportError, PenstockError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, PenstockError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import PublishReport, WeightAck
 from penstock.rollout.pool.pool import EnginePool
@@ -137,7 +137,7 @@ class ActorWeightPublisher:
             Its report; overlapped, that of the version before, but where it is probed.
 
         Raises:
-            ExportError: If the training ranks cannot write it.
+            WeightSendError: If the training ranks cannot write it.
             WeightSyncError: If no engine took it and none is coming back; overlapped, of the version before. Or if an
                 engine's logprobs are not the trainer's.
         """
@@ -147,7 +147,7 @@ class ActorWeightPublisher:
                 async with self._publishing:
                     report = await self._publish(version)
                 break
-            except ExportError:
+            except WeightSendError:
                 raise
             except WeightSyncError as error:
                 if not self._pool.num_returning:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.dataflow.trajectory import Trajectory, is_thread_part
+from penstock.dataflow.trajectory import Trajectory, is_thread_reward
 from penstock.envs.contract import RewardFunction
 from penstock.envs.reward_result import Reply, to_reply
 from penstock.envs.workers.reward_cache import LastUsed, seen_key
@@ -111,7 +111,7 @@ class WeightedSum:
     def _of_threads(self, replies: Mapping[str, Reply]) -> dict[str, float]:
         """The same sum for each thread that a part gives a reward of its own; other parts give theirs to all."""
         found: dict[str, float] = {}
-        for thread in sorted({name for reply in replies.values() for name in reply["parts"] if is_thread_part(name)}):
+        for thread in sorted({name for reply in replies.values() for name in reply["parts"] if is_thread_reward(name)}):
             values = {name: reply["parts"].get(thread, reply["reward"]) for name, reply in replies.items()}
             found[thread] = math.fsum(part.contribution(values[name]) for name, part in self.parts.items())
         return found

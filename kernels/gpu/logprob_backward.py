@@ -18,7 +18,7 @@ from penstock.kernels.portable.logprob import LogprobGradient
 CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps) for block, warps in ((2048, 4), (4096, 8), (8192, 8))]
 
 
-@triton.autotune(configs=CONFIGS[:1] if is_interpreted() else CONFIGS, key=["num_words"])
+@triton.autotune(configs=CONFIGS[:1] if is_interpreted() else CONFIGS, key=["vocab_size"])
 @triton.jit
 def logits_gradient_kernel(
     logits,
@@ -29,25 +29,25 @@ def logits_gradient_kernel(
     maxima,
     log_totals,
     entropies,
-    num_words,
+    vocab_size,
     scale,
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: one row, BLOCK columns. `logits` and `gradient` are contiguous `[t, num_words]`."""
+    """One program: one row, BLOCK columns. `logits` and `gradient` are contiguous `[t, vocab_size]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = column < num_words
+    is_inside = column < vocab_size
     target = tl.load(columns + row)
     upstream = tl.load(upstream_logprob + row)
-    log_probability = tl.load(logits + row * num_words + column, mask=is_inside, other=0.0) * scale
+    log_probability = tl.load(logits + row * vocab_size + column, mask=is_inside, other=0.0) * scale
     log_probability = (log_probability - tl.load(maxima + row)) - tl.load(log_totals + row)
     probability = tl.exp(log_probability)
     slope = upstream
     if HAS_ENTROPY:
         slope += tl.load(upstream_entropy + row) * (log_probability + tl.load(entropies + row))
     result = tl.where(column == target, upstream, 0.0) - probability * slope
-    tl.store(gradient + row * num_words + column, result.to(gradient.dtype.element_ty), mask=is_inside)
+    tl.store(gradient + row * vocab_size + column, result.to(gradient.dtype.element_ty), mask=is_inside)
 
 
 def logits_gradient(
@@ -65,12 +65,12 @@ def logits_gradient(
     Returns:
         `[t, v]`.
     """
-    num_tokens, num_words = logits.shape
+    num_tokens, vocab_size = logits.shape
     gradient = torch.empty_like(logits, dtype=dtype)
     entropy = upstream.logprob if upstream.entropy is None else upstream.entropy  # not read if there is none
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
-        return num_tokens, triton.cdiv(num_words, meta["BLOCK"])
+        return num_tokens, triton.cdiv(vocab_size, meta["BLOCK"])
 
     logits_gradient_kernel[grid](
         logits,
@@ -81,7 +81,7 @@ def logits_gradient(
         upstream.maximum,
         upstream.log_total,
         upstream.entropies,
-        num_words,
+        vocab_size,
         scale,
         HAS_ENTROPY=upstream.entropy is not None,
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.gpu.dispatch import is_interpreted
-from penstock.kernels.portable.logprob import LOWEST, Statistics, merge_parts
+from penstock.kernels.portable.logprob import LOWEST, Statistics, merge_statistics
 
 
 def _config(tokens: int, words: int, hidden: int, warps: int, stages: int) -> triton.Config:
@@ -46,7 +46,7 @@ def _configs_of(configs: list[triton.Config], named_args: dict[str, Any], **_: A
 
 @triton.autotune(
     configs=INTERPRETED_CONFIGS if is_interpreted() else [*CONFIGS, *FLOAT32_CONFIGS],
-    key=["hidden_size", "num_words"],
+    key=["hidden_size", "vocab_size"],
     prune_configs_by=None if is_interpreted() else {"early_config_prune": _configs_of},
 )
 @triton.jit
@@ -59,10 +59,10 @@ def statistics_kernel(
     weighted_sums,
     target_logits,
     num_tokens,
-    num_words,
+    vocab_size,
     hidden_size,
     num_splits,
-    split_words,
+    split_size,
     scale,
     lowest,
     PRECISION: tl.constexpr,
@@ -71,7 +71,7 @@ def statistics_kernel(
     BLOCK_H: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One program: BLOCK_T tokens, words split · split_words … ; results are `[num_splits, num_tokens]`.
+    """One program: BLOCK_T tokens, words split · split_size … ; results are `[num_splits, num_tokens]`.
 
     Operands come through tensor descriptors: the bulk copy engine on Hopper, which pads with zeros and leaves the
     registers to the accumulators (with pointers the largest tile spills 1 KiB per thread, with descriptors 8 bytes).
@@ -81,30 +81,30 @@ def statistics_kernel(
     first_row_block = tl.program_id(0) // group_size * GROUP
     group_rows = tl.minimum(num_row_blocks - first_row_block, GROUP)
     in_group = tl.program_id(0) % group_size
-    first_token = (first_row_block + in_group % group_rows) * BLOCK_T
+    token_start = (first_row_block + in_group % group_rows) * BLOCK_T
     split = in_group // group_rows
 
     lefts = tl.make_tensor_descriptor(hidden, [num_tokens, hidden_size], [hidden_size, 1], [BLOCK_T, BLOCK_H])
-    rights = tl.make_tensor_descriptor(weight, [num_words, hidden_size], [hidden_size, 1], [BLOCK_V, BLOCK_H])
-    token = first_token + tl.arange(0, BLOCK_T)
+    rights = tl.make_tensor_descriptor(weight, [vocab_size, hidden_size], [hidden_size, 1], [BLOCK_V, BLOCK_H])
+    token = token_start + tl.arange(0, BLOCK_T)
     is_token = token < num_tokens
     target = tl.load(targets + token, mask=is_token, other=-1).to(tl.int32)
     maximum = tl.full((BLOCK_T,), lowest, tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     weighted = tl.zeros((BLOCK_T,), tl.float32)
     target_logit = tl.zeros((BLOCK_T,), tl.float32)
-    last_word = tl.minimum((split + 1) * split_words, num_words)
+    vocab_stop = tl.minimum((split + 1) * split_size, vocab_size)
 
-    for first_word in range(split * split_words, last_word, BLOCK_V):
+    for vocab_start in range(split * split_size, vocab_stop, BLOCK_V):
         logits = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         for first_channel in range(0, hidden_size, BLOCK_H):
-            left = lefts.load([first_token, first_channel])
-            right = rights.load([first_word, first_channel])
+            left = lefts.load([token_start, first_channel])
+            right = rights.load([vocab_start, first_channel])
             logits = tl.dot(left, right.T, logits, input_precision=PRECISION)
-        word = first_word + tl.arange(0, BLOCK_V)
-        is_word = (word < last_word)[None, :]
-        logits = tl.where(is_word, logits * scale, lowest)
-        target_logit += tl.sum(tl.where(is_word & (word[None, :] == target[:, None]), logits, 0.0), 1)
+        word = vocab_start + tl.arange(0, BLOCK_V)
+        in_vocab = (word < vocab_stop)[None, :]
+        logits = tl.where(in_vocab, logits * scale, lowest)
+        target_logit += tl.sum(tl.where(in_vocab & (word[None, :] == target[:, None]), logits, 0.0), 1)
         new_maximum = tl.maximum(maximum, tl.max(logits, 1))
         shift = maximum - new_maximum
         factor = tl.exp(shift)
@@ -134,11 +134,11 @@ def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: flo
         `[T] float32` statistics.
     """
     num_tokens, hidden_size = hidden.shape
-    num_words = len(weight)
+    vocab_size = len(weight)
     # Words per split are a multiple of 256, so that only the last tile of the last split is ragged.
     least, multiple = (64, 64) if is_interpreted() else (MIN_SPLIT_WORDS, 256)
-    split_words = triton.cdiv(max(least, triton.cdiv(num_words, NUM_SPLITS)), multiple) * multiple
-    num_splits = triton.cdiv(num_words, split_words)
+    split_size = triton.cdiv(max(least, triton.cdiv(vocab_size, NUM_SPLITS)), multiple) * multiple
+    num_splits = triton.cdiv(vocab_size, split_size)
     parts = Statistics(*(hidden.new_empty((num_splits, num_tokens), dtype=torch.float32) for _ in range(4)))
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
@@ -152,15 +152,15 @@ def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: flo
             targets,
             *parts,
             num_tokens,
-            num_words,
+            vocab_size,
             hidden_size,
             num_splits,
-            split_words,
+            split_size,
             scale,
             LOWEST,
             PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         )
-    return merge_parts(parts)
+    return merge_statistics(parts)
 
 
 def can_fuse(hidden: Tensor, weight: Tensor) -> bool:

@@ -94,7 +94,7 @@ def empty_statistics(num_tokens: int, dtype: torch.dtype, device: torch.device) 
     return Statistics(maximum, total, weighted, target)
 
 
-def merge_parts(parts: Statistics) -> Statistics:
+def merge_statistics(parts: Statistics) -> Statistics:
     """`[P, T]` statistics of P disjoint parts of the vocabulary -> `[T]` of the whole."""
     maximum = parts.maximum.amax(0)
     total, weighted = _moved(parts, maximum)
@@ -122,20 +122,20 @@ class TileShape:
     """Extents of a tile."""
 
     num_tokens: int
-    num_words: int
+    vocab_size: int
 
 
-CPU_TILE = TileShape(num_tokens=512, num_words=1024)
+CPU_TILE = TileShape(num_tokens=512, vocab_size=1024)
 """2 MiB in float32: with a scratch tile of the same size it stays in the second-level cache of one core."""
-GPU_TILE = TileShape(num_tokens=16384, num_words=8192)
+GPU_TILE = TileShape(num_tokens=16384, vocab_size=8192)
 """512 MiB in float32: fewer read-modify-write passes over the `[T, H]` gradient, at 1/19 of a `[T, 152k]` matrix."""
 
 
 def tile_shape(device: torch.device, max_logits: int) -> TileShape:
     """The device's tile, made smaller until it holds no more than `max_logits` elements."""
     preferred = CPU_TILE if device.type == "cpu" else GPU_TILE
-    num_tokens = min(preferred.num_tokens, max(1, max_logits // min(preferred.num_words, 64)))
-    return TileShape(num_tokens, min(preferred.num_words, max(1, max_logits // num_tokens)))
+    num_tokens = min(preferred.num_tokens, max(1, max_logits // min(preferred.vocab_size, 64)))
+    return TileShape(num_tokens, min(preferred.vocab_size, max(1, max_logits // num_tokens)))
 
 
 def tile_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, shape: TileShape) -> Statistics:
@@ -152,11 +152,11 @@ def tile_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: floa
         `[T]` statistics.
     """
     result = empty_statistics(len(hidden), compute_dtype(hidden), hidden.device)
-    for first_word, words in _blocks(weight, shape.num_words):
-        for first_token, rows in _blocks(hidden, shape.num_tokens):
-            block = slice(first_token, first_token + len(rows))
+    for vocab_start, words in _blocks(weight, shape.vocab_size):
+        for token_start, rows in _blocks(hidden, shape.num_tokens):
+            block = slice(token_start, token_start + len(rows))
             logits, part = logits_tile(rows, words, scale), Statistics(*(each[block] for each in result))
-            columns = targets[block] - first_word
+            columns = targets[block] - vocab_start
             place = columns.clamp(0, logits.shape[1] - 1)[:, None]
             is_here = columns == place[:, 0]
             part.target.add_(logits.gather(1, place)[:, 0].masked_fill_(~is_here, 0.0))
@@ -192,11 +192,11 @@ def tile_gradients(
     dtype = compute_dtype(hidden)
     grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if wants_hidden else None
     grad_weight = torch.empty_like(weight) if wants_weight else None
-    for first_word, words in _blocks(weight, shape.num_words):
+    for vocab_start, words in _blocks(weight, shape.vocab_size):
         grad_words = torch.zeros(words.shape, dtype=dtype, device=words.device) if wants_weight else None
-        for first_token, rows in _blocks(hidden, shape.num_tokens):
-            block = slice(first_token, first_token + len(rows))
-            columns, of_rows = targets[block] - first_word, upstream.of(block)
+        for token_start, rows in _blocks(hidden, shape.num_tokens):
+            block = slice(token_start, token_start + len(rows))
+            columns, of_rows = targets[block] - vocab_start, upstream.of(block)
             if runs_on_triton(rows):
                 from penstock.kernels.gpu.logprob_backward import logits_gradient
 
@@ -208,7 +208,7 @@ def tile_gradients(
             if grad_words is not None:
                 _add_product(grad_words, gradient.T, rows, scale)
         if grad_weight is not None and grad_words is not None:
-            grad_weight[first_word : first_word + len(words)] = grad_words
+            grad_weight[vocab_start : vocab_start + len(words)] = grad_words
     return grad_hidden, grad_weight
 
 
@@ -286,7 +286,9 @@ class Settings:
     group: ProcessGroup | None = None
 
 
-def scores(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_and_entropies(
+    hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs and entropies, `[T]` each, differentiable in `hidden` and `weight`; and `[T] bool`, is most likely.
 
     Args:
@@ -296,11 +298,11 @@ def scores(hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) 
         settings: See there.
     """
     with torch.autocast(hidden.device.type, enabled=False):  # it would round products that are to stay in float32
-        results: tuple[Tensor, Tensor, Tensor] = _Scores.apply(hidden, weight, targets, settings)
+        results: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(hidden, weight, targets, settings)
     return results
 
 
-class _Scores(torch.autograd.Function):
+class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings) -> tuple[Tensor, ...]:
         statistics = _statistics(hidden, weight, targets, settings)

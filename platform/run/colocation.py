@@ -13,7 +13,7 @@ from typing import cast
 from penstock.actors.engine.client import RemoteEngine
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ports import StepReport, TrainerGroup
-from penstock.dataflow.trajectory import GroupRef, stream_of
+from penstock.dataflow.trajectory import GroupRef, iterate_groups
 from penstock.rollout.pool.pool import EnginePool
 
 
@@ -33,7 +33,7 @@ class TimeSharedTrainer:
         await self._pool.wait_idle()
         await self._all(lambda engine: engine.sleep())
         try:
-            return await self._trainer.step(stream_of(groups))
+            return await self._trainer.step(iterate_groups(groups))
         finally:
             await self._all(lambda engine: engine.wake())
 

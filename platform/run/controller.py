@@ -25,7 +25,7 @@ async def train(run: Run) -> None:
             await run.publish(report.version)  # in flight: swap, acknowledge
             flow.advance(report.version)  # frees the credits of what was trained
             run.observe(report)
-            run.evaluate_beside()  # spawned; shares the engines, reports its version span
+            run.evaluate_concurrently()  # spawned; shares the engines, reports its version span
             await run.maybe_checkpoint()
     await run.save_policy()  # first: nothing that happens from here on can lose it
     await run.evaluate_last()

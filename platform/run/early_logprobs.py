@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from penstock.dataflow.early_logprobs import EarlyLogprobsQueue
-from penstock.dataflow.ports import GroupForward
+from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.dataflow.trajectory import GroupRef
 
 _Batch = TypeVar("_Batch")
@@ -20,7 +20,7 @@ _Batch = TypeVar("_Batch")
 class EarlyLogprobs:
     """Hands the groups of a `EarlyLogprobsQueue` to the trainer, while it has nothing else to do."""
 
-    def __init__(self, trainer: GroupForward, queue: EarlyLogprobsQueue) -> None:
+    def __init__(self, trainer: EarlyLogprobWorker, queue: EarlyLogprobsQueue) -> None:
         self._trainer = trainer
         self._queue = queue
         self._changed = asyncio.Event()

@@ -49,7 +49,7 @@ class EngineMonitor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EngineMonitor]:
         """Poll for as long as the context is open."""
-        job = asyncio.create_task(self.poll_on(), name="engine monitor")
+        job = asyncio.create_task(self.poll_forever(), name="engine monitor")
         job.add_done_callback(_say_why)
         try:
             yield self
@@ -69,7 +69,7 @@ class EngineMonitor:
                     limit = self._limits[engine_id] = ConcurrencyLimit.starting(self._pool.max_per_engine)
                 self._pool.set_limit(engine_id, limit.observe(load))
 
-    async def poll_on(self) -> None:
+    async def poll_forever(self) -> None:
         """Poll until cancelled."""
         while True:
             await self.poll()

@@ -47,7 +47,7 @@ class Evaluation:
         }
 
 
-async def scored_answer(
+async def sample_and_score(
     runner: RolloutRunner, rewards: RewardWorker, asked: RolloutContext, member: int, sampling: SamplingParams
 ) -> Trajectory:
     """A scored answer to a task, outside the ledger.
@@ -109,7 +109,9 @@ class Evaluator:
 
     async def _answer(self, index: int, task: Task) -> Trajectory:
         try:
-            return await scored_answer(self._runner, self._rewards, RolloutContext(task, "eval"), index, self._greedy)
+            return await sample_and_score(
+                self._runner, self._rewards, RolloutContext(task, "eval"), index, self._greedy
+            )
         except TrajectoryError as failure:
             raise PenstockError(
                 f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}"

@@ -22,7 +22,7 @@ from penstock.dataflow.errors import PenstockError, TrajectoryError
 from penstock.dataflow.filters import FilterChain
 from penstock.dataflow.ids import GroupId
 from penstock.dataflow.ledger import GroupState, LedgerCounts, Reason
-from penstock.dataflow.ports import GroupForward, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
+from penstock.dataflow.ports import EarlyLogprobWorker, LogprobWorker, PayloadStore, RewardWorker, SamplingParams
 from penstock.dataflow.task_queue import TaskQueue
 from penstock.dataflow.trajectory import GroupPayload, GroupRef, Trajectory
 from penstock.platform.metrics.flow_stats import FlowStats
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LOG_IGNORED_EVERY_S = 60.0
 """Ignored reports are logged together, at most so often."""
-FEWEST_FAILURES = 8
+MIN_FAILURES_TO_STOP = 8
 """Failed groups in a row that stop the run, where the admission window is smaller."""
 
 _Taken = TypeVar("_Taken")
@@ -54,7 +54,7 @@ class FlowPorts:
     sampling: SamplingParams
     reference: LogprobWorker | None = None
     teacher: LogprobWorker | None = None
-    forward: GroupForward | None = None
+    forward: EarlyLogprobWorker | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class Flow:
         except TimeoutError:
             raise PenstockError(
                 f"dataflow: no batch within batch_timeout_s={self.options.batch_timeout_s:.0f}: "
-                f"{self.core.waiting_for()}. The trainer stands still until it closes. "
+                f"{self.core.describe_wait()}. The trainer stands still until it closes. "
                 "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
             ) from None
 
@@ -279,10 +279,10 @@ class Flow:
         self.stats.group_failed(failure)
         self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
         self._failures_in_a_row += 1
-        if self._failures_in_a_row >= max(self.core.limits.window, FEWEST_FAILURES):
+        if self._failures_in_a_row >= max(self.core.limits.window, MIN_FAILURES_TO_STOP):
             raise PenstockError(
                 f"dataflow: {self._failures_in_a_row} groups in a row failed, and none succeeded, after "
-                f"{self.core.rules.budget(failure.kind)} retries per trajectory. The last one: {failure.summary}"
+                f"{self.core.rules.retry_limit(failure.kind)} retries per trajectory. The last one: {failure.summary}"
             ) from failure
 
     async def _store(self, run: GroupRun, members: tuple[Trajectory, ...]) -> GroupRef:

@@ -78,7 +78,7 @@ class GroupRun(RolloutContext):
                         self.slots = None  # a member that is sampled again takes any slot
                 except TrajectoryError as failure:
                     attempts += 1
-                    if not self._flow.core.may_retry(failure.kind, attempts):
+                    if not self._flow.core.grant_retry(failure.kind, attempts):
                         await self._flow.group_finished(self, [failure] * size)
                         return
         except Exception as error:  # noqa: BLE001 - as for a member
@@ -104,7 +104,7 @@ class GroupRun(RolloutContext):
                 except TrajectoryError as failure:
                     failures.append(failure)
                     attempts = sum(one.kind == failure.kind for one in failures)
-                    if failure.is_final or not flow.core.may_retry(failure.kind, attempts):
+                    if failure.is_final or not flow.core.grant_retry(failure.kind, attempts):
                         self._has_tokens(member)
                         self.outcomes[member] = failure
             outcomes = [outcome for outcome in self.outcomes if outcome is not None]
@@ -113,9 +113,9 @@ class GroupRun(RolloutContext):
         except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
             flow.fail(error)
 
-    def member_at(self, member: int, version: int) -> None:
+    def record_version(self, member: int, version: int) -> None:
         """Which version samples a member; the runner tells."""
-        self._flow.core.member_at(self.group_id, member, version)
+        self._flow.core.record_version(self.group_id, member, version)
 
     def _has_tokens(self, member: int) -> None:
         """A member has its tokens, or never will; one that is sampled again says so again."""

@@ -16,7 +16,7 @@ from typing import cast
 
 from penstock import __version__
 from penstock.dataflow.core import Dataflow, GroupRules
-from penstock.dataflow.ports import GroupForward
+from penstock.dataflow.ports import EarlyLogprobWorker
 from penstock.envs.streams import load_held_out
 from penstock.platform.cluster.actor_factory import RunActors, model_path, start_actors
 from penstock.platform.config.schema import RunConfig
@@ -43,11 +43,11 @@ from penstock.platform.run.evaluation import Evaluator
 from penstock.platform.run.flow import Flow, FlowOptions, FlowPorts
 from penstock.platform.run.flow_builder import flow_limits, make_filters, make_task_queue
 from penstock.platform.run.lifecycle import EXIT_OK, Interrupted, run_to_end, write_failure
-from penstock.platform.run.logprob_parity import NUM_PROBES, LogprobParityCheck
+from penstock.platform.run.logprob_parity import NUM_PARITY_PROMPTS, LogprobParityCheck
 from penstock.platform.run.run import Instruments, PolicyRuntime, Run
 from penstock.platform.run.run_dir import prepare_run_dir
 from penstock.platform.run.serving import answer_questions, episode_player, make_runner, rollout_sampling
-from penstock.platform.run.two_policies import together
+from penstock.platform.run.two_policies import combine_policies
 from penstock.rollout.tokenization.tokenizers import load_codec
 from penstock.rollout.trajectory.runner import TrajectoryRunner
 
@@ -126,7 +126,7 @@ async def build_run(config: RunConfig, instruments: Instruments, events: EventTa
         codec = load_codec(model_path(config), config.env.reasoning)
         episodes = await stack.enter_async_context(episode_player(config, codec))
         sampling = rollout_sampling(config, codec)
-        probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PROBES]]
+        probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
         side = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
         await answer_questions(config, episodes, runner, sampling)
@@ -134,11 +134,11 @@ async def build_run(config: RunConfig, instruments: Instruments, events: EventTa
             view = config.partner_view
             runner = make_runner(view, actors.partner.engines, codec, episodes)
             partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes))
-            side = together(side, partner, config.trainer.max_bad_steps)
+            side = combine_policies(side, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
-        core.ledger.sink = events
-        forward = cast("GroupForward", side.trainer) if config.computes_logprobs_early else None
+        core.ledger.on_event = events
+        forward = cast("EarlyLogprobWorker", side.trainer) if config.computes_logprobs_early else None
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
             core,

@@ -15,7 +15,7 @@ from penstock.actors.processes import descendants, end_processes
 from penstock.dataflow.errors import PenstockError
 
 EXIT_OK = 0
-YOUNG_OBJECTS = 100_000
+GC_GENERATION0_THRESHOLD = 100_000
 SAME_SIGNAL_S = 1.0
 """Signals that come so soon after the first are that one: `timeout`, `uv run` and the like pass on what the terminal
 has sent to the whole process group."""
@@ -39,7 +39,7 @@ def set_gc_thresholds() -> None:
     A run keeps hundreds of thousands of small objects alive (tasks, futures, records of live groups), and walking them
     was half of the time of a trajectory. What the flow lets go is freed by reference counts, so cycles may wait.
     """
-    gc.set_threshold(YOUNG_OBJECTS, 20, 100)
+    gc.set_threshold(GC_GENERATION0_THRESHOLD, 20, 100)
 
 
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:

@@ -28,7 +28,7 @@ from penstock.weights.model_config import DType
 
 logger = logging.getLogger(__name__)
 
-NUM_PROBES = 4
+NUM_PARITY_PROMPTS = 4
 """Prompts."""
 NUM_TOKENS = 16
 """Sampled per prompt and engine."""

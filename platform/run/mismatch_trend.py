@@ -1,9 +1,10 @@
-"""Does the mismatch of engine and trainer grow over a run?
+"""Trend of the logprob mismatch between engine and trainer over a run.
 
-Symbols: m_t = `mismatch/abs_logprob_mean` of step t; W = steps of a window. The trend is the mean of the newest W steps
-÷ that of the first W or `MIN_NAT`, whichever is larger: 1 is a mismatch that stays, 3 one that has tripled. Means,
-since the m of one step depends on its batch. A difference of implementations that training amplifies grows for hundreds
-of steps before a reward shows it, and the ratio probe sees only what is above rounding at one version.
+Symbols: m_t = `mismatch/abs_logprob_mean` of step t; W = steps per window. The trend is the mean of the newest W steps
+divided by max(mean of the first W steps, `MIN_MISMATCH_NATS`): 1 is a constant mismatch, 3 one that has tripled.
+Windows are averaged because m_t depends on the batch of its step. An implementation difference that training amplifies
+grows for hundreds of steps before the reward shows it. The logprob parity check compares one version at a time, so it
+sees only differences above rounding.
 """
 
 from __future__ import annotations
@@ -16,47 +17,46 @@ SOURCE = "mismatch/abs_logprob_mean"
 METRIC = "mismatch/trend"
 WINDOW_STEPS = 20
 WARNING_RATIO = 3.0
-MIN_NAT = 1e-5
-"""Below it rounding in float32 is all there is, and its growth means nothing."""
+MIN_MISMATCH_NATS = 1e-5
+"""Below this value the mismatch is float32 rounding, whose growth is meaningless."""
 
 
 class MismatchTrend:
-    """Follows one policy's mismatch. Warns when it first passes `WARNING_RATIO`, and whenever it has doubled since."""
+    """Tracks the mismatch of one policy. Warns when the trend reaches `WARNING_RATIO` and at each later doubling."""
 
     def __init__(self) -> None:
-        self._first: list[float] = []
-        self._newest = deque[float](maxlen=WINDOW_STEPS)
-        self._warns_at = WARNING_RATIO
+        self._first_window: list[float] = []
+        self._newest_window = deque[float](maxlen=WINDOW_STEPS)
+        self._warning_threshold = WARNING_RATIO
 
     def observe(self, version: int, metrics: Mapping[str, float], max_staleness: int) -> tuple[dict[str, float], str]:
-        """Take in a step.
+        """Record one step.
 
         Args:
-            version: For the warning.
-            metrics: Of the step; one without a mismatch (skipped, nothing sampled) does not count.
-
-            max_staleness: Staleness of the step's oldest token, versions: what else the mismatch holds.
+            version: Policy version, named in the warning.
+            metrics: Metrics of the step. Steps without a mismatch metric (skipped, nothing sampled) are not counted.
+            max_staleness: Staleness of the oldest token, in versions. Above 0, policy updates add to the mismatch.
 
         Returns:
-            The trend, once two windows are full; and a warning, mostly empty.
+            The trend metric, empty until both windows are full, and a warning, usually empty.
         """
         if SOURCE not in metrics:
             return {}, ""
-        if len(self._first) < WINDOW_STEPS:
-            self._first.append(metrics[SOURCE])
+        if len(self._first_window) < WINDOW_STEPS:
+            self._first_window.append(metrics[SOURCE])
             return {}, ""
-        self._newest.append(metrics[SOURCE])
-        if len(self._newest) < WINDOW_STEPS:
+        self._newest_window.append(metrics[SOURCE])
+        if len(self._newest_window) < WINDOW_STEPS:
             return {}, ""
-        before, now = fmean(self._first), fmean(self._newest)
-        trend = now / max(before, MIN_NAT)
-        if trend < self._warns_at:
+        before, now = fmean(self._first_window), fmean(self._newest_window)
+        trend = now / max(before, MIN_MISMATCH_NATS)
+        if trend < self._warning_threshold:
             return {METRIC: trend}, ""
-        self._warns_at = 2.0 * trend
+        self._warning_threshold = 2.0 * trend
         explanation = (
-            "it is engine against trainer alone, so one of them computes something else"
+            "engine and trainer use the same weights, so their implementations differ"
             if max_staleness == 0
-            else f"at staleness {max_staleness} a policy that changes faster explains a part, so compare a run with "
+            else f"at staleness {max_staleness} faster policy updates explain part of it, so compare with a run with "
             "dataflow.max_staleness=0"
         )
         return {METRIC: trend}, (

@@ -86,8 +86,8 @@ async def _learn_answers(config: RunConfig, sft: SftConfig, source: GoldSource, 
     )
     async with offline_training(config, run_dir, path, "sft") as (trainer, hub):
         codec, policy = load_codec(path), str(run_dir / "policy")
-        held_out = [worked_example(source, codec, task) for task in source.held_out(sft.eval_tasks)]
-        examples = (worked_example(source, codec, task) for task in source.train())
+        held_out = [encode_example(source, codec, task) for task in source.held_out(sft.eval_tasks)]
+        examples = (encode_example(source, codec, task) for task in source.train())
         rule = StopRule(sft)
         started = time.monotonic()
         for step in range(1, sft.max_steps + 1):
@@ -140,7 +140,7 @@ class StopRule:
         return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
 
 
-def worked_example(source: GoldSource, codec: TokenCodec, task: Task) -> Example:
+def encode_example(source: GoldSource, codec: TokenCodec, task: Task) -> Example:
     """A worked answer as token ids; the end token is part of it."""
     response = codec.encode_prompt(source.gold_response(task))
     return codec.encode_prompt(task.prompt), (*response, codec.stop_token_ids[0])
@@ -189,8 +189,8 @@ async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command:
     console.header(config.name, facts)
     source, codec = load_task_source(config.env, config.seed), load_codec(path)
     limit = config.model.max_context_tokens
-    pairs = encoded(source, codec, islice(source.train(), size * preference.num_steps), limit)
-    held_out = encoded(source, codec, source.held_out(preference.eval_pairs), limit)
+    pairs = encode_pairs(source, codec, islice(source.train(), size * preference.num_steps), limit)
+    held_out = encode_pairs(source, codec, source.held_out(preference.eval_pairs), limit)
     async with offline_training(config, run_dir, path, command) as (trainer, hub):
         folder = str(run_dir / ("policy" if is_policy else "reward_model"))
         try:
@@ -216,7 +216,7 @@ async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command:
     return EXIT_OK
 
 
-def encoded(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], max_tokens: int) -> list[Preference]:
+def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], max_tokens: int) -> list[Preference]:
     """Pairs as token ids; the end token is part of an answer.
 
     Raises:

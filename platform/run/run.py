@@ -153,7 +153,7 @@ class Run:
             await self._beside
         await self._evaluate(self._held_out, after=self.publisher.delivered())
 
-    def evaluate_beside(self) -> None:
+    def evaluate_concurrently(self) -> None:
         """Every so many steps, start an evaluation that shares the engines and stops nothing."""
         every = self.config.evaluation.every_steps
         if not every or self.version % every or self.version in (0, self.total_steps):

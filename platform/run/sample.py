@@ -26,14 +26,14 @@ from penstock.envs.streams import load_held_out, load_task_streams
 from penstock.platform.cluster.actor_factory import model_path
 from penstock.platform.config.schema import RunConfig, SampleConfig
 from penstock.platform.metrics.console import RunConsole, format_duration
-from penstock.platform.run.evaluation import scored_answer
+from penstock.platform.run.evaluation import sample_and_score
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.platform.run.serving import Serving, rollout_sampling, serving
 from penstock.rollout.trajectory.group_task import RolloutContext
 
 ANSWERS_FILE, PAIRS_FILE = "answers.jsonl", "pairs.jsonl"
-TASKS_AT_A_TIME = 512
+TASKS_PER_BATCH = 512
 
 
 def run_sample(config: RunConfig) -> int:
@@ -58,7 +58,7 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
         sampling = rollout_sampling(config, served.runner.codec)
         with (run_dir / ANSWERS_FILE).open("w") as answers, (run_dir / PAIRS_FILE).open("w") as pairs:
             numbered = enumerate(_tasks(config, sample))
-            while tasks := list(islice(numbered, TASKS_AT_A_TIME)):
+            while tasks := list(islice(numbered, TASKS_PER_BATCH)):
                 groups = (_group(served, GroupId(index), task, sampling, sample) for index, task in tasks)
                 for (_, task), group in zip(tasks, await asyncio.gather(*groups), strict=True):
                     counts["failed"] += sample.answers_per_task - len(group)
@@ -99,7 +99,7 @@ async def _group(
     async def answer(member: int) -> Trajectory | None:
         drawn = trajectory_sampling(sampling, group_id, member)
         try:
-            return await scored_answer(served.runner, served.rewards, asked, member, drawn)
+            return await sample_and_score(served.runner, served.rewards, asked, member, drawn)
         except TrajectoryError:
             return None
 

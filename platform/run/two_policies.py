@@ -18,27 +18,27 @@ from penstock.actors.trainer.client import TrainerClient
 from penstock.dataflow.errors import TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, PolicyId
 from penstock.dataflow.ports import PublishReport, StepReport, WeightPublisher
-from penstock.dataflow.trajectory import GroupRef, Task, stream_of
+from penstock.dataflow.trajectory import GroupRef, Task, iterate_groups
 from penstock.platform.run.evaluation import Evaluation, SupportsEvaluation
 from penstock.platform.run.run import PolicyRuntime
 from penstock.rollout.trajectory.runner import SharedGroups
 
 
-def together(policy: PolicyRuntime, partner: PolicyRuntime, max_bad_steps: int) -> PolicyRuntime:
+def combine_policies(policy: PolicyRuntime, partner: PolicyRuntime, max_bad_steps: int) -> PolicyRuntime:
     """Both sides as one; what the monitor tells is of the policy's engines."""
-    trainer = TrainTogether(
+    trainer = TwoPolicyTrainer(
         cast("TrainerClient", policy.trainer), cast("TrainerClient", partner.trainer), max_bad_steps
     )
     return PolicyRuntime(
         SharedGroups(policy.runner, partner.runner),
         trainer=trainer,
-        publisher=PublishTogether(policy.publisher, partner.publisher),
-        evaluator=EvaluateTogether(policy.evaluator, partner.evaluator),
+        publisher=TwoPolicyPublisher(policy.publisher, partner.publisher),
+        evaluator=TwoPolicyEvaluator(policy.evaluator, partner.evaluator),
         monitor=policy.monitor,
     )
 
 
-class TrainTogether:
+class TwoPolicyTrainer:
     """A `TrainerGroup` of both: each step trains the same groups twice, at the same time."""
 
     def __init__(self, policy: TrainerClient, partner: TrainerClient, max_bad_steps: int) -> None:
@@ -63,7 +63,7 @@ class TrainTogether:
             TrainingError: If either fails, or has had too many bad steps in a row.
         """
         groups = [group async for group in batch]
-        mine, other = await asyncio.gather(*(one.step(stream_of(groups)) for one in self._trainers.values()))
+        mine, other = await asyncio.gather(*(one.step(iterate_groups(groups)) for one in self._trainers.values()))
         for policy_id, report in ((POLICY, mine), (PARTNER, other)):
             num_skipped = self._skipped_in_a_row[policy_id] + 1 if report.skipped else 0
             self._skipped_in_a_row[policy_id] = num_skipped
@@ -90,7 +90,7 @@ class TrainTogether:
         )
 
 
-class PublishTogether:
+class TwoPolicyPublisher:
     """A `WeightPublisher` of both: a version is out when the engines of both have it."""
 
     def __init__(self, policy: WeightPublisher, partner: WeightPublisher) -> None:
@@ -108,7 +108,7 @@ class PublishTogether:
         return _both(await asyncio.gather(*(one.delivered() for one in self._publishers)))
 
 
-class EvaluateTogether:
+class TwoPolicyEvaluator:
     """Evaluates both on the same tasks, at the same time, each on its own engines."""
 
     def __init__(self, policy: SupportsEvaluation, partner: SupportsEvaluation) -> None:

@@ -130,7 +130,7 @@ class CheckedDataflow(Dataflow):
         self.model = LedgerModel(limits)
         for event in restored.history:
             self.model.follow(event)
-        self.ledger.sink = self._on_ledger
+        self.ledger.on_event = self._on_ledger
         self._disk = disk
         self._world = world
         self._every = every
@@ -146,8 +146,8 @@ class CheckedDataflow(Dataflow):
         self._world.newest_group = max(self._world.newest_group, int(event.group_id))
         self.model.follow(event)
 
-    def member_at(self, group_id: GroupId, member: int, version: int) -> None:
-        super().member_at(group_id, member, version)
+    def record_version(self, group_id: GroupId, member: int, version: int) -> None:
+        super().record_version(group_id, member, version)
         self._world.note(f"member {group_id}/{member} at v{version}")
 
     def generated(self, group_id: GroupId) -> None:

@@ -145,6 +145,6 @@ class FaultInjector:
             elif kind == 1:
                 core.generated(known.group_id)
             elif kind == 2:
-                core.member_at(unknown, 0, core.version)
+                core.record_version(unknown, 0, core.version)
             else:
                 core.ready(known)

@@ -234,7 +234,7 @@ class Simulation:
         jobs = [training]
         if self.config.adaptive_concurrency:
             assert self.monitor is not None
-            jobs.append(start(self.monitor.poll_on(), name="engine monitor"))
+            jobs.append(start(self.monitor.poll_forever(), name="engine monitor"))
         rates = RATES.get(self.config.faults)
         if rates is not None:
             injector = FaultInjector(rates, self.world, targets, expected_step_s(self.config))

@@ -43,7 +43,7 @@ class RolloutContext:
     def trajectory_id(self, member: int) -> TrajectoryId:
         return TrajectoryId(f"{self.name}/{member}")
 
-    def member_at(self, member: int, version: int) -> None:
+    def record_version(self, member: int, version: int) -> None:
         """Hear which version samples a member: the engine's at dispatch, then that of the first token if it differs.
 
         Here nobody wants to know.
@@ -77,7 +77,7 @@ class OldestTurn:
         before = self.min_version
         self._versions[turn] = version
         if self.min_version != before:
-            self._asked.member_at(self._member, self.min_version)
+            self._asked.record_version(self._member, self.min_version)
 
 
 class _Turn(RolloutContext):
@@ -87,5 +87,5 @@ class _Turn(RolloutContext):
         super().__init__(asked.task, asked.group, asked.slots)
         self._episode = episode
 
-    def member_at(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one member
+    def record_version(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one member
         self._episode.turn_at(self, version)

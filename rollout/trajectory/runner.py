@@ -238,7 +238,7 @@ class TrajectoryRunner:
             )
         version = lease.engine.version
         if not partial.num_tokens:
-            asked.member_at(member, version)
+            asked.record_version(member, version)
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._look)
         lease.hold()  # from now until it is released, the lease may be interrupted
@@ -247,7 +247,7 @@ class TrajectoryRunner:
                 if not partial.num_tokens and delta.spans:
                     asked.is_answered = True
                     if delta.spans[0].version != version:
-                        asked.member_at(member, delta.spans[0].version)
+                        asked.record_version(member, delta.spans[0].version)
                 lease.received(len(delta.token_ids))
                 partial.extend(delta)
                 if partial.is_cut:

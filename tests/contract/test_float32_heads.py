@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from penstock.kernels.linear_logprob import linear_scores
+from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.engines.torch.engine import load_batch
 from penstock.weights.model_config import ModelConfig
@@ -35,7 +35,7 @@ def test_the_head_of_the_torch_engine_is_the_trainers(
         hidden = hidden * 8.0  # logits of a trained policy are large, and rounded the more
         logits = model.get_output_embeddings()(hidden)
         sampled_with = torch.log_softmax(logits.float(), -1).gather(1, ids[0, 1:, None])[:, 0]
-        trained_with = linear_scores(hidden, model.get_output_embeddings().weight, ids[0, 1:]).logprobs
+        trained_with = linear_logprobs(hidden, model.get_output_embeddings().weight, ids[0, 1:]).logprobs
     assert logits.dtype == logits_dtype
     difference = float((sampled_with - trained_with).abs().max())
     assert difference < 1e-5 if head_dtype == "float32" else difference > 1e-3

@@ -43,7 +43,7 @@ class GateAgainstDefinition(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.oldest)))
         if group not in self.is_ready:
             self.oldest[group] = max(0, self.version - back)
-            self.gate.date(self.records[group], self.oldest[group])  # type: ignore[arg-type]
+            self.gate.update_deadline(self.records[group], self.oldest[group])  # type: ignore[arg-type]
 
     @precondition(lambda self: any(v is not None for g, v in self.oldest.items() if g not in self.is_ready))
     @rule(data=st.data())

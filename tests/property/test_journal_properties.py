@@ -25,7 +25,7 @@ class JournalledRun(VirtualRun):
         super().__init__(3, 1, 8, 1.5, 0.2, seed, ExpiryPolicy.DROP)
         self.journal: list[JournalEntry] = []
         self.books: dict[int, LedgerCounts] = {}
-        self.core.ledger.sink = self.write
+        self.core.ledger.on_event = self.write
 
     def write(self, entry: JournalEntry) -> None:
         self.journal.append(entry)

@@ -53,13 +53,13 @@ class Reports(RuleBasedStateMachine):
         self.states[group] = GroupState.GENERATING
         self.since[group] = self.core.version
         for member in range(MEMBERS):
-            self.core.member_at(group, member, self.core.version)
+            self.core.record_version(group, member, self.core.version)
 
     @rule(back=BACK)
     def report_dispatched_again(self, back: int) -> None:
         number = len(self.states) - 1 - back
         self.expect(number, *BEFORE_READY)
-        self.core.member_at(GroupId(number), 0, self.since.get(number, 0))
+        self.core.record_version(GroupId(number), 0, self.since.get(number, 0))
 
     @rule(back=BACK)
     def report_generated(self, back: int) -> None:

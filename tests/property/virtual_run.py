@@ -43,7 +43,7 @@ class VirtualRun:
         while self.core.free_credits > 0:
             group = self.core.admit(TaskId("t"))
             for member in range(2):
-                self.core.member_at(group, member, self.core.version)
+                self.core.record_version(group, member, self.core.version)
             self.started_at[group] = self.core.version
             heapq.heappush(self.running, (self.now + self.rng.lognormvariate(0, self.sigma), group))
 
@@ -76,7 +76,7 @@ class VirtualRun:
             batch = self.close_batch()
             self.cancelled |= {cancelled.group_id for cancelled in self.core.take_cancelled()}
             if batch is None:
-                assert self.running, f"deadlock: {self.core.waiting_for()}"
+                assert self.running, f"deadlock: {self.core.describe_wait()}"
                 self.finish_one()
                 continue
             for group in batch:

@@ -106,9 +106,9 @@ class TerminalOverwritten(Dataflow):
 class DispatchNotReported(Dataflow):
     """A group's deadline counts from its newest member."""
 
-    def member_at(self, group_id: GroupId, member: int, version: int) -> None:
+    def record_version(self, group_id: GroupId, member: int, version: int) -> None:
         for index in range(self.rules.group_size):
-            super().member_at(group_id, index, max(version, self.version))
+            super().record_version(group_id, index, max(version, self.version))
 
 
 class NoConsumptionGate(Dataflow):

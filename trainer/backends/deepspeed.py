@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.dataflow.errors import WeightSyncError
-from penstock.kernels.linear_logprob import VocabularyPart
+from penstock.kernels.linear_logprob import VocabularyShard
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.backends.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
 from penstock.trainer.backends.torch import Loader, build_adamw, divide_gradients, evaluating, save_model
@@ -311,7 +311,7 @@ def take_split(policy: PolicyModel, shapes: dict[str, Shape]) -> TensorSplit:
     split = TensorSplit(rank, size, group, shapes, splits_of(shapes, held))
     if "lm_head.weight" in shapes:
         (start, stop), _ = split.box("lm_head.weight")
-        policy.vocabulary = VocabularyPart(start, stop, split.group)
+        policy.vocabulary = VocabularyShard(start, stop, split.group)
     return split
 
 

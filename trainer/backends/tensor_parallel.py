@@ -2,7 +2,7 @@
 
 AutoTP could read the plan of transformers or guess by names. We say it ourselves, and read from the live model what it
 has made of it. Three choices of ours:
-- An untied head is split by rows and never gathered: `vocabulary_parallel_scores` works on its local rows.
+- An untied head is split by rows and never gathered: `vocabulary_parallel_logprobs` works on its local rows.
 - A tied head stays whole with its embedding. AutoTP would split both by vocabulary and bring a loss of its own.
 - Norms of single heads (q_norm, k_norm) are whole, but each rank sees its own heads only: their gradients are summed.
 """

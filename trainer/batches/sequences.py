@@ -103,7 +103,7 @@ def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
         )
         for trajectory, reward in zip(payload.trajectories, group_rewards(payload), strict=True):
             is_cut = trajectory.finish_reason == "length"
-            sequences = trajectory.separate()
+            sequences = trajectory.split_threads()
             if not math.isfinite(reward):  # not every loss reads a reward of its own, but none may train on NaN
                 sequences = tuple(
                     replace(one, behavior_logprobs=np.full_like(one.behavior_logprobs, np.nan)) for one in sequences
@@ -150,7 +150,7 @@ def _of_sequences(
 
 def all_sequences(payloads: Sequence[GroupPayload]) -> list[Trajectory]:
     """Every thread of every trajectory, in the order of all arrays of sampled tokens."""
-    return [one for payload in payloads for trajectory in payload.trajectories for one in trajectory.separate()]
+    return [one for payload in payloads for trajectory in payload.trajectories for one in trajectory.split_threads()]
 
 
 def prompt_length(trajectory: Trajectory) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.dataflow.errors import ConfigError, boundary
-from penstock.kernels.linear_logprob import VocabularyPart, linear_scores, vocabulary_parallel_scores
+from penstock.kernels.linear_logprob import VocabularyShard, linear_logprobs, vocabulary_parallel_logprobs
 from penstock.weights.model_config import ModelConfig
 
 
@@ -31,7 +31,7 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.vocabulary: VocabularyPart | None = None
+        self.vocabulary: VocabularyShard | None = None
 
     @property
     def hf_model(self) -> Any:
@@ -64,9 +64,9 @@ class PolicyModel(nn.Module):
         hidden = hidden_at(self.causal_lm.base_model, input_ids, position_ids, attention_mask, target_index)
         head, part = self.causal_lm.get_output_embeddings(), self.vocabulary
         if part is None:
-            scored = linear_scores(hidden, head, target_ids, temperature=temperature)
+            scored = linear_logprobs(hidden, head, target_ids, temperature=temperature)
         else:
-            scored = vocabulary_parallel_scores(hidden, head, target_ids, part, temperature=temperature)
+            scored = vocabulary_parallel_logprobs(hidden, head, target_ids, part, temperature=temperature)
         return scored.logprobs, scored.entropies if self.training else scored.is_most_likely
 
 

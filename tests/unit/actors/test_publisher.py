@@ -9,7 +9,7 @@ import pytest
 
 from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, PublishedVersion, PublishHandle
-from penstock.dataflow.errors import EngineLostError, ExportError, WeightSyncError
+from penstock.dataflow.errors import EngineLostError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import WeightAck, WeightManifest
 from penstock.rollout.pool.pool import EnginePool
@@ -277,7 +277,7 @@ class FailingTransport(GatherTransport):
 
     async def send(self, version: int) -> PublishHandle:
         self.num_tries += 1
-        raise ExportError(f"publish v{version}: write_shards on the training ranks: a process died")
+        raise WeightSendError(f"publish v{version}: write_shards on the training ranks: a process died")
 
 
 async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is_coming_back() -> None:
@@ -286,7 +286,7 @@ async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is
     pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
     transport = FailingTransport(FakeTrainer(), pool)  # type: ignore[arg-type]
-    with pytest.raises(ExportError, match="a process died"):
+    with pytest.raises(WeightSendError, match="a process died"):
         await asyncio.wait_for(ActorWeightPublisher(pool, config, transport).publish(1), 5.0)
     assert transport.num_tries == 1
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from penstock.actors.trainer.client import TrainerClient
-from penstock.dataflow.errors import ExportError, PenstockError, TrainingError, WeightSyncError
+from penstock.dataflow.errors import PenstockError, TrainingError, WeightSendError, WeightSyncError
 from penstock.dataflow.ids import GroupId, TaskId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupRef
@@ -154,10 +154,10 @@ async def test_a_first_rank_that_never_gets_its_place_ends_the_start_in_time() -
 
 
 async def test_a_dead_rank_is_an_error_of_the_export_and_a_slow_one_may_wait_for_an_engine() -> None:
-    with pytest.raises(ExportError, match=r"trainer: send_weights: a process died: .*low on memory"):
+    with pytest.raises(WeightSendError, match=r"trainer: send_weights: a process died: .*low on memory"):
         await TrainerClient([Dead()], 10.0).ask("send_weights", 1, timeout_s=5.0)
-    with pytest.raises(ExportError, match="publish v1: write_shards on the training ranks: a process died"):
+    with pytest.raises(WeightSendError, match="publish v1: write_shards on the training ranks: a process died"):
         await TrainerClient([Dead()], 10.0).call_ranks("publish v1", 5.0, "write_shards", 1)
     with pytest.raises(WeightSyncError, match="trainer: send_weights: no answer within") as late:
         await TrainerClient([Stopped()], 10.0).ask("send_weights", 1, timeout_s=0.05)
-    assert not isinstance(late.value, ExportError)
+    assert not isinstance(late.value, WeightSendError)

@@ -21,7 +21,7 @@ def started(core: Dataflow, requeues: int = 0) -> GroupId:
     """A group whose two members were dispatched at the published version."""
     group = core.admit(TaskId("t"), requeues=requeues)
     for member in range(2):
-        core.member_at(group, member, core.version)
+        core.record_version(group, member, core.version)
     return group
 
 
@@ -39,7 +39,7 @@ def made_ready(core: Dataflow, requeues: int = 0) -> GroupRef:
 def test_a_report_about_an_unknown_group_is_counted_and_changes_nothing() -> None:
     core = core_of()
     core.generated(GroupId(7))
-    core.member_at(GroupId(7), 0, 0)
+    core.record_version(GroupId(7), 0, 0)
     assert not core.ready(sampled_at(GroupId(7), 0, 0))
     assert core.ignored == {"unknown": 3}
     assert core.newest_ignored == 7
@@ -71,7 +71,7 @@ def test_a_group_reported_twice_trains_once() -> None:
 
 def test_each_kind_of_failure_has_its_own_budget() -> None:
     core = Dataflow(FlowLimits(1, 1, 10), GroupRules(2, 2, max_retries=1, max_engine_retries=3))
-    granted = {kind: [core.may_retry(kind, n) for n in range(1, 5)] for kind in ("env", "reward", "engine")}
+    granted = {kind: [core.grant_retry(kind, n) for n in range(1, 5)] for kind in ("env", "reward", "engine")}
     assert granted == {
         "env": [True, False, False, False],
         "reward": [True, False, False, False],

@@ -23,7 +23,7 @@ class Playground:
         """Admit a group, sampled at this version, and make it ready."""
         group_id = self.core.admit(TaskId("t"))
         for member in range(2):
-            self.core.member_at(group_id, member, version)
+            self.core.record_version(group_id, member, version)
         self.core.generated(group_id)
         group = GroupRef(group_id, TaskId("t"), "handle", ((Span(version, 4),),) * 2, (0.0, 1.0), 8)
         assert self.core.ready(group)

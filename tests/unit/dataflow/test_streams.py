@@ -201,7 +201,7 @@ def test_a_stream_that_ends_says_so() -> None:
 
 def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_way() -> None:
     ledger, journal = Ledger(), []
-    ledger.sink = journal.append
+    ledger.on_event = journal.append
     line = TaskQueue([stream("a"), stream("b")], 4, 2)
     admitted = [admit(line, ledger) for _ in range(4)]
     for group_id in (1, 2):
@@ -221,7 +221,7 @@ def test_a_resumed_line_goes_on_where_it_stood_and_starts_again_what_was_under_w
 
 def test_a_resumed_line_misses_a_task_that_is_gone() -> None:
     ledger, journal = Ledger(), []
-    ledger.sink = journal.append
+    ledger.on_event = journal.append
     admit(TaskQueue([stream("a")], 4, 2), ledger)
     ledger.mark(1)
     resumed = resume(journal, 1)

@@ -47,7 +47,7 @@ def forward_variants() -> Iterator[Variant]:
                     {**config.kwargs, "PRECISION": precision},
                     config.num_warps,
                     config.num_stages,
-                    aligned={"hidden_size", "split_words"},
+                    aligned={"hidden_size", "split_size"},
                 )
 
 

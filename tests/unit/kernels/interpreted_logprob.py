@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.gpu.logprob_backward import logits_gradient
 from penstock.kernels.gpu.logprob_forward import fused_statistics
-from penstock.kernels.linear_logprob import linear_scores
+from penstock.kernels.linear_logprob import linear_logprobs
 from penstock.kernels.portable.logprob import LogprobGradient, gradient_of_tile
 from tests.tiers import by_tier
 from tests.unit.kernels.problems import HeadProblem, expected_scores, head_problem
@@ -29,7 +29,7 @@ def test_this_process_interprets() -> None:
 def test_values_and_gradients_equal_full_log_softmax(num_tokens, vocab_size, hidden_size, temperature) -> None:
     problem = head_problem(num_tokens=num_tokens, vocab_size=vocab_size, hidden_size=hidden_size, seed=1)
     hidden, weight = problem.leaves()
-    scored = linear_scores(hidden, weight, problem.targets, temperature=temperature, max_logits=800)
+    scored = linear_logprobs(hidden, weight, problem.targets, temperature=temperature, max_logits=800)
     (scored.logprobs @ problem.upstream[0] + scored.entropies @ problem.upstream[1]).backward()
     actual = [scored.logprobs.detach(), scored.entropies.detach(), hidden.grad, weight.grad]
     for mine, theirs in zip(actual, expected_scores(problem, temperature), strict=True):
@@ -66,11 +66,11 @@ def test_statistics_of_any_shape(num_tokens, vocab_size, hidden_size, temperatur
 
 
 @pytest.mark.parametrize("has_entropy", [True, False], ids=["with entropy", "logprobs alone"])
-@pytest.mark.parametrize("num_words", [5, 2049])
-def test_the_gradient_of_a_tile_is_that_of_the_portable_version(num_words, has_entropy) -> None:
+@pytest.mark.parametrize("vocab_size", [5, 2049])
+def test_the_gradient_of_a_tile_is_that_of_the_portable_version(vocab_size, has_entropy) -> None:
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(7, num_words, generator=generator)
-    columns = torch.tensor([0, num_words - 1, num_words, -1, 3, 1, -5])  # three lie in other tiles
+    logits = torch.randn(7, vocab_size, generator=generator)
+    columns = torch.tensor([0, vocab_size - 1, vocab_size, -1, 3, 1, -5])  # three lie in other tiles
     g, e, maximum, log_total, entropies = torch.randn(5, 7, generator=generator).unbind()
     gradient = LogprobGradient(g, e if has_entropy else None, maximum, log_total, entropies)
     mine = logits_gradient(logits.clone(), columns, gradient, 0.5, torch.float32)

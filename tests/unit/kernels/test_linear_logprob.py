@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.float32_head import Float32Head
-from penstock.kernels.linear_logprob import linear_scores
+from penstock.kernels.linear_logprob import linear_logprobs
 from tests.unit.kernels.problems import HeadProblem, expected_scores, head_problem
 
 MAX_LOGITS = {"one tile": 1 << 20, "ragged tiles": 160, "logit by logit": 1}
@@ -23,7 +23,7 @@ def problem() -> HeadProblem:
 @pytest.mark.parametrize("max_logits", MAX_LOGITS.values(), ids=MAX_LOGITS)
 def test_values_and_gradients_equal_full_log_softmax(problem, temperature, max_logits) -> None:
     hidden, weight = problem.leaves()
-    logprobs, entropies = linear_scores(
+    logprobs, entropies = linear_logprobs(
         hidden, weight, problem.targets, temperature=temperature, max_logits=max_logits
     )[:2]
     assert logprobs.dtype == entropies.dtype == torch.float32
@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_full_log_softmax(problem, temperature, max_l
 @pytest.mark.parametrize("which", [0, 1], ids=["logprobs alone", "entropies alone"])
 def test_a_loss_of_one_result_alone_has_its_gradient(problem, which) -> None:
     hidden, weight = problem.leaves()
-    (linear_scores(hidden, weight, problem.targets, max_logits=160)[:2][which] @ problem.upstream[which]).backward()
+    (linear_logprobs(hidden, weight, problem.targets, max_logits=160)[:2][which] @ problem.upstream[which]).backward()
     problem.upstream[1 - which] = 0.0
     for mine, theirs in zip((hidden.grad, weight.grad), expected_scores(problem, 1.0)[2:], strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
@@ -46,13 +46,13 @@ def test_gradients_pass_a_finite_difference_check_in_float64(problem) -> None:
     hidden, weight = (each.detach().double()[:5].requires_grad_() for each in problem.leaves())
     targets = problem.targets[:5] % 5
     assert torch.autograd.gradcheck(
-        lambda h, w: linear_scores(h, w, targets, temperature=0.7, max_logits=6)[:2], (hidden, weight)
+        lambda h, w: linear_logprobs(h, w, targets, temperature=0.7, max_logits=6)[:2], (hidden, weight)
     )
 
 
 def test_large_logits_with_a_common_offset_keep_their_entropy() -> None:
     hidden, weight = torch.ones(3, 1), torch.tensor([[1000.0], [1001.0], [1003.0]])
-    _, entropies = linear_scores(hidden, weight, torch.tensor([0, 1, 2]), max_logits=2)[:2]
+    _, entropies = linear_logprobs(hidden, weight, torch.tensor([0, 1, 2]), max_logits=2)[:2]
     logits = torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64).log_softmax(0)
     torch.testing.assert_close(entropies.double(), -(logits.exp() * logits).sum().expand(3), rtol=1e-6, atol=0)
 
@@ -60,7 +60,7 @@ def test_large_logits_with_a_common_offset_keep_their_entropy() -> None:
 def test_large_logits_with_a_common_offset_keep_their_logprobs_and_gradients() -> None:
     hidden = torch.ones(1, 1).requires_grad_()
     weight = torch.tensor([[4096.0], [4097.0], [4099.0]]).requires_grad_()
-    logprobs, entropies = linear_scores(hidden, weight, torch.tensor([1]), max_logits=2)[:2]
+    logprobs, entropies = linear_logprobs(hidden, weight, torch.tensor([1]), max_logits=2)[:2]
     (logprobs + entropies).sum().backward()
     exact = weight.detach().double().requires_grad_()
     full = exact[:, 0].log_softmax(0)
@@ -71,7 +71,7 @@ def test_large_logits_with_a_common_offset_keep_their_logprobs_and_gradients() -
 
 def test_no_tokens_give_no_results_and_zero_gradients(problem) -> None:
     hidden, weight = problem.leaves()
-    logprobs, entropies = linear_scores(hidden[:0], weight, problem.targets[:0])[:2]
+    logprobs, entropies = linear_logprobs(hidden[:0], weight, problem.targets[:0])[:2]
     (logprobs.sum() + entropies.sum()).backward()
     assert logprobs.shape == entropies.shape == (0,)
     assert not weight.grad.any()
@@ -80,7 +80,7 @@ def test_no_tokens_give_no_results_and_zero_gradients(problem) -> None:
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none(problem) -> None:
     hidden, weight = problem.leaves()
-    linear_scores(hidden, weight.detach(), problem.targets)[:2][0].sum().backward()
+    linear_logprobs(hidden, weight.detach(), problem.targets)[:2][0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
@@ -90,14 +90,14 @@ def test_is_most_likely_says_where_the_target_is_the_argmax(problem) -> None:
     best = (hidden @ weight.T).argmax(-1)
     targets = torch.where(torch.arange(len(best)) % 2 == 0, best, (best + 1) % len(weight))
     for head in (weight, module(weight), Biased(weight)):
-        scored = linear_scores(hidden, head, targets, max_logits=160)
+        scored = linear_logprobs(hidden, head, targets, max_logits=160)
         assert scored.is_most_likely.tolist() == (targets == best).tolist()
         assert not scored.is_most_likely.requires_grad
 
 
 def test_bfloat16_hidden_states_are_scored_in_float32(problem) -> None:
     hidden, weight = (each.detach().bfloat16().requires_grad_() for each in problem.leaves())
-    logprobs, entropies = linear_scores(hidden, weight, problem.targets, max_logits=160)[:2]
+    logprobs, entropies = linear_logprobs(hidden, weight, problem.targets, max_logits=160)[:2]
     assert logprobs.dtype == entropies.dtype == torch.float32
     (logprobs @ problem.upstream[0] + entropies @ problem.upstream[1]).backward()
     rounded = HeadProblem(hidden.detach().float(), weight.detach().float(), problem.targets, problem.upstream)
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_with_both_shapes(problem, wrong) -> None:
     hidden = {"dtype": hidden.double(), "width": hidden[:, 1:]}.get(wrong, hidden)
     targets = targets[1:] if wrong == "targets" else targets
     with pytest.raises(ShapeError, match=r"hidden is \[13, .*weight \[177, 8\]"):
-        linear_scores(hidden, weight, targets)[:2]
+        linear_logprobs(hidden, weight, targets)[:2]
 
 
 def module(weight: torch.Tensor) -> nn.Linear:
@@ -148,7 +148,7 @@ def float32_head(weight: torch.Tensor) -> Float32Head:
 def test_a_module_head_gives_what_its_weight_gives(problem, kind) -> None:
     hidden, _ = problem.leaves()
     head = kind(problem.weight)
-    logprobs, entropies = linear_scores(hidden, head, problem.targets, temperature=0.6, max_logits=5 * 177)[:2]
+    logprobs, entropies = linear_logprobs(hidden, head, problem.targets, temperature=0.6, max_logits=5 * 177)[:2]
     (logprobs @ problem.upstream[0] + entropies @ problem.upstream[1]).backward()
     actual = [logprobs.detach(), entropies.detach(), hidden.grad, head.weight.grad]
     for mine, theirs in zip(actual, expected_scores(problem, 0.6), strict=True):
@@ -158,7 +158,7 @@ def test_a_module_head_gives_what_its_weight_gives(problem, kind) -> None:
 def test_a_head_that_can_only_be_called_never_holds_more_logits_than_allowed(problem) -> None:
     hidden, _ = problem.leaves()
     head = Biased(problem.weight)
-    linear_scores(hidden, head, problem.targets, max_logits=5 * 177)[:2][0].sum().backward()
+    linear_logprobs(hidden, head, problem.targets, max_logits=5 * 177)[:2][0].sum().backward()
     assert max(head.num_logits) <= 5 * 177
     assert sum(head.num_logits) == 2 * 13 * 177, "each chunk is computed once forward and once in backward"
 
@@ -189,7 +189,7 @@ def test_the_hooks_of_a_partitioned_head_run_once_forward_and_once_backward(prob
     hidden, _ = problem.leaves()
     head = module(problem.weight)
     hooks = Partitioned(head)
-    logprobs, entropies = linear_scores(hidden, head, problem.targets, max_logits=160)[:2]
+    logprobs, entropies = linear_logprobs(hidden, head, problem.targets, max_logits=160)[:2]
     assert hooks.num_gathers == 1
     assert head.weight.numel() == 0
     (logprobs @ problem.upstream[0] + entropies @ problem.upstream[1]).backward()
@@ -203,7 +203,7 @@ def test_the_hooks_of_a_partitioned_head_run_once_forward_and_once_backward(prob
 def test_autocast_rounds_neither_logits_nor_gradients(problem) -> None:
     hidden, weight = problem.leaves()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs, entropies = linear_scores(hidden, weight, problem.targets)[:2]
+        logprobs, entropies = linear_logprobs(hidden, weight, problem.targets)[:2]
         torch.autograd.backward([logprobs, entropies], list(problem.upstream))
     actual = [logprobs.detach(), entropies.detach(), hidden.grad, weight.grad]
     for mine, theirs in zip(actual, expected_scores(problem, 1.0), strict=True):
@@ -213,14 +213,14 @@ def test_autocast_rounds_neither_logits_nor_gradients(problem) -> None:
 def test_autocast_does_not_round_products_of_bfloat16(problem) -> None:
     hidden, weight = problem.hidden.bfloat16(), problem.weight.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = linear_scores(hidden, weight, problem.targets)[:2]
-    for mine, theirs in zip(rounded, linear_scores(hidden, weight, problem.targets)[:2], strict=True):
+        rounded = linear_logprobs(hidden, weight, problem.targets)[:2]
+    for mine, theirs in zip(rounded, linear_logprobs(hidden, weight, problem.targets)[:2], strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_a_head_whose_forward_was_replaced_is_called(problem) -> None:
     head = module(problem.weight)
     head.forward = lambda rows: nn.functional.linear(rows, head.weight) * 2.0
-    logprobs, _ = linear_scores(problem.hidden, head, problem.targets)[:2]
-    twice, _ = linear_scores(problem.hidden, problem.weight * 2.0, problem.targets)[:2]
+    logprobs, _ = linear_logprobs(problem.hidden, head, problem.targets)[:2]
+    twice, _ = linear_logprobs(problem.hidden, problem.weight * 2.0, problem.targets)[:2]
     torch.testing.assert_close(logprobs, twice)

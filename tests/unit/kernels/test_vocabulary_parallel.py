@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from penstock.kernels.linear_logprob import VocabularyPart, vocabulary_parallel_scores
+from penstock.kernels.linear_logprob import VocabularyShard, vocabulary_parallel_logprobs
 from tests.unit.kernels.problems import expected_scores, head_problem
 
 TEMPERATURE = 0.6
@@ -25,8 +25,10 @@ def run_rank(rank: int, bounds: tuple[int, ...], folder: str) -> None:
     weight = problem.weight[bounds[rank] : bounds[rank + 1]].clone().requires_grad_()
     group = dist.group.WORLD
     assert group is not None
-    part = VocabularyPart(bounds[rank], bounds[rank + 1], group)
-    scored = vocabulary_parallel_scores(hidden, weight, problem.targets, part, temperature=TEMPERATURE, max_logits=160)
+    part = VocabularyShard(bounds[rank], bounds[rank + 1], group)
+    scored = vocabulary_parallel_logprobs(
+        hidden, weight, problem.targets, part, temperature=TEMPERATURE, max_logits=160
+    )
     (scored.logprobs @ problem.upstream[0] + scored.entropies @ problem.upstream[1]).backward()
     results = [scored.logprobs.detach(), scored.entropies.detach(), hidden.grad, weight.grad, scored.is_most_likely]
     torch.save(results, f"{folder}/{rank}.pt")

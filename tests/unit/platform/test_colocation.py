@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from penstock.dataflow.errors import EngineLostError
 from penstock.dataflow.ids import EngineId
 from penstock.dataflow.ports import StepReport
-from penstock.dataflow.trajectory import GroupRef, stream_of
+from penstock.dataflow.trajectory import GroupRef, iterate_groups
 from penstock.platform.run.colocation import TimeSharedTrainer
 from penstock.rollout.pool.pool import EnginePool
 
@@ -54,7 +54,7 @@ class Trainer:
 async def turn_of(pool: EnginePool, calls: list[str]) -> list[str]:
     """What happened in one step."""
     calls.clear()
-    await asyncio.wait_for(TimeSharedTrainer(Trainer(calls), pool).step(stream_of([])), 5.0)
+    await asyncio.wait_for(TimeSharedTrainer(Trainer(calls), pool).step(iterate_groups([])), 5.0)
     return calls
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.platform.run.mismatch_trend import METRIC, MIN_NAT, SOURCE, WINDOW_STEPS, MismatchTrend
+from penstock.platform.run.mismatch_trend import METRIC, MIN_MISMATCH_NATS, SOURCE, WINDOW_STEPS, MismatchTrend
 
 
 def followed(values: list[float], max_staleness: int = 0) -> tuple[list[float], list[str]]:
@@ -36,7 +36,7 @@ def test_a_rise_is_warned_of_once_and_again_when_it_has_doubled() -> None:
             expected.append(trend)
     assert len(expected) > 2
     assert [
-        f"{trend:.1f} times; it is engine against trainer alone" in said
+        f"{trend:.1f} times; engine and trainer use the same weights" in said
         for trend, said in zip(expected, warnings, strict=True)
     ] == [True] * len(expected)
     assert "from 0.01 (first 20 steps) to 0.03" in warnings[0]
@@ -44,11 +44,11 @@ def test_a_rise_is_warned_of_once_and_again_when_it_has_doubled() -> None:
 
 def test_with_staleness_it_says_what_else_it_may_be() -> None:
     _, (warning,) = followed([0.01] * WINDOW_STEPS + [0.04] * WINDOW_STEPS, max_staleness=4)
-    assert "at staleness 4 a policy that changes faster explains a part" in warning
+    assert "at staleness 4 faster policy updates explain part of it" in warning
 
 
 def test_rounding_that_grows_is_nothing() -> None:
-    trends, warnings = followed([1e-8] * WINDOW_STEPS + [2 * MIN_NAT] * WINDOW_STEPS)
+    trends, warnings = followed([1e-8] * WINDOW_STEPS + [2 * MIN_MISMATCH_NATS] * WINDOW_STEPS)
     assert trends == [pytest.approx(2.0)]
     assert warnings == []
 

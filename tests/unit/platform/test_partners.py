@@ -10,11 +10,11 @@ import pytest
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.ids import PARTNER, POLICY, EngineId, TaskId
 from penstock.dataflow.ports import PublishReport, SamplingParams, StepReport
-from penstock.dataflow.trajectory import Task, stream_of
+from penstock.dataflow.trajectory import Task, iterate_groups
 from penstock.platform.checks.load import compose_config
 from penstock.platform.cluster.placement import RolePlacement, plan_placement
 from penstock.platform.run.evaluation import Evaluation
-from penstock.platform.run.two_policies import EvaluateTogether, PublishTogether, TrainTogether
+from penstock.platform.run.two_policies import TwoPolicyEvaluator, TwoPolicyPublisher, TwoPolicyTrainer
 from penstock.rollout.pool.pool import EnginePool
 from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import SharedGroups, TrajectoryRunner
@@ -60,7 +60,7 @@ class FakeTrainer:
 
 async def test_both_train_every_batch() -> None:
     mine, other = FakeTrainer(), FakeTrainer()
-    report = await TrainTogether(mine, other, 3).step(stream_of(["a", "b"]))
+    report = await TwoPolicyTrainer(mine, other, 3).step(iterate_groups(["a", "b"]))
     assert mine.trained == other.trained == [["a", "b"]]
     assert (report.version, report.skipped) == (1, False)
     assert report.metrics == {"loss/policy": 1.0, "partner/loss/policy": 1.0}
@@ -68,27 +68,27 @@ async def test_both_train_every_batch() -> None:
 
 async def test_a_version_is_a_trained_batch_even_if_one_of_them_skipped_it() -> None:
     mine, other = FakeTrainer(), FakeTrainer(bad={0})
-    together = TrainTogether(mine, other, 3)
-    assert (await together.step(stream_of([]))).version == 1
+    together = TwoPolicyTrainer(mine, other, 3)
+    assert (await together.step(iterate_groups([]))).version == 1
     assert other.version == 1, "it publishes the same weights under the new version, and counts staleness from it"
-    assert (await together.step(stream_of([]))).version == 2
+    assert (await together.step(iterate_groups([]))).version == 2
 
 
 async def test_a_batch_that_both_skip_is_dropped() -> None:
-    report = await TrainTogether(FakeTrainer(bad={0}), FakeTrainer(bad={0}), 3).step(stream_of([]))
+    report = await TwoPolicyTrainer(FakeTrainer(bad={0}), FakeTrainer(bad={0}), 3).step(iterate_groups([]))
     assert (report.version, report.skipped) == (0, True)
 
 
 async def test_bad_steps_of_either_end_the_run() -> None:
-    together = TrainTogether(FakeTrainer(), FakeTrainer(bad={0, 1}), 2)
-    await together.step(stream_of([]))
+    together = TwoPolicyTrainer(FakeTrainer(), FakeTrainer(bad={0, 1}), 2)
+    await together.step(iterate_groups([]))
     with pytest.raises(TrainingError, match="2 steps in a row of the partner had a non-finite loss"):
-        await together.step(stream_of([]))
+        await together.step(iterate_groups([]))
 
 
 async def test_each_is_saved_in_a_folder_of_its_own(tmp_path: Path) -> None:
     mine, other = FakeTrainer(), FakeTrainer()
-    await TrainTogether(mine, other, 3).save(str(tmp_path / "step_3" / "policy"))
+    await TwoPolicyTrainer(mine, other, 3).save(str(tmp_path / "step_3" / "policy"))
     assert mine.saved == [str(tmp_path / "step_3" / "policy")]
     assert other.saved == [str(tmp_path / "step_3" / "partner")]
 
@@ -105,7 +105,7 @@ class FakePublisher:
 
 
 async def test_a_publish_is_over_when_both_are_and_costs_what_both_cost() -> None:
-    report = await PublishTogether(FakePublisher(3, None), FakePublisher(2, 0.5)).publish(4)
+    report = await TwoPolicyPublisher(FakePublisher(3, None), FakePublisher(2, 0.5)).publish(4)
     assert (report.version, report.num_bytes, report.sent_bytes, len(report.acks)) == (4, 5, 10, 2)
     assert (report.send_s, report.total_s) == pytest.approx((0.3, 0.6)), "they go at the same time"
     assert (report.max_logprob_diff, report.drain_timeouts) == (0.5, 2)
@@ -121,7 +121,7 @@ class FakeEvaluator:
 
 
 async def test_both_are_evaluated_on_the_same_tasks() -> None:
-    found = await EvaluateTogether(FakeEvaluator(0.25), FakeEvaluator(0.75)).evaluate(7, [Task(TaskId("t"), "?")])
+    found = await TwoPolicyEvaluator(FakeEvaluator(0.25), FakeEvaluator(0.75)).evaluate(7, [Task(TaskId("t"), "?")])
     assert (found.metrics()["eval/accuracy"], found.metrics()["eval/partner_accuracy"]) == (0.25, 0.75)
     assert "eval/partner_accuracy" not in found.partner.metrics()
 

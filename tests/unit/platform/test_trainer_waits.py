@@ -24,12 +24,12 @@ def test_the_group_due_first_says_what_the_batch_waits_for() -> None:
     late, early = (core.admit(TaskId("t")) for _ in range(2))
     assert core.wait_reason(1) == "too_few"
     for group in (late, early):
-        core.member_at(group, 0, 0)
-        core.member_at(group, 1, 0)
+        core.record_version(group, 0, 0)
+        core.record_version(group, 1, 0)
     make_ready(core, early)
     core.close_batch()
     core.advance(1)
-    core.member_at(young := core.admit(TaskId("t")), 0, 1)
+    core.record_version(young := core.admit(TaskId("t")), 0, 1)
     make_ready(core, young)
     assert core.close_batch() is None
     assert core.wait_reason(1) == "generating"
@@ -43,7 +43,7 @@ def test_once_the_awaited_group_is_gone_the_next_one_is_asked() -> None:
     for version in range(3):
         late, early = (core.admit(TaskId("t")) for _ in range(2))
         for group in (late, early):
-            core.member_at(group, 0, core.version)
+            core.record_version(group, 0, core.version)
         make_ready(core, early)
         assert core.wait_reason(1) == "generating"
         core.generated(late)

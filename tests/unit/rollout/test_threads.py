@@ -71,7 +71,7 @@ class Watched(RolloutContext):
         super().__init__(TASK, "0")
         self.told: list[int] = []
 
-    def member_at(self, member: int, version: int) -> None:
+    def record_version(self, member: int, version: int) -> None:
         assert member == 3
         self.told.append(version)
 
@@ -115,7 +115,7 @@ def drafts_then_refine(actions: Sequence[Action]) -> Any:
 async def test_drafts_fork_from_the_plan_and_main_goes_on_with_their_words() -> None:
     engine = FakeEngine()
     trajectory, environment = await play(Observation("1+1="), drafts_then_refine, engine)
-    main, *drafts = trajectory.separate()
+    main, *drafts = trajectory.split_threads()
     assert [(one.name, one.fork_of) for one in trajectory.threads] == [
         ("main", None), ("draft0", "main"), ("draft1", "main")
     ]  # fmt: skip
@@ -140,14 +140,14 @@ async def test_drafts_fork_from_the_plan_and_main_goes_on_with_their_words() -> 
 async def test_an_ordinary_episode_has_no_threads_and_a_lone_thread_keeps_its_name() -> None:
     plain, _ = await play(Observation("1+1="), lambda actions: Done(1.0))
     assert plain.threads == ()
-    assert plain.separate() == (plain,)
+    assert plain.split_threads() == (plain,)
     named, _ = await play(Observation("1+1=", thread="first"), lambda actions: Done(0.5, {}, {"first": 1.0}))
     assert [one.name for one in named.threads] == ["first"]
     assert named.token_ids.tolist() == plain.token_ids.tolist()
     assert named.episode is not None
     assert named.episode.parts == {"thread/first": 1.0}
     named.score(0.5, named.episode.parts)
-    assert [one.reward for one in named.separate()] == [1.0]
+    assert [one.reward for one in named.split_threads()] == [1.0]
 
 
 @dataclass
@@ -203,7 +203,7 @@ async def test_in_any_tree_every_sampled_token_carries_loss_once_behind_its_own_
     budget = EpisodeBudget(rng.randint(1, 16), rng.randint(12, 60), 60)
     trajectory, environment = await play(Observation("1+1="), random_tree(rng), engine, budget=budget, asked=asked)
     found = Counter()
-    for thread in trajectory.separate():
+    for thread in trajectory.split_threads():
         ids, mask = thread.token_ids.tolist(), thread.loss_mask.tolist()
         versions = iter(versions_per_token(thread.spans).tolist())
         join_spans(thread.spans)  # raises if they decrease
@@ -246,7 +246,7 @@ async def test_the_date_is_that_of_the_oldest_turn_and_later_threads_are_no_olde
     asked = Watched()
     opening = [Observation("1+1=", thread="a"), Observation("2+2=", thread="b")]
     trajectory, _ = await play(opening, script, newer, older, asked=asked)
-    assert [one.oldest_version for one in trajectory.separate()] == [4, 5, 5, 5, 5]
+    assert [one.oldest_version for one in trajectory.split_threads()] == [4, 5, 5, 5, 5]
     assert (trajectory.oldest_version, trajectory.newest_version, len(older.requests)) == (4, 5, 1)
     assert asked.told == [4]
 
@@ -255,12 +255,12 @@ def test_a_date_rises_only_when_the_oldest_turn_does() -> None:
     asked = Watched()
     turns = OldestTurn(asked, 3)
     first, second = turns.begin(), turns.begin()
-    first.member_at(3, 5)
-    second.member_at(3, 5)
-    first.member_at(3, 7)  # its first token came after a publish
+    first.record_version(3, 5)
+    second.record_version(3, 5)
+    first.record_version(3, 7)  # its first token came after a publish
     assert (asked.told, turns.min_version) == ([5], 5)
-    second.member_at(3, 6)
-    turns.begin().member_at(3, 9)
+    second.record_version(3, 6)
+    turns.begin().record_version(3, 9)
     assert (asked.told, turns.min_version) == ([5, 6], 6)
 
 

@@ -120,7 +120,7 @@ def test_sampled_tokens_keep_their_order_versions_and_scores(policy, threads) ->
     from transformers import AutoModelForCausalLM
 
     whole = joined(threads[0])
-    parts = whole.separate()
+    parts = whole.split_threads()
     assert [one.token_ids.tolist() for one in parts] == [one.token_ids.tolist() for one in threads[0]]
     assert [one.spans for one in parts] == [one.spans for one in threads[0]]
     assert (whole.oldest_version, whole.newest_version) == (0, 2)
