@@ -1,10 +1,10 @@
-"""The dataflow core: it decides who may start, who trains next and what everything ends as.
+"""The dataflow core: decides which groups may start, which train next and in which state each group ends.
 
-Sans-I/O: it never waits, sleeps or logs, and has no clock. A driver (platform/run/flow.py over Ray
-actors, or the simulator in virtual time) tells it what happened and asks what may happen next. The cost
-of an event does not grow with the number of live groups.
+The core is sans-I/O: it never waits, sleeps or logs, and has no clock. A driver (platform/run/flow.py over Ray actors,
+or the simulator in virtual time) reports events to it and queries what may happen next. The cost of an event does not
+grow with the number of live groups.
 
-Reports may come twice, late or for groups that never were: they are counted in `ignored` and change nothing.
+Reports that are duplicated, late or about unknown groups are counted in `ignored` and have no other effect.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits, free_credits
 from penstock.dataflow.trajectory import GroupRef
 
 Ignored = Literal["unknown", "ended", "repeated", "out_of_order"]
-"""Why a report changed nothing."""
+"""Why a report was ignored."""
 WaitReason = Literal["too_few", "generating", "scoring"]
-"""What holds a batch open: too few groups are ready; or enough are, and one that must still be in is not."""
+"""Why a batch cannot close: too few groups are ready, or a group that must be in it still generates or is scored."""
 MAX_LISTED = 8
-"""Groups that a time-out names."""
+"""Number of unfinished groups that a time-out message lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class GroupRules:
 
     Attributes:
         group_size: Trajectories per group, unless `admit` says otherwise.
-        min_group_size: A group whose failed members are gone still trains with this many.
+        min_group_size: Smallest number of trajectories that a group trains with after others of it have failed.
         max_retries: Retries of one trajectory after its environment or reward failed (data).
         max_engine_retries: Retries of one trajectory after its engine failed (infrastructure).
     """
@@ -45,12 +45,12 @@ class GroupRules:
     max_engine_retries: int = 3
 
     def retry_limit(self, kind: FailureKind) -> int:
-        """Retries of one trajectory after failures of this kind."""
+        """Maximum number of retries of one trajectory after failures of this kind."""
         return self.max_engine_retries if kind == "engine" else self.max_retries
 
 
 class Cancelled(NamedTuple):
-    """A group the core has ended: its running work is to be cancelled, and its task may start again."""
+    """A group that the core has ended. The driver cancels its running work and may requeue its task."""
 
     group_id: GroupId
     may_requeue: bool
@@ -62,9 +62,9 @@ class Dataflow:
     Invariants checked here: I1 (staleness of what is trained), I2, I3, I5 (in the ledger), I6 (credits).
 
     Attributes:
-        retries: Retries granted, by kind of failure.
-        ignored: Reports that changed nothing, by why.
-        newest_ignored: The group that the newest of them was about.
+        retries: Number of granted retries by kind of failure.
+        ignored: Number of ignored reports by reason.
+        newest_ignored: The group of the newest ignored report.
     """
 
     def __init__(self, limits: FlowLimits, rules: GroupRules, version: int = 0, ledger: Ledger | None = None) -> None:
@@ -81,9 +81,10 @@ class Dataflow:
 
     @property
     def free_credits(self) -> int:
-        """Groups that may be admitted now (I6: never negative)."""
+        """Number of groups that may be admitted now (I6: never negative)."""
         ledger = self.ledger
-        # Redundant groups must be back before v advances: once a batch is full, there is no surplus until it trained.
+        # Redundant groups must have ended before v advances, so none are admitted from the time the batch is complete
+        # until it has been trained.
         surplus = 0 if self.is_batch_complete else self.limits.surplus
         free = free_credits(
             self.limits,
@@ -95,8 +96,8 @@ class Dataflow:
         if free < 0:
             raise AccountingError(f"dataflow: {free} free credits with {ledger.counts()} (I6)")
         if self.limits.max_live_trajectories is not None:
-            places = self.limits.max_live_trajectories - ledger.live_trajectories
-            free = min(free, max(0, places) // self.rules.group_size)
+            remaining = self.limits.max_live_trajectories - ledger.live_trajectories
+            free = min(free, max(0, remaining) // self.rules.group_size)
         return free
 
     @property
@@ -104,12 +105,16 @@ class Dataflow:
         return self._gate.num_ready
 
     def find_ready(self, group_id: GroupId) -> GroupRef | None:
-        """A group that waits for its batch; None if it is in a batch, not ready, or ended."""
+        """Return a ready group that is not in a batch yet; None if it is in a batch, not ready, or has ended."""
         record = self.ledger.get(group_id)
         return None if record is None else record.ready
 
     def admit(self, task_id: TaskId, *, group_size: int | None = None, stream: str = "", requeues: int = 0) -> GroupId:
-        """Start a group. Ask `free_credits` first."""
+        """Start a group.
+
+        Raises:
+            AccountingError: If there is no free credit (I6). Check `free_credits` first.
+        """
         if self.free_credits < 1:
             raise AccountingError(f"dataflow: no credit to admit {task_id} (I6)")
         record = self.ledger.admit(task_id, group_size or self.rules.group_size, stream, requeues)
@@ -117,7 +122,7 @@ class Dataflow:
         return record.group_id
 
     def record_version(self, group_id: GroupId, member: int, version: int) -> None:
-        """A member was dispatched to an engine at `version`, or its first token came, sampled at `version`."""
+        """Record that trajectory `member` was dispatched to an engine at `version`, or that its first token has it."""
         record = self.ledger.get(group_id)
         if record is None or record.state not in UNREADY:
             self._ignore(group_id, record)
@@ -126,11 +131,11 @@ class Dataflow:
         self._gate.update_deadline(record, min(known for known in record.trajectory_versions if known is not None))
 
     def grant_retry(self, kind: FailureKind, attempts: int) -> bool:
-        """Count a failed attempt and say whether the trajectory gets another one.
+        """Return whether a trajectory gets another attempt after a failure, and count the retry if so.
 
         Args:
-            kind: Which part failed.
-            attempts: Attempts that failed in this way so far, this one included.
+            kind: Kind of the failure.
+            attempts: Number of attempts that have failed with this kind, including this one.
         """
         if attempts > self.rules.retry_limit(kind):
             return False
@@ -138,16 +143,18 @@ class Dataflow:
         return True
 
     def generated(self, group_id: GroupId) -> None:
-        """Every member has its tokens; some scores are still out."""
+        """Record that every trajectory of a group has its tokens, while some are still being scored."""
         if self._expect(group_id, (GroupState.GENERATING,)) is not None:
             self.ledger.move(group_id, GroupState.SCORING)
 
     def ready(self, group: GroupRef) -> bool:
-        """Every member that did not fail is scored and its payload stored. False if the report was ignored.
+        """Record that all surviving trajectories of a group are scored and its payload is stored.
+
+        Returns:
+            False if the report was ignored.
 
         Raises:
-            StalenessError: I8: no engine serves a version that was not published when it was dispatched, or not
-                published at all.
+            StalenessError: If a token has an unpublished version, or one older than at its dispatch (I8).
         """
         record = self._expect(group.group_id, (GroupState.SCORING,))
         if record is None:
@@ -159,6 +166,7 @@ class Dataflow:
                 f"but it was dispatched at v{dispatched} and v{self.version} is published (I8)"
             )
         self.ledger.move(group.group_id, GroupState.READY)
+        # From here on the exact version is known, and replaces the lower bounds per trajectory.
         record.trajectory_versions = [oldest]
         record.ready = group
         self._gate.update_deadline(record, oldest)
@@ -168,7 +176,7 @@ class Dataflow:
         return True
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
-        """End a group untrained; its credit is free at once."""
+        """End a group untrained. Its credit is free immediately."""
         record = self._expect(group_id, LIVE)
         if record is None:
             return
@@ -177,12 +185,12 @@ class Dataflow:
         self.ledger.end(group_id, state, reason)
 
     def close_batch(self) -> tuple[GroupRef, ...] | None:
-        """Take the next batch if it may close now, in deadline order; None while it has to wait.
+        """Take the next batch in deadline order if it may close now; None while it has to wait.
 
-        With surplus groups under way, those that hold the batch back are given up as dropped(redundant).
+        If surplus groups are live, unfinished groups that block the batch end as dropped(redundant).
 
         Raises:
-            StalenessError: If a chosen group is over-age (I1), which the gate must have prevented.
+            StalenessError: If a chosen group is too old (I1), which the gate prevents unless it has a bug.
         """
         assert not self._in_training, "one batch at a time"
         shortfall = self._gate.shortfall(self.version)
@@ -195,13 +203,13 @@ class Dataflow:
         return tuple(self._in_training)
 
     def take_one(self) -> GroupRef | None:
-        """Put the next ready group into the batch before the batch is complete; None while it has to wait.
+        """Add the next ready group to an incomplete batch; None while it has to wait.
 
-        For trainers that begin before the batch is complete. The batch that comes out keeps the bound as
-        `close_batch` does.
+        Used by trainers that start before the batch is complete. The resulting batch satisfies the same staleness bound
+        as that of `close_batch`.
         """
-        places = self.limits.batch_groups - len(self._in_training)
-        return self._take_next() if self._gate.can_take(self.version, places) else None
+        num_remaining = self.limits.batch_groups - len(self._in_training)
+        return self._take_next() if self._gate.can_take(self.version, num_remaining) else None
 
     @property
     def is_batch_complete(self) -> bool:
@@ -209,11 +217,11 @@ class Dataflow:
 
     @property
     def in_training(self) -> tuple[GroupRef, ...]:
-        """The batch that the trainer has, until `advance` or `skip`."""
+        """The groups of the batch in training, until `advance` or `skip`."""
         return tuple(self._in_training)
 
     def advance(self, version: int) -> None:
-        """The batch in training was trained and published as `version`: its credits are free."""
+        """Record that the batch in training was trained and published as `version`; frees its credits."""
         if version != self.version + 1:
             raise AccountingError(f"dataflow: version goes from {self.version} to {version}, expected +1")
         for group in self._in_training:
@@ -225,33 +233,33 @@ class Dataflow:
             self._expire_overdue()
 
     def skip(self, reason: Reason = Reason.BAD_STEP) -> None:
-        """The step over the batch in training was not taken: its groups end untrained, the version stays."""
+        """Record that the optimizer step was skipped: the groups of the batch end untrained, the version is kept."""
         state = GroupState.FILTERED if reason is Reason.ZERO_VARIANCE else GroupState.DROPPED
         for group in self._in_training:
             self.ledger.end(group.group_id, state, reason)
         self._in_training = []
 
     def take_cancelled(self) -> list[Cancelled]:
-        """Groups that ended by the core's own decision since the last call."""
+        """Return the groups that the core itself has ended since the last call."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def finish(self) -> LedgerCounts:
-        """The run is over: whatever lives is dropped(run_end)."""
+        """End the run: all live groups end as dropped(run_end)."""
         for record in list(self.ledger.live()):
             self.end(record.group_id, GroupState.DROPPED, Reason.RUN_END)
         self._in_training = []
         return self.ledger.counts()
 
     def wait_reason(self, num_needed: int) -> WaitReason:
-        """What the trainer waits for, of which `num_needed` groups would be enough if nobody fell due."""
+        """Why the trainer has to wait. `num_needed` ready groups suffice unless an unfinished one is due."""
         awaited = self._gate.first_unready()
         if self.num_ready < num_needed or awaited is None:
             return "too_few"
         return "scoring" if awaited.state is GroupState.SCORING else "generating"
 
     def describe_wait(self) -> str:
-        """One sentence for time-outs: what the next batch waits for."""
+        """Describe what the next batch waits for, in one sentence for time-out messages."""
         unready = [r for r in self.ledger.live() if r.state in UNREADY]
         listed = ", ".join(f"{r.group_id}:{r.state}(oldest v{r.oldest_version})" for r in unready[:MAX_LISTED])
         more = f" and {len(unready) - MAX_LISTED} more" if len(unready) > MAX_LISTED else ""
@@ -261,7 +269,7 @@ class Dataflow:
         )
 
     def _expect(self, group_id: GroupId, states: tuple[GroupState, ...]) -> GroupRecord | None:
-        """The record if the group is in one of `states`; else the report is counted and None."""
+        """Return the record if the group is in one of `states`; otherwise count the report as ignored, return None."""
         record = self.ledger.get(group_id)
         if record is not None and record.state in states:
             return record
@@ -277,8 +285,8 @@ class Dataflow:
 
     def _take_next(self) -> GroupRef:
         record = self._gate.next_ready()
-        assert record is not None, "the gate said that a group is ready"
-        assert record.ready is not None, "it is"
+        assert record is not None, "the gate has reported a ready group"
+        assert record.ready is not None, "a ready group has a GroupRef"
         group, record.ready = record.ready, None
         self._gate.remove(record)
         self.ledger.move(record.group_id, GroupState.TRAINING)
@@ -301,7 +309,7 @@ class Dataflow:
                 self._cancel(record, Reason.STALE)
 
     def _is_too_old(self, group: GroupRef) -> bool:
-        """Whether nothing of a ready group may train any more."""
+        """Whether no token of a ready group may be trained any more."""
         oldest_allowed = self.version - self.limits.max_staleness
         newest_needed = group.newest_version if self.limits.on_expiry is ExpiryPolicy.TRIM else group.oldest_version
         return newest_needed < oldest_allowed

@@ -1,7 +1,7 @@
-"""Trainer and engines on the same devices, taking turns.
+"""Time-sharing of devices between trainer and engines (colocated placement).
 
-The loop stays the same; this trainer group puts the engines to sleep around the step. With
-max_staleness 0 no rollout is under way while a batch trains, so nothing is interrupted.
+The controller's loop is unchanged: this trainer group puts the engines to sleep around each step. With max_staleness 0
+no rollout is in flight while a batch trains, so no request is interrupted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from penstock.rollout.pool.pool import EnginePool
 
 
 class TimeSharedTrainer:
-    """A `TrainerGroup` that has the devices to itself for each step.
+    """A `TrainerGroup` that has exclusive use of the devices during each step.
 
-    Consumes a closed batch. Waits for: the engines to be idle (evaluations included), then asleep. Unblocked by: those
-    in service now; one that does not go to sleep or wake up is fenced off, and the step goes on.
+    Consumes: a closed batch. Waits for: all engines to be idle (evaluations included), then asleep. Unblocked by: the
+    engines in service; one that fails to sleep or wake up is fenced off, and the step continues without it.
     """
 
     def __init__(self, trainer: TrainerGroup, pool: EnginePool) -> None:
@@ -31,20 +31,22 @@ class TimeSharedTrainer:
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
         groups = [group async for group in batch]
         await self._pool.wait_idle()
-        await self._all(lambda engine: engine.sleep())
+        await self._for_each_engine(lambda engine: engine.sleep())
         try:
             return await self._trainer.step(iterate_groups(groups))
         finally:
-            await self._all(lambda engine: engine.wake())
+            await self._for_each_engine(lambda engine: engine.wake())
 
     async def save(self, path: str) -> None:
         await self._trainer.save(path)
 
-    async def _all(self, switch: Callable[[RemoteEngine], Awaitable[None]]) -> None:
-        async def one(engine: RemoteEngine) -> None:
+    async def _for_each_engine(self, call: Callable[[RemoteEngine], Awaitable[None]]) -> None:
+        """Call all engines concurrently. An engine that is lost is fenced off instead of failing the step."""
+
+        async def call_or_fence(engine: RemoteEngine) -> None:
             try:
-                await switch(engine)
+                await call(engine)
             except EngineLostError as error:
                 self._pool.fence(engine.engine_id, str(error))
 
-        await asyncio.gather(*(one(engine) for engine in cast("list[RemoteEngine]", self._pool.engines())))
+        await asyncio.gather(*(call_or_fence(engine) for engine in cast("list[RemoteEngine]", self._pool.engines())))

@@ -1,7 +1,7 @@
-"""Forwards ready groups on the trainer ranks while they wait for their batch (docs/concepts/dataflow.md, "Prefetch").
+"""Computes logprobs of ready groups on the trainer ranks while they wait (docs/concepts/dataflow.md, "Prefetch").
 
-Consumes: ready groups, due first. Waits for: one forward at a time. Unblocked by: a group that becomes ready; ended by
-the batch that closes. So a step starts at most one group's forward later than its batch closes.
+Consumes: ready groups in deadline order. Waits for: one forward pass at a time. Unblocked by: a group that becomes
+ready. It stops when the batch closes, so a step starts at most one group's forward pass after its batch has closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Batch = TypeVar("_Batch")
 
 
 class EarlyLogprobs:
-    """Hands the groups of a `EarlyLogprobsQueue` to the trainer, while it has nothing else to do."""
+    """Passes the groups of an `EarlyLogprobsQueue` to the trainer while it is idle."""
 
     def __init__(self, trainer: EarlyLogprobWorker, queue: EarlyLogprobsQueue) -> None:
         self._trainer = trainer
@@ -27,26 +27,27 @@ class EarlyLogprobs:
         self._is_waiting = False
 
     def ready(self, group: GroupRef) -> None:
-        """A group became ready. Call it after who waits for the batch was woken: it may complete the batch."""
+        """Queue a ready group. Call it after the trainer was woken, since the group may complete the batch."""
         self._queue.add(group)
         self._changed.set()
 
     async def during(self, wait: Awaitable[_Batch]) -> _Batch:
-        """Await the batch; forward ready groups meanwhile. The forward under way when it closes is awaited too.
+        """Await the batch and forward ready groups meanwhile. A forward running when the batch closes is completed.
 
         Raises:
-            TrainingError: As soon as a forward fails; the wait is given up.
+            TrainingError: As soon as a forward fails; the wait is cancelled.
         """
         self._queue.begin_wait()
         self._is_waiting = True
         try:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._forward_all(), name="early_logprobs")
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._forward_all(), name="early_logprobs")
                 try:
                     return await wait
                 finally:
                     self._is_waiting = False
                     self._changed.set()
+        # Callers expect the error itself and not the exception group of the task group.
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 

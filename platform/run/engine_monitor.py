@@ -1,4 +1,4 @@
-"""Polls the engines' counters once a second: the share of time they had nothing to do, and how much they may hold."""
+"""Polls the load of the engines once a second: measures their idle share and adapts their concurrency limits."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ WINDOW_POLLS = 6
 
 
 class EngineMonitor:
-    """Rates from absolute counters over the newest polls, so a missed poll loses nothing.
+    """Computes rates from absolute counters over the newest polls, so a missed poll loses no data.
 
-    Counters are those of an engine's process, and begin at 0 again when it is started anew: what an engine has done is
-    what its counters rose by between two polls of one process.
+    The counters belong to the engine's process and restart at 0 with it. Only differences between two polls of the same
+    process are accumulated.
 
     Attributes:
         idle_share: 1 − busy seconds ÷ wall seconds, both summed over the engines, 0..1.
-        num_preemptions: Of all engines since the run began; absolute.
+        num_preemptions: Preemptions of all engines since the run began; absolute.
     """
 
     def __init__(self, pool: EnginePool, period_s: float = 1.0, *, adapts_concurrency: bool = False) -> None:
         self._pool = pool
         self._period_s = period_s
         self._adapts_concurrency = adapts_concurrency
-        self._seen: dict[EngineId, tuple[float, EngineLoad]] = {}
+        self._last_load: dict[EngineId, tuple[float, EngineLoad]] = {}
         self._observed_s = self._busy_s = 0.0
         self._polls: deque[tuple[float, float]] = deque([(0.0, 0.0)], maxlen=WINDOW_POLLS)
         self._limits: dict[EngineId, ConcurrencyLimit] = {}
@@ -43,14 +43,14 @@ class EngineMonitor:
 
     @property
     def num_restarts(self) -> int:
-        """Of all engines since the run began; absolute."""
+        """Restarts of all engines since the run began; absolute."""
         return self._pool.num_returned
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[EngineMonitor]:
         """Poll for as long as the context is open."""
         job = asyncio.create_task(self.poll_forever(), name="engine monitor")
-        job.add_done_callback(_say_why)
+        job.add_done_callback(_log_failure)
         try:
             yield self
         finally:
@@ -58,8 +58,8 @@ class EngineMonitor:
             await asyncio.gather(job, return_exceptions=True)
 
     async def poll(self) -> None:
-        """Ask every engine once; one that does not answer is left out, the pool will notice."""
-        answers = await asyncio.gather(*(_ask(engine) for engine in self._pool.engines()))
+        """Query every engine once. An engine that does not answer is skipped; detecting its loss is the pool's task."""
+        answers = await asyncio.gather(*(_query_load(engine) for engine in self._pool.engines()))
         loads = {engine_id: load for engine_id, load in answers if load is not None}
         self._update(asyncio.get_running_loop().time(), loads)
         if self._adapts_concurrency:
@@ -77,36 +77,37 @@ class EngineMonitor:
 
     def _update(self, now: float, loads: Mapping[EngineId, EngineLoad]) -> None:
         for engine_id, load in loads.items():
-            then, before = self._seen.get(engine_id, (now, None))
-            self._seen[engine_id] = now, load
-            if before is None or _is_of_another_process(before, load):
+            polled_at, before = self._last_load.get(engine_id, (now, None))
+            self._last_load[engine_id] = now, load
+            if before is None or _has_restarted(before, load):
                 self.num_preemptions += load.num_preemptions
                 continue
             self.num_preemptions += load.num_preemptions - before.num_preemptions
             self._busy_s += load.busy_s - before.busy_s
-            self._observed_s += now - then
+            self._observed_s += now - polled_at
         self._polls.append((self._observed_s, self._busy_s))
         observed_s, busy_s = self._observed_s - self._polls[0][0], self._busy_s - self._polls[0][1]
         if observed_s > 0:
             self.idle_share = min(max(1 - busy_s / observed_s, 0.0), 1.0)
 
 
-def _is_of_another_process(before: EngineLoad, now: EngineLoad) -> bool:
+def _has_restarted(before: EngineLoad, now: EngineLoad) -> bool:
+    """Whether a counter has decreased, which happens only if the engine's process was replaced."""
     counters = ((load.busy_s, load.tokens_generated, load.num_preemptions) for load in (before, now))
     return any(later < earlier for earlier, later in zip(*counters, strict=True))
 
 
-def _say_why(polling: asyncio.Task[None]) -> None:
-    """Polling ends with the run; if it ends before, what it measures stands still, and so do adaptive limits."""
+def _log_failure(polling: asyncio.Task[None]) -> None:
+    """Log an exception that ended polling; without the log, metrics and limits would silently keep their values."""
     if not polling.cancelled() and (error := polling.exception()) is not None:
         logger.error(
-            "engine monitor: polling has failed, so idle/engine_share and adaptive concurrency stand still from now "
-            "on. The run goes on.",
+            "engine monitor: polling has failed, so idle/engine_share and adaptive concurrency are no longer updated. "
+            "The run continues.",
             exc_info=error,
         )
 
 
-async def _ask(engine: Engine) -> tuple[EngineId, EngineLoad | None]:
+async def _query_load(engine: Engine) -> tuple[EngineId, EngineLoad | None]:
     try:
         return engine.engine_id, await engine.load()
     except EngineLostError:

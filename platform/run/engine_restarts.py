@@ -1,9 +1,9 @@
-"""Engines that were fenced off, brought back: a new process, the version in service, then the pool.
+"""Restarts engines that the pool has fenced off: a new process, the current weights, then back into the pool.
 
-Consumes: engines that the pool fences off, for whatever reason. Waits for: the new process to load its model, the
-publish that is under way, the version in service to be in the engine. Unblocked by: those, or their time limits. Every
-engine is started anew at most `rollout.max_engine_restarts` times; then it stays out of service. While one is on its
-way the pool keeps what waits, so that a run survives the loss of its only engine.
+Consumes: engines fenced off for any reason. Waits for: the new process to load its model, a running publish to end, the
+engine to receive the current version. Unblocked by: these events or their time limits. Each engine is restarted at most
+`rollout.max_engine_restarts` times and then stays out of service. While a restart is running the pool keeps waiting
+requests queued, so a run survives the loss of its only engine.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ logger = logging.getLogger(__name__)
 
 
 class EngineRestarts:
-    """Starts lost engines anew, each in a task of its own."""
+    """Restarts lost engines, each in its own asyncio task."""
 
     def __init__(
         self,
         pool: EnginePool,
         start: Callable[[EngineId], Awaitable[RemoteEngine]],
         catch_up: Callable[[RemoteEngine], Awaitable[None]],
-        most: int,
+        max_restarts: int,
     ) -> None:
-        """Connect both.
+        """Create the supervisor; `running` activates it.
 
         Args:
-            pool: Whose engines.
-            start: Ends what is left of an engine, and starts it anew.
-            catch_up: Gives it the version in service, and adds it to the pool.
-            most: Restarts of one engine.
+            pool: Pool of the engines.
+            start: Kills the remains of an engine and starts a new process for it.
+            catch_up: Sends the current version to the engine and adds it to the pool.
+            max_restarts: Maximum number of restarts of one engine.
         """
         self._pool = pool
         self._start = start
         self._catch_up = catch_up
-        self._most = most
+        self._max_restarts = max_restarts
         self._num_restarts = Counter[EngineId]()
         self._jobs: dict[EngineId, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Bring engines back for as long as the context is open."""
-        self._pool.when_fenced(self._brings_back)
+        """Restart engines while the context is open."""
+        self._pool.when_fenced(self._request_restart)
         try:
             yield
         finally:
@@ -60,23 +60,28 @@ class EngineRestarts:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
-    def _brings_back(self, engine_id: EngineId) -> bool:
-        if engine_id in self._jobs:  # fenced off before it caught up: that job goes on with it
+    def _request_restart(self, engine_id: EngineId) -> bool:
+        """Start a restart unless the limit is reached. Returns whether the engine may come back."""
+        # An engine that is fenced off again before it has caught up is handled by the loop of its running job.
+        if engine_id in self._jobs:
             return True
-        if self._num_restarts[engine_id] >= self._most:
+        if self._num_restarts[engine_id] >= self._max_restarts:
             return False
-        self._jobs[engine_id] = asyncio.create_task(self._bring_back(engine_id), name=f"restart {engine_id}")
+        self._jobs[engine_id] = asyncio.create_task(self._restart(engine_id), name=f"restart {engine_id}")
         return True
 
-    async def _bring_back(self, engine_id: EngineId) -> None:
-        """Start it until it serves. Whatever a start fails with, requests and publishes that wait hear of the end."""
+    async def _restart(self, engine_id: EngineId) -> None:
+        """Restart an engine until it serves or the limit is reached.
+
+        All exceptions are caught, so that the pool always learns of an abandoned restart and fails what waits for it.
+        """
         is_back = False
-        while not is_back and self._num_restarts[engine_id] < self._most:
+        while not is_back and self._num_restarts[engine_id] < self._max_restarts:
             self._num_restarts[engine_id] += 1
-            number = f"restart {self._num_restarts[engine_id]} of {self._most}"
+            number = f"restart {self._num_restarts[engine_id]} of {self._max_restarts}"
             try:
                 await self._catch_up(await self._start(engine_id))
-            except Exception as error:  # noqa: BLE001 - also what Ray and the system raise
+            except Exception as error:  # noqa: BLE001 - includes errors of Ray and the operating system
                 cause = error if isinstance(error, PenstockError) else repr(error)
                 logger.warning("%s: %s failed: %s", engine_id, number, cause)
                 continue

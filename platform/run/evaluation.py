@@ -1,4 +1,4 @@
-"""Greedy evaluation on held-out tasks, on the same engines, outside the ledger."""
+"""Greedy evaluation on held-out tasks. It uses the engines of the rollouts and is not recorded in the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.platform.run.lifecycle import first_error
 from penstock.rollout.trajectory.group_task import RolloutContext
 from penstock.rollout.trajectory.runner import RolloutRunner, TrajectoryRunner
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Evaluation:
 
     Attributes:
         accuracy: Share of tasks whose reward is at least 1.
-        version_min: Oldest policy version that sampled any token of it.
-        version_max: Newest one; equal to `version_min` when no weights were published meanwhile.
-        partner: That of the other policy on the same tasks; None if there is none.
+        version_min: Oldest policy version that sampled a token of the evaluation.
+        version_max: Newest such version; equal to `version_min` if no weights were published during the evaluation.
+        partner: Evaluation of the partner policy on the same tasks; None in runs of one policy.
     """
 
     step: int
@@ -48,24 +48,24 @@ class Evaluation:
 
 
 async def sample_and_score(
-    runner: RolloutRunner, rewards: RewardWorker, asked: RolloutContext, member: int, sampling: SamplingParams
+    runner: RolloutRunner, rewards: RewardWorker, context: RolloutContext, index: int, sampling: SamplingParams
 ) -> Trajectory:
-    """A scored answer to a task, outside the ledger.
+    """Sample and score trajectory `index` of a task, without recording it in the ledger.
 
     Raises:
-        TrajectoryError: If `ATTEMPTS` attempts have failed; that of the last one.
+        TrajectoryError: The error of the last attempt, if all `MAX_ATTEMPTS` attempts failed.
     """
     failure: TrajectoryError | None = None
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         try:
-            trajectory = await runner.run(asked, member, sampling)
-            score = await rewards.score(asked.task, trajectory)
+            trajectory = await runner.run(context, index, sampling)
+            score = await rewards.score(context.task, trajectory)
         except TrajectoryError as error:
             failure = error
         else:
             trajectory.score(score.reward, score.parts)
             return trajectory
-    assert failure is not None, "there was an attempt"
+    assert failure is not None, "MAX_ATTEMPTS is at least 1"
     raise failure
 
 
@@ -74,7 +74,7 @@ class SupportsEvaluation(Protocol):
 
 
 class Evaluator:
-    """Answers held-out tasks greedily and scores them."""
+    """Samples held-out tasks greedily and scores the answers."""
 
     def __init__(self, runner: TrajectoryRunner, rewards: RewardWorker, max_new_tokens: int) -> None:
         self._runner = runner
@@ -87,7 +87,7 @@ class Evaluator:
         """Evaluate on `tasks`.
 
         Raises:
-            PenstockError: If a task could not be answered or scored; an evaluation never counts a failure as 0.
+            PenstockError: If a task could not be sampled or scored. A failure is never counted as reward 0.
         """
         try:
             # Colocated engines must not be put to sleep between two turns, or while an answer is scored.
@@ -114,5 +114,5 @@ class Evaluator:
             )
         except TrajectoryError as failure:
             raise PenstockError(
-                f"evaluation: {task.task_id} failed {ATTEMPTS} times; the last time: {failure}"
+                f"evaluation: {task.task_id} failed {MAX_ATTEMPTS} times; the last time: {failure}"
             ) from failure

@@ -1,9 +1,8 @@
-"""The flow: drives the sans-I/O dataflow core with real work, and hands batches to the trainer.
+"""The flow: connects the sans-I/O dataflow core to engines and reward workers, and hands batches to the trainer.
 
-Consumes: tasks, while the admission gate has credits. Waits for: credits, engine slots, scores.
-Unblocked by: `advance` (credits), a finished trajectory, a batch that closes. Every trajectory runs in
-one asyncio task (platform/run/group_run.py); nothing here knows Ray, so the simulator runs the same code in
-virtual time.
+Consumes: tasks, while the admission gate has free credits. Waits for: credits, concurrency slots of engines, scores.
+Unblocked by: `advance` (credits), a finished trajectory, a closed batch. Each trajectory runs in its own asyncio task
+(platform/run/group_run.py). This module does not import Ray, so the simulator runs the same code in virtual time.
 """
 
 from __future__ import annotations
@@ -33,19 +32,26 @@ from penstock.rollout.trajectory.runner import RolloutRunner
 logger = logging.getLogger(__name__)
 
 LOG_IGNORED_EVERY_S = 60.0
-"""Ignored reports are logged together, at most so often."""
+"""Shortest interval between two log lines about ignored reports, which are logged in aggregate."""
 MIN_FAILURES_TO_STOP = 8
-"""Failed groups in a row that stop the run, where the admission window is smaller."""
+"""Lower limit of the number of consecutive failed groups that stops the run; the admission window if that is larger."""
 
-_Taken = TypeVar("_Taken")
+_Result = TypeVar("_Result")
 _FAILURE_REASONS = {"env": Reason.ENV, "reward": Reason.REWARD, "engine": Reason.ENGINE}
 
 
 @dataclass(frozen=True, slots=True)
 class FlowPorts:
-    """What the flow works with.
+    """The workers and services that the flow calls.
 
-    `reference` and `teacher` are asked for each group as soon as it is scored, `forward` while the trainer waits.
+    Attributes:
+        runner: Samples trajectories on the engines.
+        rewards: Scores trajectories.
+        store: Holds the payloads of ready groups.
+        sampling: Sampling parameters of the run.
+        reference: Computes reference logprobs of each group as soon as it is scored; None if the loss needs none.
+        teacher: Computes teacher logprobs likewise.
+        forward: Computes logprobs of ready groups early, while the trainer waits for its batch; None if disabled.
     """
 
     runner: RolloutRunner
@@ -63,8 +69,8 @@ class FlowOptions:
 
     Attributes:
         batch_timeout_s: Longest wait for a batch, seconds.
-        streams_micro_batches: The trainer gets groups before their batch is complete.
-        gang: All members of a group run on one engine, from one version on.
+        streams_micro_batches: Whether the trainer receives groups before their batch is complete.
+        gang: Whether all trajectories of a group start together on one engine, at the same version.
     """
 
     batch_timeout_s: float
@@ -73,7 +79,7 @@ class FlowOptions:
 
 
 class Flow:
-    """Generators and reward workers at work; `async with` starts and ends them."""
+    """The running dataflow. `async with` starts admission on entry and cancels all running groups on exit."""
 
     def __init__(
         self,
@@ -90,17 +96,17 @@ class Flow:
         self._tasks = tasks
         self._filters = filters
         self.options = options
-        self._changed = asyncio.Event()
-        self._credits = asyncio.Event()
+        self._state_changed = asyncio.Event()
+        self._credits_changed = asyncio.Event()
         self._groups: dict[GroupId, GroupRun] = {}
         self._admission: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[Any]] = set()
+        self._cancelled_jobs: set[asyncio.Task[Any]] = set()
         self._failure: Exception | None = None
-        self._failures_in_a_row = 0
-        self._ignored_logged = 0
+        self._consecutive_failures = 0
+        self._num_logged_ignored = 0
         self._ignored_logged_at = -math.inf
         queue = EarlyLogprobsQueue(core.limits.batch_groups, core.find_ready)
-        self._prefetcher = None if ports.forward is None else EarlyLogprobs(ports.forward, queue)
+        self._early_logprobs = None if ports.forward is None else EarlyLogprobs(ports.forward, queue)
 
     async def __aenter__(self) -> Self:
         self._admission = asyncio.create_task(self._admit(), name="admission")
@@ -112,15 +118,18 @@ class Flow:
         if self._admission is not None:
             self._admission.cancel()
         for run in self._groups.values():
-            self._ending.update(run.cancel())
-        await asyncio.gather(*(job for job in (self._admission, *self._ending) if job), return_exceptions=True)
+            self._cancelled_jobs.update(run.cancel())
+        await asyncio.gather(*(job for job in (self._admission, *self._cancelled_jobs) if job), return_exceptions=True)
         self.core.finish()
 
     async def next_batch(self) -> AsyncIterator[GroupRef]:
-        """The groups of the next batch in deadline order, once it may close, or each as soon as it may go in.
+        """Yield the groups of the next batch in deadline order.
+
+        All groups are yielded once the batch has closed, or each group as soon as it may join the batch if
+        `streams_micro_batches` is set.
 
         Raises:
-            PenstockError: If nothing closes within the time limit; the message lists what it waits for.
+            PenstockError: If no batch closes within the time limit. The message lists the unfinished groups.
         """
         if self.options.streams_micro_batches:
             batch = []
@@ -130,81 +139,85 @@ class Flow:
             self._batch_closed(batch)
         else:
             waiting = self._wait_for(self.core.close_batch, self.core.limits.batch_groups)
-            closed = await (waiting if self._prefetcher is None else self._prefetcher.during(waiting))
+            closed = await (waiting if self._early_logprobs is None else self._early_logprobs.during(waiting))
             self._batch_closed(closed)
             for group in closed:
                 yield group
 
     async def fetch_batch(self) -> list[GroupPayload]:
-        """The payloads of the batch that the trainer has, until `advance` or `skip`."""
+        """Fetch the payloads of the batch in training. Valid until `advance` or `skip`."""
         return [await self.ports.store.get(group.handle) for group in self.core.in_training]
 
     def advance(self, version: int) -> None:
-        """The batch was trained and published: frees its credits."""
+        """Record that the batch in training was trained and published as `version`; frees its credits."""
         self.core.advance(version)
         self._tasks.follow_curriculum(version, self.core.ledger)
         self._settle()
 
     def skip(self) -> None:
-        """The step was not taken: its groups are dropped(bad_step), their credits are free."""
+        """Record that the optimizer step was skipped: its groups end as dropped(bad_step) and free their credits."""
         self.core.skip()
         self._settle()
 
     @property
     def stream_weights(self) -> Mapping[str, float]:
-        """Of the streams of tasks, now."""
+        """Current weight of each task stream."""
         return self._tasks.weights
 
     def counts(self) -> LedgerCounts:
         return self.core.ledger.counts()
 
     def fail(self, error: Exception) -> None:
-        """Something broke that is no failure of a trajectory: the trainer gets it, and the run stops."""
+        """Stop the run with an error that is not a `TrajectoryError`; `next_batch` raises it to the trainer."""
+        # The first error is kept: later ones are often its consequences.
         if self._failure is None:
             self._failure = error
-        self._changed.set()
+        self._state_changed.set()
 
     async def group_finished(self, run: GroupRun, outcomes: Sequence[Outcome]) -> None:
-        """Every member of a group ended one way or the other: store it, filter it or fail it."""
+        """Store, filter or fail a group all of whose trajectories have ended."""
         group_id = run.group_id
-        good = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
-        if len(good) < len(outcomes) and len(good) < self.core.rules.min_group_size:
+        trajectories = tuple([outcome for outcome in outcomes if isinstance(outcome, Trajectory)])
+        if len(trajectories) < len(outcomes) and len(trajectories) < self.core.rules.min_group_size:
             self._group_failed(group_id, next(outcome for outcome in outcomes if isinstance(outcome, TrajectoryError)))
             return
         try:
-            reason = self._filters.judge(good)
+            reason = self._filters.judge(trajectories)
         except TrajectoryError as failure:
             self._group_failed(group_id, failure)
             return
-        self._failures_in_a_row = 0
-        self._tasks.group_scored(run.queued, good)
+        self._consecutive_failures = 0
+        self._tasks.group_scored(run.queued, trajectories)
         if reason is not None:
             self._end(group_id, GroupState.FILTERED, reason)
             return
-        self.stats.group_ready(group_id, good)
-        group = await self._store(run, good)
+        self.stats.group_ready(group_id, trajectories)
+        group = await self._store(run, trajectories)
         self.core.ready(group)
         self._settle()
-        if self._prefetcher is not None and self.core.find_ready(group_id) is not None:
-            self._prefetcher.ready(group)
+        # `_settle` has woken the trainer first: if this group completes the batch, no early forward may delay it. The
+        # core may also have ended the group as too old, so its state is read again.
+        if self._early_logprobs is not None and self.core.find_ready(group_id) is not None:
+            self._early_logprobs.ready(group)
 
-    async def _wait_for(self, take: Callable[[], _Taken | None], num_needed: int) -> _Taken:
-        """What the core hands out, as soon as it does; `num_needed` ready groups are the fewest that may do."""
+    async def _wait_for(self, take: Callable[[], _Result | None], num_needed: int) -> _Result:
+        """Wait until `take` returns a result. `num_needed` is the lowest number of ready groups with which it can."""
         try:
             async with asyncio.timeout(self.options.batch_timeout_s):
                 while True:
                     if self._failure is not None:
                         raise self._failure
-                    self._changed.clear()
-                    if (taken := take()) is not None:
-                        return taken
+                    # Cleared before `take`, so that a change during the call is not lost.
+                    self._state_changed.clear()
+                    if (result := take()) is not None:
+                        return result
                     with self.stats.trainer_waits(self.core.wait_reason(num_needed)):
-                        await self._changed.wait()
+                        await self._state_changed.wait()
         except TimeoutError:
             raise PenstockError(
                 f"dataflow: no batch within batch_timeout_s={self.options.batch_timeout_s:.0f}: "
-                f"{self.core.describe_wait()}. The trainer stands still until it closes. "
-                "Look at the engines' logs, or raise dataflow.batch_timeout_s if generation only is slow."
+                f"{self.core.describe_wait()}. The trainer is idle until a batch closes. "
+                "Check the engines' logs, or raise dataflow.batch_timeout_s if generation is merely slow."
             ) from None
 
     def _batch_closed(self, batch: Sequence[GroupRef]) -> None:
@@ -215,50 +228,51 @@ class Flow:
         self._settle()
 
     def _settle(self) -> None:
-        """Carry out what the core has decided, and let admission and trainer look again."""
+        """Apply the decisions of the core, then wake the admission task and the waiting trainer."""
         self._log_ignored()
         for cancelled in self.core.take_cancelled():
             run = self._groups.pop(cancelled.group_id, None)
             self.stats.group_dropped(cancelled.group_id)
             if run is not None:
                 for job in run.cancel():
-                    self._ending.add(job)
-                    job.add_done_callback(self._ending.discard)
+                    self._cancelled_jobs.add(job)
+                    job.add_done_callback(self._cancelled_jobs.discard)
                 if cancelled.may_requeue:
                     self._tasks.requeue(run.queued, self.core.ledger)
-        self._credits.set()
-        self._changed.set()
+        self._credits_changed.set()
+        self._state_changed.set()
 
     def _log_ignored(self) -> None:
-        """Say that reports came which changed nothing, and why; not one by one."""
+        """Log reports that the core ignored, with the reasons, in aggregate."""
         core = self.core
-        if not core.ignored or (total := core.ignored.total()) == self._ignored_logged:
+        if not core.ignored or (total := core.ignored.total()) == self._num_logged_ignored:
             return
         now = asyncio.get_running_loop().time()
         if now < self._ignored_logged_at + LOG_IGNORED_EVERY_S:
             return
         logger.warning(
-            "dataflow: %d reports changed nothing, %d since this was last said: %s since the start; the newest was "
-            "about group %s of %d admitted. Nothing of them is trained. Who answers twice or too late sends such.",
+            "dataflow: %d reports were ignored, %d since the last such message: %s since the start; the newest was "
+            "about group %s of %d admitted. Ignored reports are not trained. Workers that answer twice or too late "
+            "cause them.",
             total,
-            total - self._ignored_logged,
-            ", ".join(f"{count} {why}" for why, count in sorted(core.ignored.items())),
+            total - self._num_logged_ignored,
+            ", ".join(f"{count} {cause}" for cause, count in sorted(core.ignored.items())),
             core.newest_ignored,
             core.ledger.num_admitted,
         )
-        self._ignored_logged, self._ignored_logged_at = total, now
+        self._num_logged_ignored, self._ignored_logged_at = total, now
 
     async def _admit(self) -> None:
         try:
             while True:
                 self._admit_now()
-                self._credits.clear()
-                await self._credits.wait()
+                self._credits_changed.clear()
+                await self._credits_changed.wait()
         except Exception as error:  # noqa: BLE001 - a task source is the user's code
             self.fail(error)
 
     def _admit_now(self) -> None:
-        """Start as many groups as there are credits, or as the streams have left of their quotas."""
+        """Start groups until the credits or the quotas of the task streams are used up."""
         ledger = self.core.ledger
         for _ in range(self.core.free_credits):
             if (queued := self._tasks.next(ledger)) is None:
@@ -275,19 +289,24 @@ class Flow:
         self._settle()
 
     def _group_failed(self, group_id: GroupId, failure: TrajectoryError) -> None:
-        """Failed groups are replaced; a whole window of them in a row means that nothing will ever succeed."""
+        """End a failed group. Its credit admits another one; too many consecutive failures stop the run.
+
+        Raises:
+            PenstockError: After a whole admission window of consecutive failures.
+        """
         self.stats.group_failed(failure)
         self._end(group_id, GroupState.FAILED, _FAILURE_REASONS[failure.kind])
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= max(self.core.limits.window, MIN_FAILURES_TO_STOP):
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= max(self.core.limits.window, MIN_FAILURES_TO_STOP):
             raise PenstockError(
-                f"dataflow: {self._failures_in_a_row} groups in a row failed, and none succeeded, after "
+                f"dataflow: {self._consecutive_failures} groups in a row failed, after "
                 f"{self.core.rules.retry_limit(failure.kind)} retries per trajectory. The last one: {failure.summary}"
             ) from failure
 
-    async def _store(self, run: GroupRun, members: tuple[Trajectory, ...]) -> GroupRef:
+    async def _store(self, run: GroupRun, trajectories: tuple[Trajectory, ...]) -> GroupRef:
+        """Store the payload and compute the logprobs of the frozen policies, reference and teacher concurrently."""
         ports = self.ports
-        handle = await ports.store.put(GroupPayload(run.group_id, members))
+        handle = await ports.store.put(GroupPayload(run.group_id, trajectories))
         reference = teacher = None
         if ports.reference is not None or ports.teacher is not None:
             frozen = (ports.reference, ports.teacher)
@@ -296,9 +315,9 @@ class Flow:
             group_id=run.group_id,
             task_id=run.queued.task.task_id,
             handle=handle,
-            spans=tuple([member.spans for member in members]),
-            rewards=tuple([member.reward for member in members if member.reward is not None]),
-            num_tokens=sum([len(member.token_ids) for member in members]),
+            spans=tuple([trajectory.spans for trajectory in trajectories]),
+            rewards=tuple([trajectory.reward for trajectory in trajectories if trajectory.reward is not None]),
+            num_tokens=sum([len(trajectory.token_ids) for trajectory in trajectories]),
             reference=reference,
             teacher=teacher,
         )

@@ -1,4 +1,4 @@
-"""From the configuration to the parts of the flow: bounds, tasks in line, filters."""
+"""Builds the components of the flow from the configuration: limits, task queue, filters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.platform.config.schema import FilterConfig, RunConfig
 
 
 def flow_limits(config: RunConfig) -> FlowLimits:
-    """The bounds of the flow."""
+    """Limits of the flow."""
     flow = config.dataflow
     return FlowLimits(
         batch_groups=flow.batch_groups,
@@ -31,7 +31,7 @@ def flow_limits(config: RunConfig) -> FlowLimits:
 
 
 def make_task_queue(config: RunConfig, note: Callable[[str], None] = lambda _: None) -> TaskQueue:
-    """The tasks in line for admission: streams, curriculum and group sizes; `note` hears of stages that begin."""
+    """Build the task queue with its streams, curriculum and group sizes; `note` logs the stages that begin."""
     flow, env = config.dataflow, config.env
     longest = config.rollout.sampling.max_new_tokens
     sizing = _hook(flow.group_sizing, "dataflow.group_sizing", SizeBySuccess(flow.group_size, flow.pass_reward))
@@ -50,14 +50,14 @@ def make_task_queue(config: RunConfig, note: Callable[[str], None] = lambda _: N
 
 
 def _hook(named: str | None, key: str, by_success: object) -> object | None:
-    """What is built in, or named by import path; None if nothing is."""
+    """Return the built-in hook or the one at an import path; None if `named` is None."""
     if named is None:
         return None
     return by_success if named == BY_SUCCESS else load_object(named, key)
 
 
 def make_filters(config: FilterConfig, pass_reward: float, reward_parts: Collection[str] = ()) -> FilterChain:
-    """The filters that are switched on, cheapest first; `reward_parts` are those that the algorithm weighs."""
+    """Build the enabled filters, cheapest first; `reward_parts` are the ones that `algorithm.reward_weights` needs."""
     filters: list[GroupFilter] = [has_parts(reward_parts)] if reward_parts else []
     if config.zero_variance:
         filters.append(zero_variance(config.zero_variance_part))

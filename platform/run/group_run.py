@@ -1,7 +1,7 @@
-"""One group at work: its members sample and are scored side by side, each with its own retries.
+"""The running work of one group: its trajectories are sampled and scored concurrently, each with its own retries.
 
-Consumes: a queued task. Waits for: an engine slot and the tokens of each member, then its score. Unblocked by:
-the members, one by one; whichever ends last reports the group. A group that the core gave up is cancelled.
+Consumes: a queued task. Waits for: a concurrency slot, the tokens and the score of each trajectory. Unblocked by: each
+trajectory; the last one to end reports the group to the flow. A group that the core has ended is cancelled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Outcome = Trajectory | TrajectoryError
-"""What a member comes to."""
+"""Result of one trajectory of a group: the scored trajectory, or the error that ended its last attempt."""
 
 
 class GroupRun(RolloutContext):
@@ -30,8 +30,8 @@ class GroupRun(RolloutContext):
 
     Attributes:
         queued: The task and how many trajectories it gets.
-        group_id: Its number in the ledger.
-        outcomes: Of its members, what each came to; None while it runs.
+        group_id: Its admission number in the ledger.
+        outcomes: Result of each trajectory; None while it runs.
     """
 
     def __init__(self, flow: Flow, group_id: GroupId, queued: QueuedTask) -> None:
@@ -40,86 +40,88 @@ class GroupRun(RolloutContext):
         self.group_id = group_id
         self.outcomes: list[Outcome | None] = [None] * queued.group_size
         self._flow = flow
-        self._without_tokens = set(range(queued.group_size))
+        self._generating = set(range(queued.group_size))
         self._jobs: list[asyncio.Task[None]] = []
         self._all_generated = asyncio.Event()
 
     def start(self) -> None:
-        """Start every member; as a gang, once one engine has room for all of them."""
+        """Start every trajectory; with `gang`, once one engine has free slots for all of them."""
         if self._flow.options.gang:
             self._jobs.append(asyncio.create_task(self._run_gang(), name=f"gang {self.name}"))
         else:
-            self._start_members()
+            self._start_trajectories()
 
-    def _start_members(self) -> None:
-        for member in range(self.queued.group_size):
-            name = f"trajectory {self.trajectory_id(member)}"
-            self._jobs.append(asyncio.create_task(self._run_member(member), name=name))
+    def _start_trajectories(self) -> None:
+        for index in range(self.queued.group_size):
+            name = f"trajectory {self.trajectory_id(index)}"
+            self._jobs.append(asyncio.create_task(self._run_trajectory(index), name=name))
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Stop what still runs, engines are told to abort; returns what is still ending."""
+        """Cancel the running tasks, which abort their requests on the engines. Returns the tasks to await."""
         running = [job for job in self._jobs if not job.done()]
         for job in running:
             job.cancel()
         return running
 
     async def _run_gang(self) -> None:
-        """Hold the slots of one engine until every member has its tokens.
+        """Hold the concurrency slots of one engine until every trajectory has its tokens.
 
-        A wait for slots that is too long is a failed attempt of all members: retried as one of them would be.
+        A timeout while waiting for the slots counts as one failed attempt of all trajectories. It is retried under the
+        same limit as a failed attempt of a single trajectory.
         """
         pool, attempts, size = self._flow.ports.runner.pool, 0, self.queued.group_size
         try:
             while not self._all_generated.is_set():
                 try:
                     async with pool.gang(self.task.task_id, size) as self.slots:
-                        self._start_members()
+                        self._start_trajectories()
                         await self._all_generated.wait()
-                        self.slots = None  # a member that is sampled again takes any slot
+                        # The gang's slots are released here, so a trajectory that is retried leases from the pool.
+                        self.slots = None
                 except TrajectoryError as failure:
                     attempts += 1
                     if not self._flow.core.grant_retry(failure.kind, attempts):
                         await self._flow.group_finished(self, [failure] * size)
                         return
-        except Exception as error:  # noqa: BLE001 - as for a member
+        except Exception as error:  # noqa: BLE001 - any other error stops the run, as in `_run_trajectory`
             self._flow.fail(error)
 
-    async def _run_member(self, member: int) -> None:
-        """Sample and score one trajectory, with its retries; the last member to end reports the group."""
+    async def _run_trajectory(self, index: int) -> None:
+        """Sample and score one trajectory, with its retries. The last one to end reports the group."""
         flow, ports, limit = self._flow, self._flow.ports, self.queued.max_new_tokens
         sampling = ports.sampling if limit is None else replace(ports.sampling, max_new_tokens=limit)
-        sampling = trajectory_sampling(sampling, self.group_id, member)
+        sampling = trajectory_sampling(sampling, self.group_id, index)
         failures: list[TrajectoryError] = []
         try:
-            while self.outcomes[member] is None:
+            while self.outcomes[index] is None:
                 try:
-                    trajectory = await ports.runner.run(self, member, sampling)
+                    trajectory = await ports.runner.run(self, index, sampling)
                     flow.stats.trajectory_generated(trajectory)
-                    self._has_tokens(member)
+                    self._mark_generated(index)
                     score = await ports.rewards.score(self.task, trajectory)
                     trajectory.score(score.reward, score.parts)
                     if failures:
                         trajectory = replace(trajectory, retried_after=failures[-1].summary)
-                    self.outcomes[member] = trajectory
+                    self.outcomes[index] = trajectory
                 except TrajectoryError as failure:
                     failures.append(failure)
-                    attempts = sum(one.kind == failure.kind for one in failures)
+                    attempts = sum(earlier.kind == failure.kind for earlier in failures)
                     if failure.is_final or not flow.core.grant_retry(failure.kind, attempts):
-                        self._has_tokens(member)
-                        self.outcomes[member] = failure
+                        self._mark_generated(index)
+                        self.outcomes[index] = failure
             outcomes = [outcome for outcome in self.outcomes if outcome is not None]
             if len(outcomes) == len(self.outcomes):
                 await flow.group_finished(self, outcomes)
-        except Exception as error:  # noqa: BLE001 - whatever it is stops the run, and is raised to the trainer
+        except Exception as error:  # noqa: BLE001 - any other error stops the run and is raised to the trainer
             flow.fail(error)
 
     def record_version(self, member: int, version: int) -> None:
-        """Which version samples a member; the runner tells."""
+        """Report to the core which version samples a trajectory. Called by the runner."""
         self._flow.core.record_version(self.group_id, member, version)
 
-    def _has_tokens(self, member: int) -> None:
-        """A member has its tokens, or never will; one that is sampled again says so again."""
-        self._without_tokens.discard(member)
-        if not self._all_generated.is_set() and not self._without_tokens:
+    def _mark_generated(self, index: int) -> None:
+        """Record that a trajectory has its tokens or has failed for good. A retried one is recorded again."""
+        self._generating.discard(index)
+        if not self._all_generated.is_set() and not self._generating:
             self._flow.core.generated(self.group_id)
             self._all_generated.set()

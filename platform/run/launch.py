@@ -1,7 +1,7 @@
-"""`penstock train`: from the configuration to the running loop, and to the summary and report that it leaves.
+"""`penstock train`: builds a run from its configuration, runs the loop, and writes the summary and the report.
 
-`build_run` starts all that runs in other processes (cluster/actor_factory.py), connects each policy's engines with its
-trainer, and builds the flow (flow_builder.py); the loop is `controller.train`.
+`build_run` starts all actors (cluster/actor_factory.py), connects the engines of each policy to its trainer, and builds
+the flow (flow_builder.py). The loop is `controller.train`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
 
 
 def header_facts(config: RunConfig) -> dict[str, str]:
-    """What a person wants to know of a run before it starts."""
+    """Main settings of a run, printed before it starts."""
     flow, rollout, trainer = config.dataflow, config.rollout, config.trainer
     backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
     lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
@@ -118,7 +118,7 @@ def _policy(config: RunConfig) -> str:
 
 @asynccontextmanager
 async def build_run(config: RunConfig, instruments: Instruments, events: EventTail) -> AsyncIterator[Run]:
-    """Everything a run needs, started; ended in reverse order, whatever happens."""
+    """Start all components of a run and yield the run. They are closed in reverse order on exit."""
     async with AsyncExitStack() as stack:
         held_out = load_held_out(config.env, config.seed, config.evaluation.num_tasks)
         instruments.note("starting Ray, the engines, the trainer and the reward workers …")
@@ -128,27 +128,27 @@ async def build_run(config: RunConfig, instruments: Instruments, events: EventTa
         sampling = rollout_sampling(config, codec)
         probes = [codec.encode_prompt(task.prompt) for task in held_out[:NUM_PARITY_PROMPTS]]
         runner = make_runner(config, actors.engines, codec, episodes)
-        side = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
+        runtime = await stack.enter_async_context(policy_runtime(config, actors, runner, probes))
         await answer_questions(config, episodes, runner, sampling)
         if actors.partner is not None:
             view = config.partner_view
             runner = make_runner(view, actors.partner.engines, codec, episodes)
             partner = await stack.enter_async_context(policy_runtime(view, actors.partner, runner, probes))
-            side = combine_policies(side, partner, config.trainer.max_bad_steps)
+            runtime = combine_policies(runtime, partner, config.trainer.max_bad_steps)
         bounds = config.dataflow
         core = Dataflow(flow_limits(config), GroupRules(bounds.group_size, bounds.min_group_size, bounds.max_retries))
         core.ledger.on_event = events
-        forward = cast("EarlyLogprobWorker", side.trainer) if config.computes_logprobs_early else None
+        forward = cast("EarlyLogprobWorker", runtime.trainer) if config.computes_logprobs_early else None
         frozen = (actors.reference, actors.teacher)
         flow = Flow(
             core,
             make_task_queue(config, instruments.note),
             make_filters(bounds.filters, bounds.pass_reward, config.algorithm.reward_weights.keys()),
-            FlowPorts(side.runner, actors.rewards, actors.store, sampling, *frozen, forward),
+            FlowPorts(runtime.runner, actors.rewards, actors.store, sampling, *frozen, forward),
             FlowStats(),
             FlowOptions(bounds.batch_timeout_s, bounds.stream_micro_batches, bounds.gang),
         )
-        run = Run(config, side, held_out, flow, instruments)
+        run = Run(config, runtime, held_out, flow, instruments)
         stack.push_async_callback(run.close)
         yield run
 
@@ -157,21 +157,24 @@ async def build_run(config: RunConfig, instruments: Instruments, events: EventTa
 async def policy_runtime(
     config: RunConfig, actors: RunActors, runner: TrajectoryRunner, probes: Sequence[tuple[int, ...]]
 ) -> AsyncIterator[PolicyRuntime]:
-    """The engines and the trainer of one policy, in service until the context ends.
+    """Connect the engines and the trainer of one policy; they are in service until the context exits.
 
     Args:
-        config: Of the policy.
+        config: Configuration of the policy.
         actors: Its trainer and engines.
-        runner: Asks the engines.
-        probes: Prompts of the ratio probe, token ids.
+        runner: Samples trajectories on the engines.
+        probes: Prompts of the logprob parity check, token ids.
     """
     pool, rollout = runner.pool, config.rollout
     sampling = rollout_sampling(config, runner.codec)
-    probe = LogprobParityCheck(pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s)
-    publisher = await actors.publisher(pool, config, probe.check)
-    # Where roles take turns, a model may load only in the engines' turn: there a lost engine stays lost.
-    most = 0 if config.cluster.colocated else rollout.max_engine_restarts
-    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, most)
+    parity_check = LogprobParityCheck(
+        pool, actors.trainer, probes, sampling, config.model.dtype, rollout.request_timeout_s
+    )
+    publisher = await actors.publisher(pool, config, parity_check.check)
+    # Colocated roles take turns on the devices, and a model may load only during the engines' turn. Lost engines are
+    # therefore not restarted there.
+    max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts
+    restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
     try:
         async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:
             yield PolicyRuntime(
@@ -186,12 +189,13 @@ async def policy_runtime(
 
 
 def summarise(run: Run, hub: MetricsHub, status: RunStatus, wall_s: float, peak_gib: float) -> RunSummary:
-    """The figures that the run is judged by."""
+    """Build the summary of a run."""
     counts = run.counts()
     first, last = first_and_last_mean(hub.rewards)
     evaluations = run.evaluations
-    before = next((one for one in evaluations if one.step == 0), None)
-    after = next((one for one in evaluations if one.step == run.version > 0 and status == "completed"), None)
+    before = next((evaluation for evaluation in evaluations if evaluation.step == 0), None)
+    at_end = run.version if run.version > 0 and status == "completed" else None
+    after = next((evaluation for evaluation in evaluations if evaluation.step == at_end), None)
     return RunSummary(
         name=run.config.name,
         seed=run.config.seed,

@@ -1,4 +1,4 @@
-"""One run as the controller sees it: its version, and what is observed of it."""
+"""The state of one run as the controller sees it: its policy version, evaluations, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.rollout.trajectory.runner import RolloutRunner
 
 @dataclass(frozen=True, slots=True)
 class PolicyRuntime:
-    """The engines of a policy, its trainer, and the way between them; of two policies taken as one."""
+    """The engines and the trainer of one policy, and what connects them; two policies are combined into one runtime."""
 
     runner: RolloutRunner
     trainer: TrainerGroup
@@ -38,7 +38,7 @@ class PolicyRuntime:
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """Where what is observed goes."""
+    """Outputs of a run: metrics, trajectories, dumped batches and console notes."""
 
     hub: MetricsHub
     memory: MemorySampler
@@ -49,29 +49,29 @@ class Instruments:
 
 
 class Run:
-    """State of one run. The controller's loop reads like the algorithm because the rest is here.
+    """State and bookkeeping of one run, kept out of the controller's loop.
 
     Attributes:
-        version: Of the policy that was published last.
-        has_begun: Its flow was started.
-        evaluations: Those that succeeded, in order.
-        policy_version: What the run directory holds as its policy; None while it holds none.
+        version: Version of the policy that was published last.
+        has_begun: Whether the flow was started.
+        evaluations: Successful evaluations, in order.
+        policy_version: Version of the policy saved in the run directory; None before the first save.
     """
 
     def __init__(
-        self, config: RunConfig, side: PolicyRuntime, held_out: list[Task], flow: Flow, instruments: Instruments
+        self, config: RunConfig, runtime: PolicyRuntime, held_out: list[Task], flow: Flow, instruments: Instruments
     ) -> None:
         self.config = config
         self.version = 0
         self.total_steps = config.total_steps
-        self.trainer = side.trainer
-        self.publisher = side.publisher
+        self.trainer = runtime.trainer
+        self.publisher = runtime.publisher
         self.stats = flow.stats
         self.has_begun = False
         self.evaluations: list[Evaluation] = []
         self.policy_version: int | None = None
-        self._evaluator = side.evaluator
-        self._monitor = side.monitor
+        self._evaluator = runtime.evaluator
+        self._monitor = runtime.monitor
         self._held_out = held_out
         self._flow = flow
         self._instruments = instruments
@@ -80,35 +80,37 @@ class Run:
         self._last_step_at = 0.0
         self._trainer_waited_for: Mapping[WaitReason, float] = {}
         self._tokens_generated = 0
-        self._bad_steps_in_a_row = 0
+        self._consecutive_bad_steps = 0
         self._skipped_steps = 0
         self._failed_evaluations = 0
         self._bad_batch: Path | None = None
-        self._beside: asyncio.Task[None] | None = None
+        self._evaluation_task: asyncio.Task[None] | None = None
 
     def flow(self) -> Flow:
-        """The streaming dataflow of this run; `async with` starts and ends it."""
+        """The dataflow of this run. `async with` starts and ends it."""
         self.has_begun = True
         self._last_step_at = asyncio.get_running_loop().time()
         return self._flow
 
     def counts(self) -> LedgerCounts:
-        """Of its groups, by how they ended."""
+        """Number of groups by state."""
         return self._flow.counts()
 
     async def publish(self, version: int) -> None:
-        """Make `version` what the engines sample from, while they generate."""
+        """Publish `version` to the engines while they generate."""
         self._last_publish = await self.publisher.publish(version)
         self.version = version
 
     async def keep_bad_batch(self, report: StepReport) -> None:
-        """Write the whole batch of a skipped step, before the flow gives it up."""
+        """Dump the whole batch of a skipped step. Call it before `flow.skip`, which ends the groups of the batch."""
         batch = await self._flow.fetch_batch()
         self._bad_batch = self._instruments.bad_batches.write(self.version, batch, report.metrics)
-        self._instruments.note(f"step at v{self.version} skipped, numbers not finite; its batch: {self._bad_batch}")
+        self._instruments.note(
+            f"step at v{self.version} skipped: non-finite loss or gradient; its batch is in {self._bad_batch}"
+        )
 
     def observe(self, report: StepReport) -> None:
-        """Send everything that is known of a step to the sinks.
+        """Log the metrics of a step and write its sampled trajectories.
 
         Raises:
             TrainingError: After `trainer.max_bad_steps` skipped steps in a row.
@@ -116,7 +118,7 @@ class Run:
         now = asyncio.get_running_loop().time()
         wall_s = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
-        self._bad_steps_in_a_row = self._bad_steps_in_a_row + 1 if report.skipped else 0
+        self._consecutive_bad_steps = self._consecutive_bad_steps + 1 if report.skipped else 0
         self._skipped_steps += report.skipped
         trend, warning = self._mismatch.observe(self.version, report.metrics, self.stats.last.max_versions)
         if warning:
@@ -131,16 +133,19 @@ class Run:
             "memory/pss_gib": self._instruments.memory.latest_gib,
         }
         self._instruments.hub.log(self.version, metrics)
-        if not report.skipped:  # the version stays: the file would be that of the last batch that was trained
+        # A skipped step keeps the version, so its file would overwrite that of the last trained batch.
+        if not report.skipped:
             self._instruments.trajectories.write_step(self.version, self.stats.samples, version=self.stats.last_version)
         silent = report.metrics.get("trainer/silent_updates", 0.0)
         if silent and silent == report.metrics["trainer/updates"]:
-            self._instruments.note(f"v{self.version} is as the one before: its batch has nothing to learn from")
-        if self._bad_steps_in_a_row >= self.config.trainer.max_bad_steps:
+            self._instruments.note(
+                f"v{self.version} has the weights of the version before: no token of its batch has a gradient"
+            )
+        if self._consecutive_bad_steps >= self.config.trainer.max_bad_steps:
             raise TrainingError(
-                f"trainer: {self._bad_steps_in_a_row} steps in a row had a non-finite loss or gradient at "
+                f"trainer: {self._consecutive_bad_steps} steps in a row had a non-finite loss or gradient at "
                 f"v{self.version}, trainer.max_bad_steps is {self.config.trainer.max_bad_steps}. The newest batch "
-                f"is in {self._bad_batch}. Lower trainer.optimizer.lr, or look at its rewards and logprobs."
+                f"is in {self._bad_batch}. Lower trainer.optimizer.lr, or check its rewards and logprobs."
             )
 
     async def evaluate_first(self) -> None:
@@ -148,32 +153,33 @@ class Run:
         await self._evaluate(self._held_out)
 
     async def evaluate_last(self) -> None:
-        """Evaluate after training, on all held-out tasks; nothing else is published meanwhile."""
-        if self._beside is not None:
-            await self._beside
+        """Evaluate after training, on all held-out tasks, once the engines have the last published version."""
+        if self._evaluation_task is not None:
+            await self._evaluation_task
         await self._evaluate(self._held_out, after=self.publisher.delivered())
 
     def evaluate_concurrently(self) -> None:
-        """Every so many steps, start an evaluation that shares the engines and stops nothing."""
+        """Every `evaluation.every_steps` steps, start an evaluation task that shares the engines with the rollouts."""
         every = self.config.evaluation.every_steps
         if not every or self.version % every or self.version in (0, self.total_steps):
             return
-        if self._beside is not None:
-            if not self._beside.done():
-                self._instruments.note(f"evaluation at v{self.version} skipped: the one before still runs")
+        if self._evaluation_task is not None:
+            if not self._evaluation_task.done():
+                self._instruments.note(f"evaluation at v{self.version} skipped: the previous one is still running")
                 return
-            self._beside.result()  # a failed evaluation is a note; what is raised here is a bug
+            # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
+            self._evaluation_task.result()
         tasks = self._held_out[: self.config.evaluation.num_tasks_beside]
-        self._beside = asyncio.create_task(self._evaluate(tasks), name="evaluation")
+        self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
     async def maybe_checkpoint(self) -> None:
-        """Write the policy every so many steps."""
+        """Write the policy every `checkpoint.every_steps` steps."""
         every = self.config.checkpoint.every_steps
         if every and self.version % every == 0:
             await self.trainer.save(str(self._instruments.run_dir / "checkpoints" / f"step_{self.version}" / "policy"))
 
     async def save_policy(self) -> None:
-        """Write the policy as it is now into the run directory, unless nothing was trained since it was last written.
+        """Write the current policy into the run directory, unless that version is already there.
 
         Raises:
             TrainingError: If a trainer rank is dead or hangs, or the disk is full.
@@ -183,27 +189,27 @@ class Run:
             self.policy_version = self.version
 
     async def save_policy_at_end(self) -> None:
-        """Write the policy of a run that was interrupted or has failed, if there is anything to write and a way to.
+        """Save the policy of a run that was interrupted or has failed; a failure to save is only noted.
 
-        A step that is under way is finished first, because trainer ranks keep the order of their calls: what is
-        written may be one step newer than the version that was published last.
+        Trainer ranks execute their calls in order, so a running step is completed first: the saved policy may be one
+        step newer than the version that was published last.
         """
         if self.version == 0 or self.policy_version == self.version:
             return
-        self._instruments.note(f"saving the policy of v{self.version} before the run ends (Ctrl-C: end without it) …")
+        self._instruments.note(f"saving the policy of v{self.version} before the run ends (Ctrl-C: exit without it) …")
         try:
             await self.save_policy()
         except PenstockError as error:
             self._instruments.note(f"the policy of v{self.version} could not be saved: {error}")
 
     async def close(self) -> None:
-        """End what was spawned."""
-        if self._beside is not None and not self._beside.done():
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+        """Cancel a running evaluation."""
+        if self._evaluation_task is not None and not self._evaluation_task.done():
+            self._evaluation_task.cancel()
+            await asyncio.gather(self._evaluation_task, return_exceptions=True)
 
     async def _evaluate(self, tasks: list[Task], after: Awaitable[object] | None = None) -> None:
-        """Evaluate, once `after` has happened. A failure is noted and counted; it never ends the run."""
+        """Evaluate once `after` has completed. A failure is noted and counted; it never ends the run."""
         version = self.version
         try:
             if after is not None:
@@ -212,7 +218,7 @@ class Run:
         except PenstockError as error:
             self._failed_evaluations += 1
             self._instruments.hub.log(version, {"eval/failed": float(self._failed_evaluations)})
-            self._instruments.note(f"evaluation at v{version} failed, and the run goes on without it: {error}")
+            self._instruments.note(f"evaluation at v{version} failed; the run continues: {error}")
             return
         self.evaluations.append(evaluation)
         self._instruments.hub.log(self.version, evaluation.metrics())

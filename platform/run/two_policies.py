@@ -1,8 +1,8 @@
-"""A run of two policies: one flow, one ledger, one bound on staleness; two trainers, two sets of engines.
+"""A run of two policies: one flow, one ledger and one staleness bound, with two trainers and two sets of engines.
 
-Both train every batch and publish every version, so the controller's loop and the gates of the flow need not know.
-Consumes: batches of groups that both have answered (rollout/trajectory/runner.py). Waits for: both. Unblocked by: the
-slower one.
+Both policies train on every batch and publish every version, so the controller's loop and the gates of the flow are the
+same as for one. Consumes: batches of groups that both policies have sampled (rollout/trajectory/runner.py). Waits for:
+both policies. Unblocked by: the slower one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.rollout.trajectory.runner import SharedGroups
 
 
 def combine_policies(policy: PolicyRuntime, partner: PolicyRuntime, max_bad_steps: int) -> PolicyRuntime:
-    """Both sides as one; what the monitor tells is of the policy's engines."""
+    """Combine the runtimes of two policies into one. The monitor covers the engines of `policy` only."""
     trainer = TwoPolicyTrainer(
         cast("TrainerClient", policy.trainer), cast("TrainerClient", partner.trainer), max_bad_steps
     )
@@ -39,38 +39,40 @@ def combine_policies(policy: PolicyRuntime, partner: PolicyRuntime, max_bad_step
 
 
 class TwoPolicyTrainer:
-    """A `TrainerGroup` of both: each step trains the same groups twice, at the same time."""
+    """A `TrainerGroup` of two policies: both train on the same groups, concurrently."""
 
     def __init__(self, policy: TrainerClient, partner: TrainerClient, max_bad_steps: int) -> None:
-        """Connect both.
+        """Create the trainer.
 
         Args:
-            policy: Whose report is that of the run; `policy/` is where it is saved.
-            partner: Saved beside it, in `partner/`; its metrics begin with `partner/`.
-            max_bad_steps: Skipped steps in a row of either that end the run.
+            policy: Trainer of the policy, saved in `policy/`. Its metrics keep their names.
+            partner: Trainer of the partner, saved next to it in `partner/`. Its metrics are prefixed with `partner/`.
+            max_bad_steps: Consecutive skipped steps of either policy that stop the run.
         """
         self._trainers: dict[PolicyId, TrainerClient] = {POLICY: policy, PARTNER: partner}
         self._max_bad_steps = max_bad_steps
-        self._skipped_in_a_row: Counter[PolicyId] = Counter()
+        self._consecutive_skips: Counter[PolicyId] = Counter()
 
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport:
-        """Train both on one batch.
+        """Train both policies on one batch.
 
-        A version is a trained batch. Where only one of the two had bad numbers its weights stay as they are, and it
-        publishes them again under the new version.
+        A version counts trained batches. If only one policy skipped its step, its unchanged weights are published again
+        under the new version.
 
         Raises:
-            TrainingError: If either fails, or has had too many bad steps in a row.
+            TrainingError: If either trainer fails, or has skipped too many consecutive steps.
         """
         groups = [group async for group in batch]
-        mine, other = await asyncio.gather(*(one.step(iterate_groups(groups)) for one in self._trainers.values()))
+        mine, other = await asyncio.gather(
+            *(trainer.step(iterate_groups(groups)) for trainer in self._trainers.values())
+        )
         for policy_id, report in ((POLICY, mine), (PARTNER, other)):
-            num_skipped = self._skipped_in_a_row[policy_id] + 1 if report.skipped else 0
-            self._skipped_in_a_row[policy_id] = num_skipped
+            num_skipped = self._consecutive_skips[policy_id] + 1 if report.skipped else 0
+            self._consecutive_skips[policy_id] = num_skipped
             if num_skipped >= self._max_bad_steps:
                 raise TrainingError(
                     f"trainer: {num_skipped} steps in a row of the {policy_id} had a non-finite loss or gradient, "
-                    f"trainer.max_bad_steps is {self._max_bad_steps}. Lower its learning rate, or look at the rewards."
+                    f"trainer.max_bad_steps is {self._max_bad_steps}. Lower its learning rate, or check the rewards."
                 )
         version = max(mine.version, other.version)
         for trainer in self._trainers.values():
@@ -80,46 +82,47 @@ class TwoPolicyTrainer:
         return StepReport(version, is_skipped, metrics, max(mine.busy_s, other.busy_s))
 
     async def early_logprobs(self, group: GroupRef) -> None:
-        """Let both forward a group of the batch that is awaited."""
-        await asyncio.gather(*(one.early_logprobs(group) for one in self._trainers.values()))
+        """Compute the early logprobs of a ready group on both trainers."""
+        await asyncio.gather(*(trainer.early_logprobs(group) for trainer in self._trainers.values()))
 
     async def save(self, path: str) -> None:
-        """Write both: the policy to `path`, its partner beside it."""
+        """Write the policy to `path` and the partner to the sibling folder `partner`."""
         await asyncio.gather(
-            *(one.save(str(Path(path).with_name(policy_id))) for policy_id, one in self._trainers.items())
+            *(trainer.save(str(Path(path).with_name(policy_id))) for policy_id, trainer in self._trainers.items())
         )
 
 
 class TwoPolicyPublisher:
-    """A `WeightPublisher` of both: a version is out when the engines of both have it."""
+    """A `WeightPublisher` of two policies: a version is published once the engines of both have it."""
 
     def __init__(self, policy: WeightPublisher, partner: WeightPublisher) -> None:
         self._publishers = (policy, partner)
 
     async def publish(self, version: int) -> PublishReport:
-        """Publish a version of both.
+        """Publish a version of both policies.
 
         Raises:
-            WeightSyncError: If no engine of one of them took it.
+            WeightSyncError: If no engine of one of the policies acknowledged it.
         """
-        return _both(await asyncio.gather(*(one.publish(version) for one in self._publishers)))
+        return _merge_reports(await asyncio.gather(*(publisher.publish(version) for publisher in self._publishers)))
 
     async def delivered(self) -> PublishReport:
-        return _both(await asyncio.gather(*(one.delivered() for one in self._publishers)))
+        return _merge_reports(await asyncio.gather(*(publisher.delivered() for publisher in self._publishers)))
 
 
 class TwoPolicyEvaluator:
-    """Evaluates both on the same tasks, at the same time, each on its own engines."""
+    """Evaluates both policies on the same tasks concurrently, each on its own engines."""
 
     def __init__(self, policy: SupportsEvaluation, partner: SupportsEvaluation) -> None:
         self._evaluators = (policy, partner)
 
     async def evaluate(self, step: int, tasks: Sequence[Task]) -> Evaluation:
-        mine, other = await asyncio.gather(*(one.evaluate(step, tasks) for one in self._evaluators))
+        mine, other = await asyncio.gather(*(evaluator.evaluate(step, tasks) for evaluator in self._evaluators))
         return replace(mine, partner=other)
 
 
-def _both(reports: Sequence[PublishReport]) -> PublishReport:
+def _merge_reports(reports: Sequence[PublishReport]) -> PublishReport:
+    """Sum bytes and counts and take the maximum of durations, which overlap; the rest is that of the first policy."""
     mine, other = reports
     return replace(
         mine,
@@ -129,8 +132,10 @@ def _both(reports: Sequence[PublishReport]) -> PublishReport:
         acks=(*mine.acks, *other.acks),
         drain_timeouts=mine.drain_timeouts + other.drain_timeouts,
         max_logprob_diff=max(
-            (one.max_logprob_diff for one in reports if one.max_logprob_diff is not None), default=None
+            (report.max_logprob_diff for report in reports if report.max_logprob_diff is not None), default=None
         ),
         sent_bytes=mine.sent_bytes + other.sent_bytes,
-        changed_share=max((one.changed_share for one in reports if one.changed_share is not None), default=None),
+        changed_share=max(
+            (report.changed_share for report in reports if report.changed_share is not None), default=None
+        ),
     )

@@ -165,7 +165,7 @@ async def test_a_killed_engine_is_started_anew_and_has_the_version_in_service_be
         (engines[1],) = await start_engines([engine_spec(node.model, engine_id)], [Resources()], WAIT_S)
         return engines[1]
 
-    async with EngineRestarts(pool, start, publisher.catch_up, most=1).running():
+    async with EngineRestarts(pool, start, publisher.catch_up, max_restarts=1).running():
         for version in (0, 1):
             await publisher.publish(version)
             await node.trainer.supervised_step(EXAMPLES)  # the trainer is ahead of what is in service

@@ -62,13 +62,13 @@ def export_of(publisher: ActorWeightPublisher) -> Written:
 
 @asynccontextmanager
 async def service(
-    *engines: Receiver, starter: Starter, most: int = 2, mode: str = "keep_kv", overlap: bool = False
+    *engines: Receiver, starter: Starter, max_restarts: int = 2, mode: str = "keep_kv", overlap: bool = False
 ) -> AsyncIterator[tuple[ActorWeightPublisher, EnginePool]]:
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
     config = WeightsConfig(timeout_s=0.2, update_mode=mode, overlap=overlap)  # type: ignore[arg-type]
     trainer = FakeTrainer()
     publisher = ActorWeightPublisher(pool, config, Written(trainer, pool), trainer)  # type: ignore[arg-type]
-    async with EngineRestarts(pool, starter, publisher.catch_up, most).running():  # type: ignore[arg-type]
+    async with EngineRestarts(pool, starter, publisher.catch_up, max_restarts).running():  # type: ignore[arg-type]
         yield publisher, pool
     await publisher.close()
 
@@ -163,7 +163,7 @@ async def test_a_version_that_no_engine_has_any_more_is_written_for_the_one_that
 async def test_an_engine_that_refuses_what_was_written_for_it_too_has_failed_its_restart() -> None:
     starter = Starter(refuse=9)
     starter.may_start.set()
-    async with service(Receiver(A), starter=starter, most=2) as (publisher, pool):
+    async with service(Receiver(A), starter=starter, max_restarts=2) as (publisher, pool):
         await publisher.publish(0)
         pool.fence(A, "planted")
         with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
@@ -223,7 +223,7 @@ async def test_whatever_a_restart_fails_with_requests_and_publishes_that_wait_he
 @pytest.mark.parametrize("failures", [1, 9])
 async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, caplog: pytest.LogCaptureFixture) -> None:
     starter = Starter(failures=failures)
-    async with service(Receiver(A), starter=starter, most=2) as (publisher, pool):
+    async with service(Receiver(A), starter=starter, max_restarts=2) as (publisher, pool):
         await publisher.publish(0)
         pool.fence(A, "planted")
         waiting = asyncio.ensure_future(pool.lease().acquire())
@@ -243,7 +243,7 @@ async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, cap
 
 async def test_without_restarts_a_lost_engine_stays_lost() -> None:
     starter = Starter()
-    async with service(Receiver(A), Receiver(B), starter=starter, most=0) as (publisher, pool):
+    async with service(Receiver(A), Receiver(B), starter=starter, max_restarts=0) as (publisher, pool):
         await publisher.publish(0)
         pool.fence(A, "planted")
         assert (pool.num_returning, starter.calls) == (0, 0)

@@ -236,7 +236,7 @@ async def test_a_pool_that_reports_twice_or_out_of_order_is_counted_and_logged_a
     assert len(set(trained)) == 8 == flow.counts().trained
     assert flow.core.ignored == {"repeated": 16, "unknown": 4}
     (said,) = [record.getMessage() for record in caplog.records if record.name == shipping.__name__]
-    assert "5 reports changed nothing, 5 since this was last said: 4 repeated, 1 unknown since the start" in said
+    assert "5 reports were ignored, 5 since the last such message: 4 repeated, 1 unknown since the start" in said
     assert "group 1000 of 4 admitted" in said
 
 
@@ -258,4 +258,4 @@ async def test_ignored_reports_are_logged_together(
             report_again(flow, await next_groups(flow))
             flow.advance(version)
     said = [record.getMessage() for record in caplog.records if record.name == shipping.__name__]
-    assert ["10 reports changed nothing, 5 since" in line for line in said] == [False, True]
+    assert ["10 reports were ignored, 5 since" in line for line in said] == [False, True]
