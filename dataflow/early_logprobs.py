@@ -1,9 +1,10 @@
-"""Who is forwarded before its batch closes (docs/concepts/dataflow.md, "Prefetch"). Pure: no clock, no waiting.
+"""Selects groups whose logprobs are computed before their batch closes (docs/concepts/dataflow.md, "Prefetch").
 
-A *wait* is the time from the trainer's asking for a batch to the batch that closes.
+This is a pure state machine without a clock or waiting. A *wait* is the time from the trainer's request for a batch
+until the batch closes.
 
-Invariant: in one wait at most `max_groups` groups are handed out, none twice, and none that is no longer ready. What
-was forwarded in one wait is of no use in the next, whose weights are others.
+Invariant: in one wait at most `max_groups` groups are returned, none of them twice, and only groups that are still
+ready. Logprobs computed in one wait are invalid in the next one, because the weights have changed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ FindReady = Callable[[GroupId], GroupRef | None]
 
 
 class EarlyLogprobsQueue:
-    """Ready groups in the order in which batches take them: due first, then admitted first.
+    """Ready groups in the order in which batches take them: by deadline, then admission number.
 
-    A group that ended or trained is forgotten when it comes up. Those come up first, since batches take groups in this
-    order too, so entries are at most live groups and those of one batch.
+    Entries of groups that have ended or trained are removed when they reach the front. Batches take groups in the same
+    order, so such entries reach the front first, and the queue holds at most the live groups and those of one batch.
     """
 
     def __init__(self, max_groups: int, find_ready: FindReady) -> None:
@@ -35,11 +36,11 @@ class EarlyLogprobsQueue:
         return len(self._candidates) + len(self._handed_out)
 
     def add(self, group: GroupRef) -> None:
-        """A group became ready."""
+        """Add a group that has become ready."""
         heapq.heappush(self._candidates, (group.oldest_version, group.group_id))
 
     def begin_wait(self) -> None:
-        """The trainer waits for another batch: who was handed out and is still ready is a candidate again."""
+        """Start a new wait: groups returned in the previous wait that are still ready are candidates again."""
         for entry in self._handed_out:
             heapq.heappush(self._candidates, entry)
         self._handed_out = []
@@ -47,7 +48,7 @@ class EarlyLogprobsQueue:
             heapq.heappop(self._candidates)
 
     def next(self) -> GroupRef | None:
-        """Hand out the next group; None if there is none, or enough were handed out in this wait."""
+        """Return the next group; None if there is none or `max_groups` were returned in this wait."""
         while self._candidates and len(self._handed_out) < self._max_groups:
             entry = heapq.heappop(self._candidates)
             if (group := self._find_ready(entry[1])) is not None:

@@ -1,7 +1,7 @@
-"""When the rewards of a group count as equal: up to rounding, so that 0.1 + 0.2 is no better than 0.3.
+"""Equality of rewards within a group up to rounding, so that 0.1 + 0.2 equals 0.3.
 
-One definition for all that compares rewards within a group: the filter `zero_variance`, advantages of exactly 0, the
-share of groups without a gradient, and preference pairs.
+This is the single definition for everything that compares the rewards of a group: the filter `zero_variance`,
+advantages of exactly 0, the share of groups without a gradient, and preference pairs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 Rewards = NDArray[np.float64] | Sequence[float]
 
 RELATIVE_TOLERANCE = 1e-6
-"""Above the rounding of float32 rewards (of a reward model), 6e-8 of their size; below any difference that is meant."""
+"""Above the relative rounding error of float32 rewards (of a reward model), 6e-8; below any intended difference."""
 
 
 def rounding_error(rewards: Rewards) -> float:
-    """`1e-6 · max |R|`: two of these rewards that differ by no more than this are equal. NaN if one of them is."""
+    """`1e-6 · max |R|`: rewards that differ by at most this are equal. NaN if any reward is NaN."""
     return RELATIVE_TOLERANCE * float(np.abs(rewards).max())
 
 
 def are_equal(rewards: Rewards) -> bool:
-    """`max R − min R ≤ 1e-6 · max |R|`; one alone is. False where a reward is not finite: that is no equal group."""
+    """Whether `max R − min R ≤ 1e-6 · max |R|`. True for a single reward, False if any reward is not finite."""
     return float(np.max(rewards)) - float(np.min(rewards)) <= rounding_error(rewards)

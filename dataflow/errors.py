@@ -1,10 +1,10 @@
-"""What can go wrong, and what each kind of wrong means for the run.
+"""The exception hierarchy, and what each error means for the run.
 
-Two families. A `PenstockError` stops the run: the world, the machine or the user must change
-something. A `TrajectoryError` is *data*: one attempt failed, it is recorded with its kind, its
-credit returns, and the run goes on. `assert` is kept for our own bugs.
+There are two families. A `PenstockError` stops the run: the configuration, the machine or the code must change. A
+`TrajectoryError` is *data*: one attempt failed, the failure is recorded with its kind, the credit is returned, and the
+run continues. `assert` is reserved for bugs of Penstock itself.
 
-Every message says: where, what is wrong (both numbers), why it matters, what to do.
+Every message states where the error occurred, what is wrong (with both numbers), why it matters, and what to do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MAX_SUMMARY_CHARACTERS = 500
 
 
 class PenstockError(Exception):
-    """Base of every error that stops a run."""
+    """Base class of all errors that stop a run."""
 
 
 class ConfigError(PenstockError):
-    """The configuration cannot be run. Lists every violation at once.
+    """The configuration is invalid. The message lists all violations at once.
 
     Args:
-        violations: One, or all.
+        violations: One violation or a list of them.
 
     Attributes:
         violations: One sentence per violation, each beginning with the key path.
@@ -44,11 +44,11 @@ class ConfigError(PenstockError):
 
 
 class PlacementError(PenstockError):
-    """The requested roles do not fit on the machines that exist."""
+    """The requested roles do not fit on the available machines."""
 
 
 class ShapeError(PenstockError):
-    """Two things that must agree in shape do not."""
+    """The shapes or dtypes of two tensors do not match."""
 
 
 class StalenessError(PenstockError):
@@ -60,15 +60,15 @@ class AccountingError(PenstockError):
 
 
 class WeightSyncError(PenstockError):
-    """New weights did not arrive, or not as they were sent."""
+    """New weights did not arrive at an engine, or arrived corrupted."""
 
 
 class WeightSendError(WeightSyncError):
-    """The training ranks could not write or send new weights: whatever the engines do, they will not arrive."""
+    """The training ranks could not write or send new weights, so retrying on the engines cannot succeed."""
 
 
 class TrainingError(PenstockError):
-    """Training cannot go on: bad numbers, a lost rank, no signal."""
+    """Training cannot continue: non-finite values, a lost rank, or no learning signal."""
 
 
 class CheckpointError(PenstockError):
@@ -79,26 +79,26 @@ class EngineLostError(PenstockError):
     """A rollout engine died or stopped answering.
 
     Attributes:
-        is_final: It will never answer again, so nothing more is to be sent to it.
+        is_final: Whether the engine is dead, so that no further request may be sent to it.
     """
 
     is_final = False
 
     @classmethod
     def final(cls, message: str) -> EngineLostError:
-        """The engine is dead."""
+        """Create the error for a dead engine."""
         error = cls(message)
         error.is_final = True
         return error
 
 
 class TrajectoryError(Exception):
-    """One trajectory failed. Data, not a crash: recorded, counted, retried within its budget.
+    """One attempt at a trajectory failed. The failure is data: recorded, counted and retried up to a limit.
 
     Attributes:
-        kind: Which part failed: `env`, `reward` or `engine`.
-        detail: What happened, with the remote traceback where there is one.
-        is_final: It lies in the task itself, or an attempt costs too much: it is not retried.
+        kind: The component that failed: `env`, `reward` or `engine`.
+        detail: Description of the failure, with the remote traceback if there is one.
+        is_final: Whether a retry is pointless (the task itself is at fault) or too expensive.
     """
 
     def __init__(self, kind: FailureKind, detail: str, *, is_final: bool = False) -> None:
@@ -109,7 +109,7 @@ class TrajectoryError(Exception):
 
     @property
     def summary(self) -> str:
-        """Kind and last line, at most 500 characters of it: where there is a remote traceback, the exception itself."""
+        """Kind and last line of the detail, at most 500 characters. Of a remote traceback this is the exception."""
         lines = self.detail.strip().splitlines() or ["no detail"]
         return f"{self.kind}: {lines[-1].strip()[:_MAX_SUMMARY_CHARACTERS]}"
 
@@ -119,9 +119,9 @@ class TrajectoryError(Exception):
 
 @contextmanager
 def boundary(error: type[PenstockError], what: str) -> Iterator[None]:
-    """Classify foreign exceptions at the door: re-raise them as `error`, naming `what` was tried.
+    """Re-raise foreign exceptions as `error`, with `what` naming the operation that failed.
 
-    Our own errors pass through unchanged.
+    Penstock's own errors pass through unchanged.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Filters of ready groups: what is not worth a gradient is filtered with its reason, and its credit refilled.
+"""Filters of scored groups. A filtered group ends untrained with a reason, and its credit admits another group.
 
-A filter says None (keep) or the reason. Filters are asked in order and the first reason counts. A filter that
-misses what it judges by raises a `TrajectoryError`: the group has failed, and the run goes on.
+A filter returns None to keep a group, or the reason to filter it. Filters are applied in order and the first reason
+counts. A filter whose input is missing raises a `TrajectoryError`: the group fails and the run continues.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from penstock.dataflow.trajectory import Trajectory, rewards_by_baseline
 
 GroupFilter = Callable[[Sequence[Trajectory]], Reason | None]
 MAX_REFILLS = 1024
-"""Groups filtered between two batches; beyond it the engines would sample for ever and train nothing."""
+"""Maximum number of groups filtered between two batches. Without a limit the engines could sample without training."""
 
 
 def zero_variance(reward_part: str | None = None) -> GroupFilter:
-    """Filter groups whose members all earned the same, up to rounding: their advantages are 0 (DAPO, arXiv 2503.14476).
+    """Filter groups whose rewards are all equal up to rounding: their advantages are 0 (DAPO, arXiv 2503.14476).
 
-    Where threads have rewards of their own, those of one name are compared, and one difference keeps the group.
+    If threads have their own rewards, the rewards of each thread name are compared, and any difference keeps the group.
 
     Args:
-        reward_part: Compare this named part of the reward, e.g. raw correctness, instead of the shaped sum. The filter
-            raises a `TrajectoryError` of kind reward where an answer's reward lacks it.
+        reward_part: Named part of the reward to compare, e.g. raw correctness, instead of the weighted sum. The filter
+            raises a `TrajectoryError` of kind `reward` if the reward of an answer lacks this part.
     """
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
@@ -44,7 +44,7 @@ def zero_variance(reward_part: str | None = None) -> GroupFilter:
 
 
 def has_parts(names: Iterable[str]) -> GroupFilter:
-    """Fail groups of which a reward lacks a part that `algorithm.reward_weights` weighs; the trainer needs them all."""
+    """Fail groups whose rewards lack a part that `algorithm.reward_weights` names; the trainer needs all of them."""
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         for member, name in product(members, names):
@@ -55,24 +55,24 @@ def has_parts(names: Iterable[str]) -> GroupFilter:
 
 
 def reward_component(member: Trajectory, name: str, key: str) -> float:
-    """A named part of a reward.
+    """Return a named part of a trajectory's reward. `key` is the configuration key that requires it.
 
     Raises:
-        TrajectoryError: kind `reward`, if it is not there; `key` is the setting that asks for it.
+        TrajectoryError: Of kind `reward`, if the part is missing.
     """
     if name not in member.reward_parts:
         parts = ", ".join(sorted(member.reward_parts)) or "none"
         raise TrajectoryError(
             "reward",
             f"{key} asks for {name}: the reward of trajectory {member.trajectory_id} has no such part, so its group "
-            f"cannot be judged and is lost. It has: {parts}. Let the reward return this part for every answer, or "
-            f"take it out of {key}.",
+            f"cannot be filtered and fails. It has: {parts}. Return this part for every answer, or remove it from "
+            f"{key}.",
         )
     return member.reward_parts[name]
 
 
 def overlong(max_share: float) -> GroupFilter:
-    """Filter groups of which more than `max_share` were cut off at the length limit."""
+    """Filter groups with a share of truncated trajectories above `max_share`."""
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         cut = sum(member.finish_reason == "length" for member in members)
@@ -82,7 +82,7 @@ def overlong(max_share: float) -> GroupFilter:
 
 
 def pass_rate(lowest: float, highest: float, pass_reward: float) -> GroupFilter:
-    """Filter groups that are too hard or too easy: keep a share of passing members in [lowest, highest]."""
+    """Filter groups that are too hard or too easy: keep those with a pass rate in [lowest, highest]."""
 
     def judge(members: Sequence[Trajectory]) -> Reason | None:
         share = sum(passes(member, pass_reward) for member in members) / len(members)
@@ -92,16 +92,17 @@ def pass_rate(lowest: float, highest: float, pass_reward: float) -> GroupFilter:
 
 
 def user(keep: Callable[[Sequence[Trajectory]], bool]) -> GroupFilter:
-    """Filter groups for which the user's function is not true."""
+    """Filter groups for which the user's function returns False."""
     return lambda members: None if keep(members) else Reason.USER
 
 
 @dataclass(slots=True)
 class FilterChain:
-    """All filters of a run, with a limit on refills.
+    """All filters of a run, with a limit on filtered groups.
 
     Attributes:
-        max_refills: Groups filtered since the last batch closed that stop the run.
+        max_refills: Maximum number of groups filtered between two batches; more stop the run.
+        since_batch: Number of groups filtered since the last batch closed, by reason.
     """
 
     filters: Sequence[GroupFilter]
@@ -109,11 +110,11 @@ class FilterChain:
     since_batch: Counter[Reason] = field(default_factory=Counter)
 
     def judge(self, members: Sequence[Trajectory]) -> Reason | None:
-        """The reason to filter a group, or None.
+        """Return the reason to filter a group, or None to keep it.
 
         Raises:
-            PenstockError: If too many were filtered since the last batch; names the filter that caused most of it.
-            TrajectoryError: If a filter cannot judge the group: it has failed.
+            PenstockError: If too many groups were filtered since the last batch. Names the most frequent reason.
+            TrajectoryError: If the input of a filter is missing; the group fails.
         """
         reason = next((reason for judge in self.filters if (reason := judge(members)) is not None), None)
         if reason is not None:
@@ -122,8 +123,8 @@ class FilterChain:
                 worst, count = self.since_batch.most_common(1)[0]
                 raise PenstockError(
                     f"dataflow: {total} groups were filtered since the last batch closed, and the limit is "
-                    f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample and nothing is "
-                    "trained. Use tasks of other difficulty, a larger group_size, or take the filter out of "
+                    f"{self.max_refills}; {count} of them by the filter {worst}. The engines sample, but nothing is "
+                    "trained. Use tasks of another difficulty, a larger group_size, or remove the filter from "
                     "dataflow.filters."
                 )
         return reason

@@ -1,15 +1,16 @@
-"""The consumption gate, incrementally: which ready groups train next, at a cost that live groups do not raise.
+"""The consumption gate, maintained incrementally: decides which ready groups train next.
 
 Symbols as in dataflow/staleness.py: B groups per batch, v published version, η max_staleness. A group's
 deadline is its oldest version + η. The gate counts live groups by deadline, so the feasibility rule
 
     for every k = 0..η:   need(k) = #{live outside with deadline ≤ v + k} − k·B  ≤  0
 
-is O(η) to check. While a batch is being filled one group at a time, r places are left and the rule reads
-need(k) ≤ r for every k: whoever must still be in fits in (sets nest, so the largest need decides).
+is O(η) to check, independent of the number of live groups. While a batch is filled one group at a time and has capacity
+for r more, the rule is need(k) ≤ r for every k: all groups that must still join the batch fit into it. The sets are
+nested, so the largest need decides.
 
-Ready groups wait in a heap by (deadline, admission number). A group not yet dispatched has no version: it
-counts as due at v + η, the earliest deadline it can get.
+Ready groups wait in a heap ordered by (deadline, admission number). A group that was not dispatched yet has no version.
+It counts as due at v + η, the earliest deadline that it can get.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from penstock.dataflow.staleness import ExpiryPolicy, FlowLimits
 
 
 def _order(record: GroupRecord) -> tuple[float, GroupId]:
-    """By deadline, then admission number; groups without a deadline come last."""
+    """Sort key: deadline, then admission number; groups without a deadline come last."""
     return (math.inf if record.deadline is None else record.deadline, record.group_id)
 
 
 class ConsumptionGate:
     """Live groups outside the batch, by deadline.
 
-    Invariant: a group stands in `_unready` or in `_ready`, under the deadline of its record; None until it has one. No
-    deadline without groups is kept.
+    Invariant: each group is in exactly one of `_unready` and `_ready`, under the deadline of its record (None until it
+    has one). Deadlines without groups are removed, so the cost of counting is bounded by the distinct deadlines.
     """
 
     def __init__(self, limits: FlowLimits) -> None:
@@ -50,11 +51,11 @@ class ConsumptionGate:
         return self.num_ready + sum(map(len, self._unready.values()))
 
     def add(self, record: GroupRecord) -> None:
-        """A group was admitted."""
+        """Add an admitted group."""
         self._unready.setdefault(None, {})[record.group_id] = record
 
     def update_deadline(self, record: GroupRecord, oldest_version: int) -> None:
-        """The oldest version of a group that is not ready is now known, or known better."""
+        """Set the deadline of an unready group from a new bound on its oldest version."""
         deadline = oldest_version + self._limits.max_staleness
         if record.deadline != deadline:
             self.remove(record)
@@ -62,7 +63,7 @@ class ConsumptionGate:
             self._unready.setdefault(deadline, {})[record.group_id] = record
 
     def mark_ready(self, record: GroupRecord) -> None:
-        """The group can train: every member that did not fail is scored."""
+        """Move a group to the ready groups: all its surviving trajectories are scored."""
         assert record.deadline is not None, "a ready group has sampled tokens"
         assert record.group_id in self._unready[record.deadline], "a group becomes ready once"
         self.remove(record)
@@ -70,24 +71,24 @@ class ConsumptionGate:
         heapq.heappush(self._ready_queue, (record.deadline, record.group_id))
 
     def remove(self, record: GroupRecord) -> None:
-        """The group ended, or went into the batch. Its place in the heap is forgotten when it comes up."""
-        place = self._ready if record.group_id in self._ready.get(record.deadline, ()) else self._unready
-        del place[record.deadline][record.group_id]
-        if not place[record.deadline]:
-            del place[record.deadline]
+        """Remove a group that ended or joined the batch. Its heap entry is discarded lazily, by `next_ready`."""
+        by_deadline = self._ready if record.group_id in self._ready.get(record.deadline, ()) else self._unready
+        del by_deadline[record.deadline][record.group_id]
+        if not by_deadline[record.deadline]:
+            del by_deadline[record.deadline]
 
     def due_counts(self, version: int) -> list[int]:
-        """For k = 0..η: groups outside the batch with deadline ≤ version + k. O(η + distinct deadlines)."""
+        """For k = 0..η, count the groups outside the batch with deadline ≤ version + k. O(η + distinct deadlines)."""
         return [
             sum(due) for due in zip(self._due(self._unready, version), self._due(self._ready, version), strict=True)
         ]
 
     def overdue(self, version: int) -> list[GroupRecord]:
-        """Groups whose deadline has passed, in deadline, then admission order."""
+        """Groups whose deadline has passed, ordered by deadline, then admission number."""
         late = [
             record
-            for place in (self._unready, self._ready)
-            for deadline, groups in place.items()
+            for by_deadline in (self._unready, self._ready)
+            for deadline, groups in by_deadline.items()
             if deadline is not None and deadline < version
             for record in groups.values()
         ]
@@ -103,15 +104,15 @@ class ConsumptionGate:
         return None
 
     def first_unready(self) -> GroupRecord | None:
-        """The group that is due first among those that are not ready; None if all are. O(distinct deadlines)."""
+        """The unready group with the earliest deadline; None if all groups are ready. O(distinct deadlines)."""
         deadline = min((deadline for deadline in self._unready if deadline is not None), default=None)
         return next(iter(self._unready.get(deadline, {}).values()), None)
 
     def can_take(self, version: int, num_remaining: int) -> bool:
-        """May the next ready group go into a batch that has `num_remaining` left, closing at `version`?
+        """Whether the next ready group may join a batch with capacity for `num_remaining` more, closing at `version`.
 
-        Under `wait`: only if whoever must still be in fits in the places that remain. `trim` and `drop` do
-        not wait for anybody.
+        Under `wait`, it may only if all groups that must still join fit into the remaining capacity. Under `trim` and
+        `drop`, batches do not wait for unfinished groups.
         """
         first = self.next_ready()
         if first is None or num_remaining < 1:
@@ -120,16 +121,16 @@ class ConsumptionGate:
             return True
         assert first.deadline is not None, "a ready group has sampled tokens"
         for k, due in enumerate(self.due_counts(version)):
-            inside = first.deadline <= version + k
-            if due - inside - k * self._limits.batch_groups > num_remaining - 1:
+            is_due = first.deadline <= version + k
+            if due - is_due - k * self._limits.batch_groups > num_remaining - 1:
                 return False
         return True
 
     def shortfall(self, version: int) -> int | None:
-        """How many groups must be given up before the B ready groups due first can be a batch at `version`.
+        """Number of groups that must be dropped before the B ready groups due first may be a batch at `version`.
 
         Returns:
-            0 if they can close as it is; None if fewer than B are ready.
+            0 if the batch may close now; None if fewer than B groups are ready.
         """
         batch = self._limits.batch_groups
         if self.num_ready < batch:
@@ -140,19 +141,20 @@ class ConsumptionGate:
         return max(0, *(due - min(batch, ready) - k * batch for k, (due, ready) in enumerate(counts)))
 
     def redundant(self, count: int) -> list[GroupRecord]:
-        """The `count` groups due first among those that the next batch leaves outside.
+        """The `count` groups due first among those outside the next batch.
 
-        Among equals the unready before the ready, then the youngest first. O(live log live), for `shortfall` > 0 only.
+        Ties in the deadline: unready groups before ready ones, then the last admitted first. O(live log live), needed
+        only while `shortfall` > 0.
         """
         ready = [record for groups in self._ready.values() for record in groups.values()]
         batch = {record.group_id for record in heapq.nsmallest(self._limits.batch_groups, ready, key=_order)}
         outside = [(record, False) for groups in self._unready.values() for record in groups.values()]
         outside += [(record, True) for record in ready if record.group_id not in batch]
-        outside.sort(key=lambda one: (_order(one[0])[0], one[1], -one[0].group_id))
+        outside.sort(key=lambda entry: (_order(entry[0])[0], entry[1], -entry[0].group_id))
         return [record for record, _ in outside[:count]]
 
     def _due(self, groups: Mapping[int | None, Mapping[GroupId, GroupRecord]], version: int) -> list[int]:
-        """For k = 0..η: those of `groups` with deadline ≤ version + k."""
+        """For k = 0..η, count the groups in `groups` with deadline ≤ version + k."""
         eta = self._limits.max_staleness
         counts = [0] * (eta + 1)
         for deadline, due in groups.items():

@@ -1,4 +1,4 @@
-"""Identifiers that every floor shares."""
+"""Identifiers used in all packages."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EngineId = NewType("EngineId", str)
 """E.g. `engine-0`."""
 
 PolicyId = NewType("PolicyId", str)
-"""Which policy of a run sampled a trajectory."""
+"""Names a policy of a run, e.g. the one that sampled a trajectory."""
 
 POLICY: Final = PolicyId("policy")
-"""The policy of a run: of most runs the only one."""
+"""The policy of a run; in most runs the only one."""
 
 PARTNER: Final = PolicyId("partner")
-"""The other one of a run with two (`partner` in the configuration)."""
+"""The second policy of a run with two policies (`partner` in the configuration)."""

@@ -1,13 +1,13 @@
-"""The ledger as an append-only journal: what happened, in order, so that a run goes on after its driver died.
+"""The ledger as an append-only journal of events, from which a run resumes after its driver has died.
 
     admit, ready, …, trained × B, mark v1, admit, …, trained × B, mark v2, …
 
-A run resumes from a checkpoint of version v. Entries after mark v are void: the weights that they speak of are
-lost. The groups that lived at mark v are dropped(rollback), because what they had sampled died with the
-driver, and their tasks start again. So the books balance (I3) and nothing is trained twice into one policy (I5).
+A run resumes from a checkpoint of version v. Entries after mark v are ignored, because the weights that they refer to
+are lost. Groups that were live at mark v end as dropped(rollback), because their samples were lost with the driver, and
+their tasks start again. The ledger therefore balances (I3) and no group is trained twice into one policy (I5).
 
-One entry is one line of JSON with a CRC-32 before it. A torn or damaged line ends the journal: it and what
-follows are void.
+An entry is one line of JSON, preceded by its CRC-32. A truncated or damaged line ends the journal: that line and all
+following ones are ignored.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from penstock.dataflow.ledger import TERMINAL, GroupState, JournalEntry, Ledger,
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A ledger as it was at a version, and the tasks that start again, oldest first, by how their groups ended."""
+    """A ledger restored to a version, and the final events of the groups whose tasks start again, oldest first."""
 
     ledger: Ledger
     restarts: tuple[LedgerEvent, ...]
 
 
 def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0) -> Resumed:
-    """Replay a journal up to the mark of `version` and end what lived as dropped(rollback).
+    """Replay a journal up to the mark of `version` and end all live groups as dropped(rollback).
 
     Args:
         entries: The journal.
-        version: Of the checkpoint; 0 is the start of the run.
-        max_requeues: As in `FlowLimits`: dropped tasks that waited for their next start wait for it again.
+        version: Version of the checkpoint; 0 is the start of the run.
+        max_requeues: As in `FlowLimits`. Tasks that were waiting for a restart are queued again.
 
     Raises:
-        CheckpointError: If the journal does not reach that version.
+        CheckpointError: If the journal does not reach that version, or entries are missing.
     """
-    waiting = _Waiting(max_requeues)
-    ledger = Ledger(on_event=waiting.follow)
-    for event in _until(entries, version):
+    pending = _PendingRestarts(max_requeues)
+    ledger = Ledger(on_event=pending.observe)
+    for event in _events_before_mark(entries, version):
         if event.state is GroupState.GENERATING:
             record = ledger.admit(event.task_id, event.group_size, event.stream, event.requeues)
             if record.group_id != event.group_id:
                 raise CheckpointError(
                     f"ledger: the journal admits group {event.group_id} where {record.group_id} is next: entries are "
-                    "missing. Resume from an older checkpoint, or start anew."
+                    "missing. Resume from an older checkpoint, or start a new run."
                 )
         elif event.reason is None:
             ledger.move(event.group_id, event.state)
@@ -58,11 +58,11 @@ def resume(entries: Iterable[JournalEntry], version: int, max_requeues: int = 0)
     for record in tuple(ledger.live()):
         ledger.end(record.group_id, GroupState.DROPPED, Reason.ROLLBACK)
     ledger.on_event = None
-    return Resumed(ledger, waiting.in_order())
+    return Resumed(ledger, pending.in_order())
 
 
-def _until(entries: Iterable[JournalEntry], version: int) -> Iterator[LedgerEvent]:
-    """Events before the mark of `version`."""
+def _events_before_mark(entries: Iterable[JournalEntry], version: int) -> Iterator[LedgerEvent]:
+    """Yield the events before the mark of `version`."""
     newest = 0
     if newest == version:
         return
@@ -74,20 +74,20 @@ def _until(entries: Iterable[JournalEntry], version: int) -> Iterator[LedgerEven
         if newest == version:
             return
     raise CheckpointError(
-        f"ledger: the journal ends at v{newest}, the checkpoint is of v{version}. Groups trained since v{newest} could "
-        f"not be told from others and might be trained twice. Resume from a checkpoint of v{newest} or before."
+        f"ledger: the journal ends at v{newest}, the checkpoint is of v{version}. Groups trained since v{newest} are "
+        f"unknown and might be trained twice. Resume from a checkpoint of v{newest} or older."
     )
 
 
-class _Waiting:
-    """Tasks whose group was given up and that have not started again."""
+class _PendingRestarts:
+    """Tasks whose group was dropped and that have not been admitted again."""
 
     def __init__(self, max_requeues: int) -> None:
         self._max_requeues = max_requeues
         self._events: dict[tuple[str, TaskId, int], list[LedgerEvent]] = {}
 
-    def follow(self, event: JournalEntry) -> None:
-        """A sink of the ledger that is replayed."""
+    def observe(self, event: JournalEntry) -> None:
+        """Event callback of the replayed ledger."""
         if isinstance(event, VersionMark):
             return
         if event.state is GroupState.GENERATING and event.requeues:
@@ -100,12 +100,13 @@ class _Waiting:
             self._events.setdefault((event.stream, event.task_id, event.requeues), []).append(event)
 
     def in_order(self) -> tuple[LedgerEvent, ...]:
-        events = (event for waiting in self._events.values() for event in waiting)
+        """Pending restarts in the order of their groups' admission."""
+        events = (event for pending in self._events.values() for event in pending)
         return tuple(sorted(events, key=lambda event: event.group_id))
 
 
 def encode(entry: JournalEntry) -> bytes:
-    """One line, with its checksum and the end of line."""
+    """Encode an entry as one line with its checksum, newline included."""
     if isinstance(entry, VersionMark):
         body: list[object] = ["v", entry.version]
     elif entry.state is GroupState.GENERATING:
@@ -117,7 +118,7 @@ def encode(entry: JournalEntry) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> Iterator[JournalEntry]:
-    """Entries up to the first line that is torn or damaged."""
+    """Decode entries up to the first truncated or damaged line."""
     admissions: dict[int, LedgerEvent] = {}
     for line in lines:
         checksum, _, body = line.partition(b" ")

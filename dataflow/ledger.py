@@ -4,8 +4,8 @@
          └───────────┴─────────┴─────────┴──────▶ dropped(reason) | filtered(reason) | failed(reason)
 
 I2: terminal states are final. I3: admitted = trained + dropped + filtered + failed + live. I5: a
-group is trained at most once. A record is kept while its group lives; of ended groups the counters
-remain, so memory is bounded by the admission window.
+group is trained at most once. Records are kept for live groups only. Ended groups are only counted, so memory is
+bounded by the admission window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.dataflow.trajectory import GroupRef
 
 
 class GroupState(StrEnum):
-    """Where a group is in its life."""
+    """State of a group."""
 
     GENERATING = "generating"
     SCORING = "scoring"
@@ -76,16 +76,16 @@ REASONS = {
 
 @dataclass(slots=True, eq=False)
 class GroupRecord:
-    """A live group: all that the dataflow knows of it.
+    """The record of a live group.
 
     Attributes:
-        group_size: Trajectories it was admitted with.
-        stream: The task stream it came from.
-        requeues: How often its task was started before and dropped as too old.
-        trajectory_versions: Per member, the version that bounds its oldest token from below: the engine's
+        group_size: Number of trajectories at admission.
+        stream: The task stream that the task comes from.
+        requeues: Number of earlier groups of this task that were dropped as too old.
+        trajectory_versions: For each trajectory a lower bound on the version of its oldest token: the engine's
             acknowledged version at dispatch, then the version of its first token; None before dispatch.
-        deadline: The last version at which it may train (dataflow/gate.py); None before anything was dispatched.
-        ready: What its members came to, while it waits for its batch.
+        deadline: The last version at which the group may train (dataflow/gate.py); None before the first dispatch.
+        ready: The group's metadata while it is ready and not in a batch.
     """
 
     group_id: GroupId
@@ -103,13 +103,13 @@ class GroupRecord:
 
     @property
     def oldest_version(self) -> int | None:
-        """Lower bound of the group's oldest token; None before anything was dispatched."""
+        """Lower bound on the version of the group's oldest token; None before the first dispatch."""
         return min((version for version in self.trajectory_versions if version is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerEvent:
-    """A group went into `state`; `generating` is its admission."""
+    """A group entered `state`; `generating` is its admission."""
 
     group_id: GroupId
     state: GroupState
@@ -122,7 +122,7 @@ class LedgerEvent:
 
 @dataclass(frozen=True, slots=True)
 class VersionMark:
-    """Everything before it is part of policy version `version`, which was trained and published."""
+    """All earlier events belong to policy version `version`, which was trained and published."""
 
     version: int
 
@@ -143,7 +143,7 @@ class LedgerCounts:
 
     @property
     def returned(self) -> int:
-        """Groups that ended untrained and gave their credit back."""
+        """Number of groups that ended untrained and returned their credit."""
         return self.dropped + self.filtered + self.failed
 
     @property
@@ -157,12 +157,12 @@ class Ledger:
     """All groups of a run.
 
     Attributes:
-        reasons: (terminal state, reason) -> groups.
-        live_trajectories: Members of all live groups, as admitted.
-        live_by_stream: Live groups of each task stream.
-        admitted_by_stream: Groups ever admitted of each task stream.
-        tasks_by_stream: Tasks ever taken from each stream: admissions that were no second start of a task.
-        on_event: Told every event, in order (dataflow/journal.py).
+        reasons: Number of groups by (terminal state, reason).
+        live_trajectories: Number of trajectories of all live groups, as admitted.
+        live_by_stream: Number of live groups of each task stream.
+        admitted_by_stream: Number of groups ever admitted of each task stream.
+        tasks_by_stream: Number of tasks ever taken from each stream; requeued tasks count once.
+        on_event: Callback for every event, in order (dataflow/journal.py).
     """
 
     reasons: Counter[tuple[GroupState, Reason]] = field(default_factory=Counter)
@@ -188,23 +188,23 @@ class Ledger:
         return record
 
     def mark(self, version: int) -> None:
-        """What was trained up to now is published as `version`."""
+        """Record that the groups trained so far are published as `version`."""
         if self.on_event is not None:
             self.on_event(VersionMark(version))
 
     @property
     def num_admitted(self) -> int:
-        """Groups ever admitted."""
+        """Number of groups ever admitted."""
         return self._admitted
 
     @property
     def num_trained(self) -> int:
-        """Groups that were trained."""
+        """Number of trained groups."""
         return self._ended[GroupState.TRAINED]
 
     @property
     def num_returned(self) -> int:
-        """Groups that ended untrained and gave their credit back."""
+        """Number of groups that ended untrained and returned their credit."""
         return self.reasons.total()
 
     def live(self) -> Iterator[GroupRecord]:
@@ -226,12 +226,16 @@ class Ledger:
         """
         record = self._live.get(group_id)
         if record is None:
-            how = "has already ended" if self.was_admitted(group_id) else "was never admitted"
-            raise AccountingError(f"ledger: group {group_id} {how}; {self._admitted} were admitted (I2)")
+            problem = "has already ended" if self.was_admitted(group_id) else "was never admitted"
+            raise AccountingError(f"ledger: group {group_id} {problem}; {self._admitted} were admitted (I2)")
         return record
 
     def move(self, group_id: GroupId, state: GroupState) -> None:
-        """Take a group to its next state along the main path."""
+        """Move a group to its next state along the main path.
+
+        Raises:
+            AccountingError: If the group is not live or `state` is not its next state (I2).
+        """
         record = self.find(group_id)
         if state not in _NEXT[record.state]:
             raise AccountingError(f"ledger: group {group_id} cannot go from {record.state} to {state} (I2)")
@@ -241,7 +245,11 @@ class Ledger:
         self._emit(record)
 
     def end(self, group_id: GroupId, state: GroupState, reason: Reason) -> None:
-        """End a group untrained, from any live state, with a reason that fits."""
+        """End a group untrained, from any live state.
+
+        Raises:
+            AccountingError: If the group is not live, or `reason` does not belong to `state`.
+        """
         record = self.find(group_id)
         if reason not in REASONS.get(state, ()):
             raise AccountingError(f"ledger: group {group_id} cannot end as {state}({reason})")

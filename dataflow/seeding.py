@@ -1,8 +1,8 @@
-"""Where every random draw of sampling comes from: a hash of (seed, group, member, position), and nothing else.
+"""Counter-based random numbers for sampling: each draw is a hash of (seed, group, trajectory index, position).
 
-A stateful generator would make a draw depend on who else is in the batch and on what was drawn before. A counter-based
-one is a pure function of its key, so a trajectory is drawn the same alone or in company, early or late, on whichever
-engine, and a resumed one goes on where it stopped.
+With a stateful generator, a draw would depend on the other requests of the batch and on earlier draws. A counter-based
+generator is a pure function of its key. A trajectory is therefore sampled identically in any batch, at any time and on
+any engine, and a resumed one continues with the same draws.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), folded over the key.
 """
@@ -35,7 +35,7 @@ def derive_seed(seed: int, *keys: int) -> int:
 
 
 def trajectory_sampling(sampling: SamplingParams, group_id: GroupId, member: int) -> SamplingParams:
-    """The run's sampling with this trajectory's own seed; unchanged if the run's has none."""
+    """Return the sampling parameters with a seed for one trajectory; unchanged if the run has no seed."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=derive_seed(sampling.seed, group_id, member))

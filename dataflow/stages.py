@@ -1,8 +1,8 @@
-"""Stages with gates: one stream after the other, each left for good when its newest groups succeed often enough.
+"""A curriculum of stages: the task streams are used one after the other, each until its mean reward reaches a gate.
 
     stage i --mean reward of its newest n_i groups >= gate g_i--> stage i + 1
 
-Only the stage that is open is admitted. What was admitted before is still trained.
+Only tasks of the current stage are admitted. Groups admitted in earlier stages are still trained.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.dataflow.task_queue import REWARDS_KEPT
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stream.
+    """One stage, which admits the tasks of one stream.
 
     Attributes:
-        gate: Mean reward that opens the next stage; None of the last.
-        gate_groups: Newest groups that the mean is of.
+        gate: Mean reward that starts the next stage; None for the last stage.
+        gate_groups: Number of newest groups that the mean is taken over.
     """
 
     stream: str
@@ -29,32 +29,32 @@ class Stage:
 
 
 class GatedStages:
-    """A `Curriculum` that opens one stage after the other.
+    """A `Curriculum` that runs one stage after the other.
 
     Args:
-        stages: In order; see `stage_violations`.
-        note: Told of every gate that opens.
+        stages: The stages in order; see `stage_violations` for what is valid.
+        note: Logs a message when a stage begins.
     """
 
     def __init__(self, stages: Sequence[Stage], note: Callable[[str], None] = lambda _: None) -> None:
-        self._left = list(stages)
+        self._remaining = list(stages)
         self._note = note
 
     @property
     def current(self) -> str:
         """The stream whose tasks are admitted."""
-        return self._left[0].stream
+        return self._remaining[0].stream
 
     def weights(
         self,
         version: int,
         rewards: Mapping[str, Sequence[float]],
     ) -> Mapping[str, float]:
-        """All weight to the stage that is open; at most one gate is passed at a time."""
-        stage = self._left[0]
+        """Give all weight to the current stage. At most one gate is passed per call."""
+        stage = self._remaining[0]
         newest = rewards.get(stage.stream, ())[-stage.gate_groups :]
         if stage.gate is not None and len(newest) == stage.gate_groups and fmean(newest) >= stage.gate:
-            self._left.pop(0)
+            self._remaining.pop(0)
             self._note(
                 f"stage {self.current} begins at v{version}: the newest {len(newest)} groups of {stage.stream} have a "
                 f"mean reward of {fmean(newest):.3f}, its gate is {stage.gate:g}"
@@ -63,13 +63,13 @@ class GatedStages:
 
 
 def stage_violations(stages: Sequence[Stage]) -> Iterator[str]:
-    """What is wrong with stages, a sentence each; streams without any gate are no stages."""
+    """Yield the problems of a list of stages, one sentence each. Streams without any gate are not stages."""
     names = " → ".join(stage.stream for stage in stages)
     without = [stage.stream for stage in stages[:-1] if stage.gate is None]
     if without:
         yield (
             f"env.streams.{without[0]}.gate=null among the stages {names}: every stage but the last needs a gate, or "
-            "the ones behind it would never begin. Give it one."
+            "the stages after it would never begin. Set one."
         )
     if stages[-1].gate is not None:
         yield (

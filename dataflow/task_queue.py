@@ -1,13 +1,13 @@
-"""Which task is admitted next: several task streams, mixed by weight, held to quotas, with hooks for curricula.
+"""The task queue: selects the next task to admit from several task streams, by weights, quotas and curricula.
 
-Everything acts at admission; what was admitted is never held back. Symbols: w_i weight of stream i, a_i groups
-admitted of it since the weights last changed, l_i its live groups, q_i its quota, W the admission window.
+All rules act at admission; admitted groups are never delayed. Symbols: w_i weight of stream i, a_i groups admitted from
+it since the weights last changed, l_i its live groups, q_i its quota, W the admission window.
 
     next stream = argmin (a_i + ½) / w_i   over streams with   l_i < ceil(q_i · W)
 
-These are Sainte-Laguë's divisors, from absolute counters: after n admissions every stream that was never at its
-quota has had its share of n, up to about one group. A requeued task waits until a whole window of other
-tasks was admitted after it, and not for the weight of its stream: it never starves them and is never forgotten.
+This is the Sainte-Laguë method on absolute counters: after n admissions, every stream that never reached its quota has
+received its share of n up to about one group. A requeued task waits until a whole window of other tasks has been
+admitted and then goes first, regardless of the weight of its stream. It can neither starve other tasks nor be starved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.dataflow.trajectory import Task, Trajectory
 
 MIN_GROUP_SIZE = 2
 REWARDS_KEPT = 64
-"""Groups of each stream whose rewards a curriculum sees."""
+"""Number of newest groups of each stream whose rewards a curriculum receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class TaskStream:
     """One source of tasks.
 
     Attributes:
-        tasks: Endless.
+        tasks: Endless iterator over the tasks.
         weight: Share of admissions, relative to the other streams; ≥ 0.
-        quota: Largest share of the admission window that its live groups take; in (0, 1].
+        quota: Maximum share of the admission window for its live groups; in (0, 1].
     """
 
     name: str
@@ -47,10 +47,10 @@ class TaskStream:
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A task on its way to admission.
+    """A task that is about to be admitted.
 
     Attributes:
-        max_new_tokens: Longest turn, if that is shorter than the run's; None is the run's.
+        max_new_tokens: Maximum number of tokens per turn for this task; None is the limit of the run.
     """
 
     task: Task
@@ -62,72 +62,72 @@ class QueuedTask:
 
 @runtime_checkable
 class GroupListener(Protocol):
-    """A hook of `TaskQueue` that is told of every scored group, also of those that are filtered afterwards."""
+    """A hook of `TaskQueue` that is called for every scored group, including groups that are filtered afterwards."""
 
     def group_scored(self, task: Task, stream: str, members: Sequence[Trajectory]) -> None: ...
 
 
 class Curriculum(Protocol):
-    """Says how streams are mixed from now on; asked after every publish."""
+    """Determines the weights of the task streams; called after every publish."""
 
     def weights(self, version: int, rewards: Mapping[str, Sequence[float]]) -> Mapping[str, float]:
-        """New weights by stream name.
+        """Return the new weights by stream name.
 
         Args:
-            version: Just published.
-            rewards: Of each stream that has scored groups: the mean reward of each, oldest first, the newest
-                `REWARDS_KEPT` at most. Groups that were filtered afterwards count as well.
+            version: The version that was just published.
+            rewards: For each stream with scored groups, the mean rewards of its newest groups, oldest first, at most
+                `REWARDS_KEPT`. Groups that were filtered afterwards are included.
         """
         ...
 
 
 class GroupSizing(Protocol):
-    """Says how many trajectories a task gets: 2 to `dataflow.group_size`, for which room is reserved."""
+    """Determines the number of trajectories of a task: 2 to `dataflow.group_size`, for which memory is reserved."""
 
     def group_size(self, task: Task, stream: str) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """How long the turns of single tasks may get.
+    """Limits on the turn length of individual tasks.
 
     Attributes:
-        longest: The run's limit, tokens.
-        limiting: Says which tasks have a shorter one.
+        longest: The limit of the run, in tokens.
+        limiting: Determines the limit of each task.
     """
 
     longest: int
     limiting: LengthLimiting
 
     def of(self, task: Task, stream: str) -> int:
-        """The limit of one task.
+        """Return the limit of one task, in tokens.
 
         Raises:
-            PenstockError: If it is none that can be kept.
+            PenstockError: If `limiting` returns a limit outside of 1..`longest`.
         """
         limit = self.limiting.max_new_tokens(task, stream)
         if not 1 <= limit <= self.longest:
             raise PenstockError(
-                f"dataflow: max_new_tokens({task.task_id}) gave {limit}; a turn has at least one token, and room is "
-                f"planned for rollout.sampling.max_new_tokens={self.longest}. Return 1..{self.longest}."
+                f"dataflow: max_new_tokens({task.task_id}) gave {limit}; a turn has at least one token, and memory is "
+                f"reserved for rollout.sampling.max_new_tokens={self.longest}. Return 1..{self.longest}."
             )
         return limit
 
 
 class LengthLimiting(Protocol):
-    """Says how many tokens a turn of a task may have: 1 to `rollout.sampling.max_new_tokens`."""
+    """Determines the maximum number of tokens of a task's turns: 1 to `rollout.sampling.max_new_tokens`."""
 
     def max_new_tokens(self, task: Task, stream: str) -> int: ...
 
 
 @dataclass(slots=True)
 class TaskQueue:
-    """The line of tasks before the admission gate.
+    """The queue of tasks in front of the admission gate.
 
     Attributes:
-        window: W, groups; the admission gate's.
-        group_size: Trajectories per group; at most so many where `sizing` decides.
-        lengths: Of single tasks; None: all have the run's limit.
+        window: W, the admission window in groups.
+        group_size: Trajectories per group; the upper limit if `sizing` is set.
+        lengths: Turn length limits of individual tasks; None applies the limit of the run to all tasks.
     """
 
     streams: Sequence[TaskStream]
@@ -151,21 +151,21 @@ class TaskQueue:
             raise ConfigError(violations)
 
     def next(self, ledger: Ledger) -> QueuedTask | None:
-        """The task to admit now; None while every stream that may go on is at its quota.
+        """Return the task to admit now; None while every stream with a weight above 0 is at its quota.
 
         Raises:
-            PenstockError: If the chosen stream has ended.
+            PenstockError: If the selected stream is exhausted, or a hook returns a group size out of range.
         """
-        with_room = [stream for stream in self.streams if self._has_room(stream, ledger)]
+        eligible = [stream for stream in self.streams if self._is_below_quota(stream, ledger)]
         if self._requeued and self._requeued[0][0] <= ledger.num_admitted:
             requeued = self._requeued[0][1]
-            if any(stream.name == requeued.stream for stream in with_room):
+            if any(stream.name == requeued.stream for stream in eligible):
                 self._requeued.popleft()
                 return requeued
         stream, lowest = None, math.inf
-        for one in with_room:
-            if self._weights[one.name] > 0 and (position := self._position(one.name, ledger)) < lowest:
-                stream, lowest = one, position
+        for candidate in eligible:
+            if self._weights[candidate.name] > 0 and (quotient := self._quotient(candidate.name, ledger)) < lowest:
+                stream, lowest = candidate, quotient
         if stream is None:
             return None
         try:
@@ -179,38 +179,38 @@ class TaskQueue:
         size = self.group_size if self.sizing is None else self.sizing.group_size(task, stream.name)
         if self.sizing is not None and not MIN_GROUP_SIZE <= size <= self.group_size:
             raise PenstockError(
-                f"dataflow: group_size({task.task_id}) gave {size}; room is reserved for dataflow.group_size="
-                f"{self.group_size} trajectories, and fewer than {MIN_GROUP_SIZE} share no baseline. "
+                f"dataflow: group_size({task.task_id}) gave {size}; memory is reserved for dataflow.group_size="
+                f"{self.group_size} trajectories, and fewer than {MIN_GROUP_SIZE} have no common baseline. "
                 f"Return {MIN_GROUP_SIZE}..{self.group_size}."
             )
         return QueuedTask(task, stream.name, size, max_new_tokens=self._limit(task, stream.name))
 
     def requeue(self, queued: QueuedTask, ledger: Ledger) -> None:
-        """Put a task whose group was dropped behind a window of others."""
-        again = replace(queued, requeues=queued.requeues + 1)
-        self._requeued.append((ledger.num_admitted + self.window, again))
+        """Queue the task of a dropped group again, to be admitted after a window of other tasks."""
+        requeued = replace(queued, requeues=queued.requeues + 1)
+        self._requeued.append((ledger.num_admitted + self.window, requeued))
 
     def resume(self, ledger: Ledger, restarts: Sequence[LedgerEvent]) -> None:
-        """Go on where the run stood that wrote this ledger (dataflow/journal.py).
+        """Restore the state of the run that wrote this ledger (dataflow/journal.py).
 
-        The streams begin anew, so the tasks that were taken from them are taken again; those that are to start again
-        are next in line.
+        The streams start from the beginning, so the tasks that were taken from them are skipped. Tasks to restart are
+        admitted next.
 
         Raises:
-            PenstockError: If a task is not in its stream any more.
+            PenstockError: If a task to restart is no longer in its stream.
         """
-        waited_for = {(event.stream, event.task_id) for event in restarts}
+        wanted = {(event.stream, event.task_id) for event in restarts}
         found: dict[tuple[str, TaskId], Task] = {}
         for stream in self.streams:
             for taken in itertools.islice(stream.tasks, ledger.tasks_by_stream[stream.name]):
-                if (stream.name, taken.task_id) in waited_for:
+                if (stream.name, taken.task_id) in wanted:
                     found[stream.name, taken.task_id] = taken
         for event in restarts:
             task = found.get((event.stream, event.task_id))
             if task is None:
                 raise PenstockError(
-                    f"env: task {event.task_id} was under way when the run stopped, and is not among the first "
-                    f"{ledger.tasks_by_stream[event.stream]} tasks of its source any more. Resume with the same data "
+                    f"env: task {event.task_id} was under way when the run stopped, but is no longer among the first "
+                    f"{ledger.tasks_by_stream[event.stream]} tasks of its source. Resume with the same data "
                     "in the same order, or start a new run."
                 )
             limit = self._limit(task, event.stream)
@@ -218,7 +218,7 @@ class TaskQueue:
             self._requeued.append((ledger.num_admitted, queued))
 
     def group_scored(self, queued: QueuedTask, members: Sequence[Trajectory]) -> None:
-        """Remember how a stream does, for the curriculum; hooks that measure difficulty hear it too."""
+        """Record the rewards of a scored group for the curriculum and pass the group to the listening hooks."""
         for hook in self._listeners:
             hook.group_scored(queued.task, queued.stream, members)
         if self.curriculum is not None:
@@ -227,19 +227,23 @@ class TaskQueue:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Of the streams, now."""
+        """Current weight of each stream."""
         return self._weights
 
     def follow_curriculum(self, version: int, ledger: Ledger) -> None:
-        """Mix as the curriculum says from now on; what was admitted before is not made up for."""
+        """Update the weights from the curriculum. They apply from now on: earlier admissions are not compensated for.
+
+        Raises:
+            PenstockError: If the curriculum names an unknown stream, or no weight is above 0.
+        """
         if self.curriculum is None:
             return
         rewards = {name: tuple(kept) for name, kept in self._rewards.items()}
         weights = dict(self.curriculum.weights(version, rewards))
         if not weights.keys() <= self._weights.keys() or not any(weight > 0 for weight in weights.values()):
             raise PenstockError(
-                f"dataflow: the curriculum gave the weights {weights} at v{version}; streams are "
-                f"{sorted(self._weights)}, and one weight at least must be above 0, or nothing could be admitted."
+                f"dataflow: the curriculum returned the weights {weights} at v{version}; the streams are "
+                f"{sorted(self._weights)}, and at least one weight must be above 0, or nothing could be admitted."
             )
         weights = {name: weights.get(name, 0.0) for name in self._weights}
         if weights != self._weights:
@@ -249,15 +253,16 @@ class TaskQueue:
     def _limit(self, task: Task, stream: str) -> int | None:
         return None if self.lengths is None else self.lengths.of(task, stream)
 
-    def _has_room(self, stream: TaskStream, ledger: Ledger) -> bool:
+    def _is_below_quota(self, stream: TaskStream, ledger: Ledger) -> bool:
         return ledger.live_by_stream[stream.name] < math.ceil(stream.quota * self.window)
 
-    def _position(self, name: str, ledger: Ledger) -> float:
+    def _quotient(self, name: str, ledger: Ledger) -> float:
+        """The Sainte-Laguë quotient (a_i + ½) / w_i of a stream; the smallest one is admitted next."""
         return (ledger.admitted_by_stream[name] - self._base[name] + 0.5) / self._weights[name]
 
 
 def stream_violations(streams: Sequence[TaskStream]) -> Iterator[str]:
-    """What is wrong with a mix of streams, a sentence each."""
+    """Yield the problems of a set of streams, one sentence each."""
     names = [stream.name for stream in streams]
     if len(set(names)) != len(names):
         yield f"env.streams: the names {names} are not unique: their groups could not be told apart."

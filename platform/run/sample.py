@@ -1,7 +1,7 @@
-"""`penstock sample`: a policy answers tasks, the reward scores the answers, and both are written as JSON lines.
+"""`penstock sample`: samples answers to tasks, scores them, and writes both as JSON lines.
 
-`answers.jsonl` has a row per answer, `pairs.jsonl` a row `prompt, chosen, rejected` for answers of one task that differ
-in reward: what `penstock rm` and `penstock dpo` read with `env=dataset`.
+`answers.jsonl` has a row per answer. `pairs.jsonl` has a row `prompt, chosen, rejected` for answers to one task that
+differ in reward, the format that `penstock rm` and `penstock dpo` read with `env=dataset`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TASKS_PER_BATCH = 512
 
 
 def run_sample(config: RunConfig) -> int:
-    """Run `penstock sample`; prints one JSON line with the figures last and returns the exit code."""
+    """Run `penstock sample`. Prints one JSON line with the counts at the end and returns the exit code."""
     run_dir = prepare_run_dir(config)
     return run_to_end(lambda: _run(config, config.sample, run_dir))
 
@@ -54,12 +54,12 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
     )
     counts: Counter[str] = Counter()
     rewards: list[float] = []
-    async with serving(config, "sample") as served:
-        sampling = rollout_sampling(config, served.runner.codec)
+    async with serving(config, "sample") as policy:
+        sampling = rollout_sampling(config, policy.runner.codec)
         with (run_dir / ANSWERS_FILE).open("w") as answers, (run_dir / PAIRS_FILE).open("w") as pairs:
             numbered = enumerate(_tasks(config, sample))
             while tasks := list(islice(numbered, TASKS_PER_BATCH)):
-                groups = (_group(served, GroupId(index), task, sampling, sample) for index, task in tasks)
+                groups = (_sample_group(policy, GroupId(index), task, sampling, sample) for index, task in tasks)
                 for (_, task), group in zip(tasks, await asyncio.gather(*groups), strict=True):
                     counts["failed"] += sample.answers_per_task - len(group)
                     for trajectory in group:
@@ -73,7 +73,7 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
                 elapsed = format_duration(time.monotonic() - started)
                 console.note(f"{counts['answers']} answers  {counts['pairs']} pairs  {elapsed}")
     if not rewards:
-        raise PenstockError(f"sample: all {counts['failed']} answers failed, none was scored.")
+        raise PenstockError(f"sample: all {counts['failed']} answers failed, so there is nothing to write.")
     mark_finished(config)
     figures = {name: counts[name] for name in ("answers", "failed", "truncated", "pairs")}
     reward_mean = round(fmean(rewards), 6)
@@ -90,25 +90,25 @@ def _tasks(config: RunConfig, sample: SampleConfig) -> Iterator[Task]:
         yield from islice(stream.tasks, -(-sample.num_tasks // len(streams)))
 
 
-async def _group(
-    served: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig
+async def _sample_group(
+    policy: Serving, group_id: GroupId, task: Task, sampling: SamplingParams, sample: SampleConfig
 ) -> list[Trajectory]:
-    """Scored answers of one task; one that failed every time is not there."""
-    asked = RolloutContext(task, group_id)
+    """Sample and score the answers to one task. Answers whose every attempt failed are left out."""
+    context = RolloutContext(task, group_id)
 
-    async def answer(member: int) -> Trajectory | None:
-        drawn = trajectory_sampling(sampling, group_id, member)
+    async def answer(index: int) -> Trajectory | None:
+        seeded = trajectory_sampling(sampling, group_id, index)
         try:
-            return await sample_and_score(served.runner, served.rewards, asked, member, drawn)
+            return await sample_and_score(policy.runner, policy.rewards, context, index, seeded)
         except TrajectoryError:
             return None
 
-    found = await asyncio.gather(*(answer(member) for member in range(sample.answers_per_task)))
-    return [trajectory for trajectory in found if trajectory is not None]
+    answers = await asyncio.gather(*(answer(index) for index in range(sample.answers_per_task)))
+    return [trajectory for trajectory in answers if trajectory is not None]
 
 
 def answer_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
-    """What is kept of an answer."""
+    """Row of an answer in `answers.jsonl`."""
     return {
         "task_id": task.task_id,
         "prompt": task.prompt,
@@ -122,26 +122,26 @@ def answer_row(task: Task, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def ranked_pairs(group: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Trajectory]]:
-    """(better, worse) of rewards that differ by more than rounding, every pair of texts once; best against worst first.
+    """Yield pairs (better, worse) whose rewards differ by more than rounding, the largest difference first.
 
-    Answers that were cut off are left out: they have no end that could be judged. So are dialogues, whose later
-    prompts differ.
+    Each pair of texts is yielded once. Truncated answers are left out, because their end cannot be judged, and so are
+    multi-turn conversations, because the prompts of their later turns differ.
     """
-    whole = [one for one in group if one.finish_reason == "stop" and one.episode is None]
-    if not whole:
+    complete = [answer for answer in group if answer.finish_reason == "stop" and answer.episode is None]
+    if not complete:
         return
-    least = rounding_error([_reward(one) for one in whole])
-    ranked = sorted(whole, key=lambda one: -_reward(one))
+    tolerance = rounding_error([_reward(answer) for answer in complete])
+    ranked = sorted(complete, key=lambda answer: -_reward(answer))
     seen: set[tuple[str, str]] = set()
     for better, worse in sorted(product(ranked, ranked), key=lambda pair: _reward(pair[1]) - _reward(pair[0])):
         texts = (better.text, worse.text)
-        if _reward(better) - _reward(worse) > least and texts not in seen:
+        if _reward(better) - _reward(worse) > tolerance and texts not in seen:
             seen.add(texts)
             yield better, worse
 
 
 def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, "it was scored"
+    assert trajectory.reward is not None, "the trajectory was scored"
     return trajectory.reward
 
 

@@ -1,7 +1,7 @@
-"""A policy on engines, with what plays its episodes; and `penstock eval`, which asks one as it is.
+"""Serving a policy on engines: the components that `train`, `eval` and `sample` share, and `penstock eval` itself.
 
-What `train`, `eval` and `sample` have in common: how a policy is asked, what plays the episodes of the environments,
-and the plain questions that others may ask while it serves.
+The shared components are the sampling parameters, the trajectory runner, the player of multi-turn episodes, and the
+endpoint that answers requests of external clients while the policy is served.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from penstock.weights.transport.shared_memory import default_directory, write_ve
 
 
 def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
-    """How tokens of rollouts are drawn."""
+    """Sampling parameters of rollouts."""
     return SamplingParams(
         max_new_tokens=config.rollout.sampling.max_new_tokens,
         temperature=config.rollout.sampling.temperature,
         stop_token_ids=codec.stop_token_ids,
-        # vLLM would sample seeded requests one by one, and start their stream anew when they are resumed.
+        # vLLM samples seeded requests one by one, and restarts their random stream when they are resumed.
         seed=config.seed if config.rollout.engine.type == "torch" else None,
     )
 
@@ -55,7 +55,7 @@ def rollout_sampling(config: RunConfig, codec: TokenCodec) -> SamplingParams:
 def make_runner(
     config: RunConfig, engines: Sequence[Engine], codec: TokenCodec, episodes: EpisodePlayer
 ) -> TrajectoryRunner:
-    """What asks the policy of `config` on its engines."""
+    """Build the runner that samples trajectories from the policy of `config` on its engines."""
     return TrajectoryRunner(
         make_pool(engines, config.rollout, config.seed),
         codec,
@@ -69,7 +69,7 @@ def make_runner(
 
 @asynccontextmanager
 async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[EpisodePlayer]:
-    """A player whose processes, and endpoint, start with the first episode that needs them and end with the context."""
+    """Yield an episode player. Its processes and endpoint start with the first episode that needs them."""
     limits, context = config.env.episode, config.model.max_context_tokens
     budget = EpisodeBudget(limits.max_turns, min(limits.max_tokens or context, context), limits.max_threads)
     host = EpisodeHost(config.env, config.seed)
@@ -84,15 +84,15 @@ async def episode_player(config: RunConfig, codec: TokenCodec) -> AsyncIterator[
 async def answer_questions(
     config: RunConfig, episodes: EpisodePlayer, runner: TrajectoryRunner, sampling: SamplingParams
 ) -> None:
-    """Let the policy answer plain questions until the player is closed, if the configuration has a key for them.
+    """Serve completion requests of external clients until the player is closed, if `env.endpoint` names an API key.
 
     Raises:
-        ConfigError: If the key is not set or too short, or the address cannot be listened on.
+        ConfigError: If the key is not set or too short, or the endpoint cannot bind its address.
     """
     variable = config.env.endpoint.key_variable
     if variable is None:
         return
-    assert episodes.endpoint is not None, "a run's player has one"
+    assert episodes.endpoint is not None, "`episode_player` always creates one"
     answers = PolicyAnswers(runner, config.model.max_context_tokens, sampling)
     try:
         questions = Questions(os.environ.get(variable, ""), answers)
@@ -105,7 +105,7 @@ async def answer_questions(
 
 
 class Serving(NamedTuple):
-    """What answers, and what scores the answers."""
+    """A served policy: the runner that samples from it and the workers that score its answers."""
 
     runner: TrajectoryRunner
     rewards: RewardWorker
@@ -113,7 +113,7 @@ class Serving(NamedTuple):
 
 @asynccontextmanager
 async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]:
-    """Engines that hold the checkpoint at `model.path` as version 0; everything is ended at the exit."""
+    """Start engines that serve the checkpoint at `model.path` as version 0; all actors are stopped on exit."""
     async with ray_session(config.cluster.address):
         rewards = reward_workers(config, command)
         engines = await start_engine_group(config, command)
@@ -132,15 +132,15 @@ async def serving(config: RunConfig, command: Command) -> AsyncIterator[Serving]
 
 
 async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> WeightManifest:
-    """Write the checkpoint as version 0, in the way that training would."""
+    """Write the checkpoint as version 0, in the format in which training would publish it."""
     tensors = checkpoint_tensors(Path(model_path(config)))
     if config.weights.transport == "gather":
         return write_version(tensors, 0, config.model.dtype, Path(folder))
     tied = "lm_head.weight" if config.model.shape.tie_word_embeddings else None
     whole = {name: tensor for name, tensor in tensors if name != tied}
     training = TrainingSide(tuple(TensorSpec(name, tuple(tensor.shape)) for name, tensor in whole.items()))
-    side = EngineSide(config.rollout.engine.type, await engine.layout(training.tensors))
-    transfer = ShardTransfer.between(training, side, config.model.dtype, folder)
+    receiving = EngineSide(config.rollout.engine.type, await engine.layout(training.tensors))
+    transfer = ShardTransfer.between(training, receiving, config.model.dtype, folder)
     writer = ShardWriter(transfer, 0, ShardFiles(transfer))
     flat = {name: tensor.flatten() for name, tensor in whole.items()}
     writer.write(0, flat)
@@ -150,7 +150,7 @@ async def _publish(config: RunConfig, folder: str, engine: RemoteEngine) -> Weig
 def run_eval(config: RunConfig) -> int:
     """Run `penstock eval`: greedy accuracy on held-out tasks.
 
-    Prints one JSON line with the figures and returns the exit code.
+    Prints one JSON line with the results and returns the exit code.
     """
     return run_to_end(lambda: _evaluate(config))
 
