@@ -1,7 +1,7 @@
-"""The ports: everything the controller needs from the outside, as small protocols.
+"""The ports: the protocols through which the controller uses engines, trainers, rewards and stores.
 
-Ray actors implement them for real, `platform/simulator` in virtual time, tests with fakes. The
-values that cross them are plain data, so nothing above a port knows Ray, vLLM or DeepSpeed.
+Ray actors implement them in real runs, `platform/simulator` in virtual time, and tests with fakes. Arguments and
+results are plain data, so code above a port does not depend on Ray, vLLM or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from penstock.dataflow.versions import Spans
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Sampling parameters of a request.
 
     Attributes:
-        max_new_tokens: Upper limit of sampled tokens for this request.
+        max_new_tokens: Maximum number of sampled tokens.
         temperature: 0 is greedy. Behavior logprobs are those after the temperature.
         stop_token_ids: Sampling stops after any of these; the stop token is included in the output.
-        seed: Makes one request's draw repeatable; None draws from the engine's stream. The torch engine keys each draw
-            by (seed, position in the sequence), so a request that goes on from its tokens goes on with its draws.
+        seed: Makes the sampling of one request repeatable; None uses the engine's generator. The torch engine derives
+            each draw from (seed, position in the sequence), so a resumed request continues with the same draws.
     """
 
     max_new_tokens: int
@@ -34,7 +34,7 @@ class SamplingParams:
 
 
 class GenerateRequest(NamedTuple):
-    """Token-in: the exact ids the model is to continue."""
+    """A token-in request: the exact token ids that the model continues."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -42,12 +42,12 @@ class GenerateRequest(NamedTuple):
 
 
 class TokenDelta(NamedTuple):
-    """Token-out: newly sampled tokens of one request.
+    """A token-out chunk: newly sampled tokens of one request.
 
     Attributes:
         token_ids: At most 64 new ids, in order.
         logprobs: Behavior logprob of each new id, after the sampling transform.
-        spans: Versions of exactly these tokens, stamped by the engine.
+        spans: Versions of exactly these tokens, set by the engine.
         finish_reason: Set on the last delta only.
     """
 
@@ -59,7 +59,7 @@ class TokenDelta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of one engine.
+    """A snapshot of the load of one engine.
 
     Attributes:
         version: The policy version it has acknowledged.
@@ -68,7 +68,7 @@ class EngineLoad:
         kv_cache_usage: Share of KV-cache blocks in use, 0..1.
         tokens_generated: Absolute counter since the engine started.
         busy_s: Absolute seconds with at least one request running, since the engine started.
-        num_preemptions: Absolute counter of requests whose KV cache was given up to make room for others.
+        num_preemptions: Absolute counter of requests whose KV cache was evicted in favour of other requests.
     """
 
     version: int
@@ -91,11 +91,11 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenDelta]:
-        """Stream what is sampled.
+        """Stream the sampled tokens.
 
         Raises:
-            EngineLostError: It can answer no request; if `is_final`, it never will.
-            TrajectoryError: kind `engine`, if it cannot answer this request, and serves the others.
+            EngineLostError: If the engine can serve no request; permanently if `is_final`.
+            TrajectoryError: Of kind `engine`, if the engine cannot serve this request but serves others.
         """
         ...
 
@@ -104,9 +104,10 @@ class Engine(Protocol):
     async def load(self) -> EngineLoad: ...
 
 
-@dataclass(slots=True)  # not frozen: one is made for each trajectory, and frozen costs thrice the time
+# Not frozen: one is created per trajectory, and constructing frozen instances takes three times as long.
+@dataclass(slots=True)
 class Score:
-    """What a reward worker says of one trajectory."""
+    """The reward of one trajectory, and its named parts."""
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -117,40 +118,40 @@ class RewardWorker(Protocol):
         """Score one finished trajectory.
 
         Raises:
-            TrajectoryError: kind `reward`, if the reward raised, timed out or returned no number.
+            TrajectoryError: Of kind `reward`, if the reward raised, timed out or did not return a number.
         """
         ...
 
 
 class LogprobWorker(Protocol):
-    """A policy that is not trained (the reference, a teacher): it scores groups before their batch is complete."""
+    """A frozen policy (the reference or a teacher) that computes logprobs of groups as soon as they are scored."""
 
     async def logprobs(self, handle: Any) -> Any:
-        """Handle of `[n] float32`: of the n sampled tokens of a stored group, members one after another."""
+        """Return a handle to `[n] float32` logprobs of the n sampled tokens of a group, trajectories concatenated."""
         ...
 
 
 class EarlyLogprobWorker(Protocol):
-    """Trainer ranks that forward a ready group before its batch is complete."""
+    """Trainer ranks that compute logprobs of a ready group before its batch is complete."""
 
     async def early_logprobs(self, group: GroupRef) -> None:
-        """Compute and keep what the next step needs of a group, with the weights that it will begin with.
+        """Compute and cache the logprobs that the next step needs, with the weights at the start of that step.
 
         Raises:
-            TrainingError: If a rank fails or does not answer in time.
+            TrainingError: If a rank fails or does not respond in time.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one training step did.
+    """Result of one training step.
 
     Attributes:
         version: The policy version after the step; unchanged when the step was skipped.
-        skipped: The optimizer step was not taken (non-finite loss or gradient).
-        metrics: Flat `family/name -> value`, names declared in docs/metrics.md.
-        busy_s: Wall seconds the trainer was computing, what it forwarded before the step included.
+        skipped: Whether the optimizer step was skipped (non-finite loss or gradient).
+        metrics: Flat `family/name -> value`, with the names declared in docs/metrics.md.
+        busy_s: Wall seconds during which the trainer was computing, including early logprobs.
     """
 
     version: int
@@ -170,7 +171,7 @@ class TensorEntry:
     """One tensor of a published version, or one parameter of an engine's tensor-parallel rank.
 
     Attributes:
-        checksum: Of its bytes in the wire dtype.
+        checksum: Checksum of the bytes in the wire dtype.
         rank: The tensor-parallel rank, where versions are published in the engine's layout.
     """
 
@@ -182,16 +183,16 @@ class TensorEntry:
 
 
 class AdaptedBox(NamedTuple):
-    """A part of an engine rank's parameter that the product of an adapter is added to.
+    """A region of an engine rank's parameter to which the product of an adapter is added.
 
     Attributes:
         rank: The tensor-parallel rank.
         tensor: HF name of the weight.
-        rows: Which of them, [start, stop).
-        columns: Which of them, [start, stop).
-        parameter: The engine's name of what holds them.
-        offset: Where in it they begin, elements.
-        strides: From row to row and from column to column, elements.
+        rows: Row range [start, stop) of the weight.
+        columns: Column range [start, stop) of the weight.
+        parameter: Name of the engine's parameter that holds the region.
+        offset: Offset of the region in the parameter, in elements.
+        strides: Strides between rows and between columns, in elements.
     """
 
     rank: int
@@ -204,11 +205,11 @@ class AdaptedBox(NamedTuple):
 
 
 class AdapterManifest(NamedTuple):
-    """A version as what is added to the weights that the engines were loaded with (weights/transport/adapters.py).
+    """A version that is published as LoRA adapters to the engines' base weights (weights/transport/adapters.py).
 
     Attributes:
-        entries: `<HF name>.lora_A` and `.lora_B`, what the file holds.
-        boxes: Where their products go.
+        entries: The tensors of the file, `<HF name>.lora_A` and `.lora_B`.
+        boxes: The regions to which their products are added.
     """
 
     entries: tuple[TensorEntry, ...]
@@ -216,7 +217,7 @@ class AdapterManifest(NamedTuple):
 
 
 class BucketSum(NamedTuple):
-    """What one sender adds, in one bucket, to the checksum of a buffer of an engine rank."""
+    """One sender's contribution, in one bucket, to the checksum of a buffer of an engine rank."""
 
     bucket: int
     rank: int
@@ -226,15 +227,15 @@ class BucketSum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """One message that says everything about a published version.
+    """Description of a published version.
 
     Attributes:
-        location: Where the bytes are: a file in shared memory, or a handle that the actors resolve to one.
-        num_bytes: Size of all tensors, bytes; of the adapters, if only those travel.
-        checksum: Combined over all entries, and those of the adapters; what every engine must acknowledge.
-        num_shards: Tensor-parallel ranks of an engine, if the entries are its parameters; 0 if they are whole tensors.
-        adapters: What travels, if it is not the weights; the entries then are those of the weights below them.
-        bucket_sums: Of a version that is still with its senders: what is compared bucket by bucket as it arrives.
+        location: Location of the bytes: a file in shared memory, or a handle that the actors resolve to one.
+        num_bytes: Size of the transferred tensors in bytes: of the adapters if only adapters are transferred.
+        checksum: Combined checksum of all entries and adapter entries, which every engine must acknowledge.
+        num_shards: Tensor-parallel ranks of an engine if the entries are its parameters; 0 if they are whole tensors.
+        adapters: The adapters, if they are transferred instead of weights; `entries` then describes the base weights.
+        bucket_sums: Checksums per bucket of a version that is sent directly by its trainer ranks, verified on arrival.
     """
 
     version: int
@@ -249,7 +250,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightAck:
-    """An engine's word that it now serves `version`, with the checksum read back from its live weights."""
+    """An engine's acknowledgement that it serves `version`, with the checksum read back from its live weights."""
 
     engine_id: EngineId
     version: int
@@ -260,16 +261,15 @@ class WeightAck:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """One publish: bytes per engine, seconds end to end, longest stall of generation, all acknowledgements.
+    """Result of one publish: bytes per engine, durations in seconds, and acknowledgements.
 
     Attributes:
-        acks: Those there were at its end; with `multi_version` the first one only.
-        drain_timeouts: Absolute counter of engines that were frozen because their requests did not end in time.
-        max_logprob_diff: Largest difference between a logprob of an engine and of the trainer, if this version was
-        probed.
-        sent_bytes: By the training ranks to other processes; 0 through shared memory.
-        changed_share: Elements whose bits differ from the version before, where a codec has counted them.
-        rewrites: Times that the version was written once more because an engine had refused it.
+        acks: Acknowledgements at the end of the publish; with `multi_version` only the first one.
+        drain_timeouts: Absolute counter of engines that were paused because their requests did not finish in time.
+        max_logprob_diff: Largest logprob difference between engines and trainer in nats, if this version was checked.
+        sent_bytes: Bytes sent by the training ranks to other processes; 0 with shared memory.
+        changed_share: Share of elements whose bits differ from the previous version, if a codec has counted them.
+        rewrites: How often the version was written again because an engine had refused it.
     """
 
     version: int
@@ -290,25 +290,25 @@ class PublishReport:
 
 class WeightPublisher(Protocol):
     async def publish(self, version: int) -> PublishReport:
-        """Make a version what new requests are sampled from; the report may be of the one before."""
+        """Publish a version to the engines. With overlapping publishes the report may be that of the previous one."""
         ...
 
     async def delivered(self) -> PublishReport:
-        """Wait until engines have the version that was published last."""
+        """Wait until the engines have the version that was published last."""
         ...
 
 
 class PayloadStore(Protocol):
-    """Where the token and float arrays of ready groups live until they are trained."""
+    """Store of the token and float arrays of ready groups until they are trained."""
 
     async def put(self, payload: GroupPayload) -> Any:
         """Store a payload; the returned handle keeps it alive."""
         ...
 
     async def get(self, handle: Any) -> GroupPayload:
-        """What `put` gave this handle for.
+        """Return the payload of a handle.
 
         Raises:
-            TrainingError: If it is lost, or does not come in time.
+            TrainingError: If the payload is lost or does not arrive in time.
         """
         ...

@@ -1,4 +1,4 @@
-"""Trajectories and groups as payload: token-exact records of what was sampled, by whom, and its reward.
+"""Tasks, trajectories and groups: token-exact records of sampled tokens, their versions and their rewards.
 
 Shape legend: T = all tokens of one trajectory (prompt, sampled and observation tokens), thread after thread.
 """
@@ -20,7 +20,7 @@ from penstock.dataflow.versions import Spans, first_tokens, last_tokens, num_tok
 MAIN_THREAD = "main"
 """Name of the only thread of an ordinary trajectory."""
 THREAD_PART = "thread/"
-"""A reward has the reward of one thread as the part `thread/NAME`."""
+"""Prefix of reward parts: the part `thread/NAME` is the reward of one thread."""
 
 FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
@@ -28,7 +28,7 @@ EpisodeEnd = Literal["done", "max_turns", "max_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one group is made from: the prompt, and what the reward needs.
+    """The task of one group: the prompt and the data that the reward needs.
 
     Attributes:
         task_id: Stable across runs of the same seed.
@@ -45,17 +45,17 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of an episode: what the policy sampled, then what the environment said to it.
+    """One turn of an episode: the sampled response and the environment's observation that follows.
 
     Attributes:
         response: Text of the sampled tokens without special tokens; where `env.reasoning` is set, the answer alone.
         finish_reason: `length` marks a turn that was cut off.
-        num_tokens: Sampled in this turn.
+        num_tokens: Number of tokens sampled in this turn.
         observation: Text of the observation tokens that follow, template included; empty after the last turn.
-        num_observation_tokens: How many they are.
-        num_interruptions: How often an engine was lost or aborted it; it went on from its tokens.
-        thread: Where it was sampled.
-        reasoning: Text before the answer, marks included.
+        num_observation_tokens: Number of observation tokens.
+        num_interruptions: How often the turn was aborted or its engine was lost; it was resumed from its tokens.
+        thread: Name of the thread in which the turn was sampled.
+        reasoning: Text before the answer, including the reasoning tags.
     """
 
     response: str
@@ -73,9 +73,9 @@ class Thread:
     """One token sequence of a trajectory (docs/concepts/threads.md).
 
     Attributes:
-        num_tokens: All of it, with what a fork begins with.
-        opening: Text of its prompt; of a fork, what was said to it first.
-        fork_of: The thread whose tokens it begins with; None: it has a prompt of its own.
+        num_tokens: Length of the thread, including the tokens that a fork shares with its parent.
+        opening: Text of the prompt; for a fork, its first own message.
+        fork_of: Name of the parent thread whose tokens it starts with; None if it has its own prompt.
     """
 
     name: str
@@ -86,15 +86,15 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What happened beside the tokens of a multi-turn trajectory.
+    """Turns and rewards of a multi-turn trajectory.
 
     Attributes:
-        turns: Of all threads, in the order in which they were asked for.
-        end: `done` if the environment ended it; else the budget that ran out.
-        reward: Sum of what the environment gave; it counts only if the reward function says so. None if it was an agent
-            program that gave none.
-        parts: Named parts of it.
-        counts: What the environment counted (`tool_calls`, ...), summed over the turns.
+        turns: Turns of all threads, in the order of their requests.
+        end: `done` if the environment ended the episode; otherwise the exhausted limit.
+        reward: Sum of the environment's rewards. It is used only if the reward function includes it. None if the
+            environment is an agent program that returned no reward.
+        parts: Named parts of the reward.
+        counts: Counters of the environment (`tool_calls`, ...), summed over the turns.
     """
 
     turns: tuple[Turn, ...]
@@ -104,26 +104,28 @@ class Episode:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)  # not frozen: many are made, and frozen costs thrice the time
+# Not frozen: many instances are created, and constructing frozen ones takes three times as long.
+@dataclass(slots=True, eq=False)
 class Trajectory:
-    """One attempt at a task. Its reward is set once; nothing else ever changes.
+    """One attempt at a task. The reward is set once; all other fields are immutable by convention.
 
     Attributes:
         token_ids: `[T] int32`, prompt first, in the order the model saw them.
-        loss_mask: `[T] bool`, True exactly on the tokens the policy sampled (I7), in the thread where it did.
-        behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 where not sampled.
+        loss_mask: `[T] bool`, True exactly on the tokens that the policy sampled (I7), in the thread that sampled them.
+        behavior_logprobs: `[T] float32`, natural log after the sampling transform; 0 for tokens that were not sampled.
         spans: Version spans of the sampled tokens, in order (I4: they never decrease within a thread).
         response: Text of the sampled tokens without special tokens, of all turns; where `env.reasoning` is set, the
             answers alone.
-        finish_reason: `length` marks a truncated answer, or an episode that ended before the environment said so.
+        finish_reason: `length` marks a truncated answer, or an episode that a limit ended before the environment did.
         reward: Scalar used by the advantage; None until scored.
-        reward_parts: Each named reward on its own.
-        episode: Its turns; None for a single-turn trajectory.
-        policy_id: Who sampled it, and whose versions its spans are.
-        threads: Its token sequences, one after another in all arrays; empty: all of it is one, `main`.
-        retried_after: Why the attempt before this one failed, in one line; empty for a first attempt.
-        reasoning: Text before the answer, marks included, of all turns; empty where `env.reasoning` is not set.
-        num_sampled_tokens: Of all its threads.
+        reward_parts: Value of each named reward.
+        episode: The turns; None for a single-turn trajectory.
+        policy_id: The policy that sampled the trajectory; the spans hold versions of this policy.
+        threads: Token sequences, concatenated in all arrays; empty if there is a single sequence, `main`.
+        retried_after: Summary of the previous attempt's failure; empty for a first attempt.
+        reasoning: Text before the answer, including the reasoning tags, of all turns; empty unless `env.reasoning` is
+            set.
+        num_sampled_tokens: Number of sampled tokens of all threads.
     """
 
     trajectory_id: TrajectoryId
@@ -148,30 +150,30 @@ class Trajectory:
         mask, threads = self.loss_mask, self.threads
         assert len(self.token_ids) == len(mask) == len(self.behavior_logprobs)
         if threads:
-            assert sum(one.num_tokens for one in threads) == len(mask)
+            assert sum(thread.num_tokens for thread in threads) == len(mask)
         self.num_sampled_tokens = labelled = num_tokens(self.spans)
         masked = int(np.count_nonzero(mask))
         if labelled != masked:
             raise StalenessError(
                 f"{self.trajectory_id}: its version spans label {labelled} tokens as sampled, its loss mask {masked} "
-                "(I4, I7). Tokens would train under a wrong version, or none that the policy sampled."
+                "(I4, I7). Tokens would train with a wrong version, or without having been sampled by the policy."
             )
 
     def score(self, reward: float, parts: Mapping[str, float]) -> None:
-        """Set its reward, once."""
+        """Set the reward. May be called once."""
         assert self.reward is None, f"{self.trajectory_id} has a reward already"
         self.reward, self.reward_parts = reward, parts
 
     @property
     def text(self) -> str:
-        """All that was sampled, reasoning and answer of one turn after another."""
+        """All sampled text: the reasoning and the answer of each turn, in order."""
         if self.episode is None or not self.reasoning:
             return self.reasoning + self.response
         return "".join(turn.reasoning + turn.response for turn in self.episode.turns)
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token. Within a thread spans never decrease, so there it is the first."""
+        """Version of the oldest sampled token. Within one thread this is the first token, as spans never decrease."""
         return min(span.version for span in self.spans) if self.threads else self.spans[0].version
 
     @property
@@ -180,13 +182,14 @@ class Trajectory:
         return max(span.version for span in self.spans) if self.threads else self.spans[-1].version
 
     def thread_reward(self, name: str) -> float | None:
-        """That of the thread if it has one, else the trajectory's."""
+        """Return the reward of a thread if it has its own, otherwise that of the trajectory."""
         return self.reward_parts.get(f"{THREAD_PART}{name}", self.reward)
 
     def split_threads(self) -> tuple[Trajectory, ...]:
-        """Each thread as a trajectory of its own: views of the arrays, its own reward; this one if there are none.
+        """Return each thread as a trajectory with its own reward; the trajectory itself if it has no threads.
 
-        What is sampled stays in order, so that arrays of all sampled tokens are those of the threads end to end.
+        The arrays are views. The order of sampled tokens is kept, so concatenating per-thread arrays of sampled tokens
+        gives those of the trajectory.
         """
         if not self.threads:
             return (self,)
@@ -194,29 +197,31 @@ class Trajectory:
         turns = self.episode.turns if self.episode is not None else ()
         start, spans = 0, self.spans
         for thread in self.threads:
-            place = slice(start, start := start + thread.num_tokens)
-            num_sampled = int(np.count_nonzero(self.loss_mask[place]))
-            own = [turn for turn in turns if turn.thread == thread.name]
-            whole = replace(
+            tokens = slice(start, start := start + thread.num_tokens)
+            num_sampled = int(np.count_nonzero(self.loss_mask[tokens]))
+            thread_turns = [turn for turn in turns if turn.thread == thread.name]
+            part = replace(
                 self,
-                token_ids=self.token_ids[place],
-                loss_mask=self.loss_mask[place],
-                behavior_logprobs=self.behavior_logprobs[place],
+                token_ids=self.token_ids[tokens],
+                loss_mask=self.loss_mask[tokens],
+                behavior_logprobs=self.behavior_logprobs[tokens],
                 spans=first_tokens(spans, num_sampled),
                 prompt=thread.opening,
-                response="".join(turn.response for turn in own),
-                reasoning="".join(turn.reasoning for turn in own),
+                response="".join(turn.response for turn in thread_turns),
+                reasoning="".join(turn.reasoning for turn in thread_turns),
                 reward=self.thread_reward(thread.name),
                 threads=(thread,),
             )
-            separated.append(whole)
+            separated.append(part)
             spans = last_tokens(spans, num_tokens(spans) - num_sampled)
         return tuple(separated)
 
 
 def rewards_by_baseline(members: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """The rewards of a scored group that share a baseline: of its trajectories, or, where threads have rewards of their
-    own, of the threads of each name.
+    """Group the rewards of a scored group by the baseline that they share.
+
+    All trajectories share one baseline, named `main`. If threads have their own rewards, the threads of each name share
+    one.
     """
     is_by_thread = has_thread_rewards(members)
     compared: dict[str, list[float]] = {}
@@ -229,28 +234,28 @@ def rewards_by_baseline(members: Sequence[Trajectory]) -> dict[str, list[float]]
 
 
 def has_thread_rewards(members: Sequence[Trajectory]) -> bool:
-    """Whether any thread of a group has a reward of its own."""
+    """Whether any thread of a group has its own reward."""
     return any(is_thread_reward(name) for member in members for name in member.reward_parts)
 
 
 def is_thread_reward(name: str) -> bool:
-    """Whether a part of a reward is that of a thread."""
+    """Whether a reward part is the reward of a thread."""
     return name.startswith(THREAD_PART)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPayload:
-    """The heavy part of a group. It lives in the object store; the controller holds a `GroupRef`.
+    """The token data of a group. It is kept in the object store; the controller holds a `GroupRef`.
 
-    What is below the trajectories is added where the group is trained. The arrays are `[n] float32`: one number for
-    each of its n sampled tokens, members one after another; None: there are none.
+    The fields after `trajectories` are set by the trainer. The arrays are `[n] float32` with one value per sampled
+    token of the group, trajectories concatenated; None if not computed.
 
     Attributes:
         min_version: Tokens sampled before this version carry no loss weight.
         reference: Logprobs of the reference policy.
-        teacher: Logprobs of a teacher.
+        teacher: Logprobs of the teacher.
         proximal: Logprobs of the policy at the start of the step.
-        values: V of the critic before each token.
+        values: The critic's value estimates before each token.
     """
 
     group_id: GroupId
@@ -262,20 +267,21 @@ class GroupPayload:
     values: NDArray[np.float32] | None = None
 
 
-@dataclass(slots=True)  # not frozen, as `Trajectory`
+# Not frozen, for the same reason as `Trajectory`.
+@dataclass(slots=True)
 class GroupRef:
-    """Metadata of a ready group plus an opaque handle to its `GroupPayload`. Nothing of it ever changes.
+    """Metadata of a ready group and an opaque handle to its `GroupPayload`. Immutable by convention.
 
     Attributes:
-        handle: What the trainer's side resolves to the payload (a Ray ObjectRef, or the payload itself).
-        spans: Version spans of every member, for staleness accounting.
-        rewards: One scalar per member, in member order.
+        handle: Handle that the trainer resolves to the payload (a Ray ObjectRef, or the payload itself).
+        spans: Version spans of each trajectory, for staleness accounting.
+        rewards: One scalar per trajectory, in order.
         min_version: Tokens sampled before this version carry no loss weight (`on_expiry: trim`).
-        reference: Handle of the reference policy's logprobs of the sampled tokens, if the loss needs them.
-        teacher: Likewise, of the teacher's.
-        tokens_by_version: Sampled tokens, trimmed or not, by the version that sampled them.
+        reference: Handle of the reference logprobs of the sampled tokens, if the loss needs them.
+        teacher: Handle of the teacher logprobs of the sampled tokens, if the loss needs them.
+        tokens_by_version: Number of sampled tokens by version, including trimmed tokens.
         oldest_version: The smallest of these versions.
-        newest_version: The largest.
+        newest_version: The largest of these versions.
     """
 
     group_id: GroupId
@@ -301,15 +307,15 @@ class GroupRef:
 
     @property
     def num_trimmed_tokens(self) -> int:
-        """Sampled tokens that carry no loss weight because they are too old."""
+        """Number of sampled tokens that carry no loss weight because they are too old."""
         return sum(tokens for version, tokens in self.tokens_by_version.items() if version < self.min_version)
 
     def staleness(self, version: int) -> int:
-        """Of its oldest token that carries loss weight, if trained at `version`; in versions."""
+        """Staleness of the oldest token with loss weight if the group trains at `version`, in versions."""
         return version - max(self.oldest_version, self.min_version)
 
 
 async def iterate_groups(groups: Sequence[GroupRef]) -> AsyncIterator[GroupRef]:
-    """Groups that are all there, as the stream that a trainer consumes."""
+    """Yield complete groups as the asynchronous iterator that `TrainerGroup.step` consumes."""
     for group in groups:
         yield group
