@@ -6,8 +6,7 @@ Symbols: B groups per batch, v published version, η maximum staleness of a trai
 alone does not bound staleness: short groups overtake long ones, and any number of versions can be published while a
 long group generates. *Consumption* adds the bound. The deadline of a group is its oldest version + η, the last v at
 which it may train. A batch may close at v only if all groups left outside can still meet their deadlines, with one
-batch of B per
-version:
+batch of B per version:
 
     for every k = 0..η:   #{live groups outside the batch with deadline ≤ v + k}  ≤  k·B
 

@@ -1,7 +1,8 @@
-"""Which words of a buffer differ from those of another: what weight deltas are made of.
+"""Bitwise comparison of two buffers: finds the changed elements that a weight delta consists of.
 
-Words are integers of the width of a weight, so bits are compared: a NaN that stays is no change, 0.0 to -0.0 is one.
-The bitmap is that of the wire (weights/codec/delta.py): bit i % 8 of byte i // 8, least significant first.
+Elements are compared as integer words of the width of a weight. An unchanged NaN is therefore not a change, while 0.0
+to -0.0 is one. The bitmap has the wire format (weights/codec/delta.py): bit i % 8 of byte i // 8, least significant bit
+first.
 
 Shape legend: n elements, k of them changed.
 """
@@ -22,7 +23,7 @@ WORD_DTYPES = (torch.int16, torch.int32)
 
 
 class Changes(Protocol):
-    """The changed elements of a buffer; what is derived from them is computed when it is asked for."""
+    """The changed elements of a buffer. Bitmap, positions and values are computed on request."""
 
     @property
     def num_elements(self) -> int:
@@ -47,10 +48,10 @@ def find_changes(current: Tensor, previous: Tensor) -> Changes:
 
     Args:
         current: `[n] int16` or `int32`, contiguous.
-        previous: The same before, on the same device.
+        previous: The previous contents, with equal shape, dtype and device.
 
     Raises:
-        ShapeError: If they cannot be compared word by word.
+        ShapeError: If shapes or dtypes differ, or the dtype is not an integer word.
     """
     if current.shape != previous.shape or current.dtype != previous.dtype or current.dtype not in WORD_DTYPES:
         raise ShapeError(
@@ -66,7 +67,7 @@ def find_changes(current: Tensor, previous: Tensor) -> Changes:
 
 @dataclass(frozen=True)
 class FlaggedChanges:
-    """`Changes` in torch, by way of one flag per element.
+    """`Changes` in torch, based on one flag per element.
 
     Attributes:
         current: `[n]` words.
@@ -103,6 +104,6 @@ def compare_words(current: Tensor, previous: Tensor) -> FlaggedChanges:
 
 
 def bits_of(bitmap: Tensor, num_elements: int) -> Tensor:
-    """`[⌈n / 8⌉] uint8`, least significant bit first -> `[n] bool`."""
+    """Unpack a bitmap `[⌈n / 8⌉] uint8`, least significant bit first, to `[n] bool`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
     return ((bitmap.unsqueeze(1) >> shifts) & 1).flatten()[:num_elements].bool()

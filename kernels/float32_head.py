@@ -1,8 +1,8 @@
-"""An output projection that computes logits in float32, whatever the precision of the model.
+"""An output projection that computes logits in float32 for models of any precision.
 
-For samplers: the trainer's `linear_logprob` never rounds a logit. In bfloat16, logits near 20 are 1/8 apart, so an
-engine that rounds them disagrees with its trainer by that alone. Products of bfloat16 numbers are exact in float32, so
-both sides agree once they accumulate there. Source: MiniMax-M1, arXiv 2506.13585.
+It is used by samplers, because the trainer's `linear_logprob` never rounds a logit. In bfloat16, logits near 20 are 1/8
+apart, so rounding alone makes an engine disagree with its trainer. Products of bfloat16 numbers are exact in float32,
+so both sides agree if they accumulate in float32. Source: MiniMax-M1, arXiv 2506.13585.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Float32Head(nn.Linear):
 
 
 def use_float32_head(causal_lm: Any) -> None:
-    """Let the head of a `...ForCausalLM` compute in float32. Its weight stays the same object, tied or not."""
+    """Make the head of a `...ForCausalLM` compute in float32. Its weight remains the same object, tied or not."""
     head = causal_lm.get_output_embeddings()
-    assert type(head) is nn.Linear, f"{type(head).__name__} is no plain Linear"
+    assert type(head) is nn.Linear, f"{type(head).__name__} is not a plain Linear"
     head.__class__ = Float32Head

@@ -1,17 +1,18 @@
-"""Target logprobs and entropies straight from hidden states, never holding a whole `[T, V]` matrix.
+"""Target logprobs and entropies from hidden states, without materializing the `[T, V]` logits.
 
     ℓ = log_softmax(head(h) / temperature);   logprob_t = ℓ[t, y_t];   entropy_t = −Σ_v exp(ℓ_tv) · ℓ_tv
 
-On a GPU forward is one Triton kernel and backward cuBLAS products around another; on CPU both are cache-sized tiles
-(docs/concepts/kernels.md). Memory beyond the gradients themselves is a tile and a few `[T]` vectors, whatever T and V.
+On a GPU, forward is one Triton kernel, and backward is a second one between cuBLAS products. On CPU, both use
+cache-sized tiles (docs/concepts/kernels.md). Memory beyond the gradients is one tile and a few `[T]` vectors, for any T
+and V.
 
-Logits of a plain head are accumulated and kept in float32 whatever the operands, as `Float32Head` gives them to a
-sampler; another module gives them in a precision of its own.
+Logits of a plain head are accumulated and kept in float32 for any dtype of the operands, like those of `Float32Head` in
+a sampler. Other modules determine the precision of their logits themselves.
 
-A head that is an `nn.Linear` without bias is called once, with the computation above in place of its product: hooks
-around the module, with which ZeRO-3 gathers and releases its weight, run once forward and once backward, and not per
-chunk. Any other module (with a bias, an adapter, a tensor-parallel product) is called for one chunk of tokens at a
-time, and again in backward.
+A head that is an `nn.Linear` without bias is called once, with the computation above in place of its matrix product.
+Hooks of the module, with which ZeRO-3 gathers and releases its weight, therefore run once in forward and once in
+backward instead of once per chunk. Any other module (with a bias, an adapter, a tensor-parallel product) is called for
+one chunk of tokens at a time, and again in backward.
 
 Shape legend: T tokens, V vocabulary, H hidden.
 """
@@ -30,18 +31,18 @@ from penstock.kernels.float32_head import Float32Head
 from penstock.kernels.portable.logprob import Settings, logprobs_and_entropies
 
 MAX_LOGITS = 1 << 27
-"""Logits held at once (elements; 512 MiB in float32) at most. A CPU's tiles are far smaller, for its caches' sake."""
+"""Maximum number of logits in memory (elements; 512 MiB in float32). Tiles on CPU are far smaller, to fit its cache."""
 MAX_OPAQUE_LOGITS = 1 << 25
-"""The same for heads that can only be called (128 MiB in float32, a few times over while a chunk is worked on)."""
+"""The same for heads that can only be called (128 MiB in float32, of which a chunk needs several copies)."""
 
 
 class LinearLogprobs(NamedTuple):
-    """What one pass over the logits says about each target.
+    """Result of one pass over the logits, per target.
 
     Attributes:
         logprobs: `[T] float32`, natural log; carries gradient.
         entropies: `[T] float32`, nats; carries gradient.
-        is_most_likely: `[T] bool`, no other token's logit is greater.
+        is_most_likely: `[T] bool`, whether no other token has a larger logit.
     """
 
     logprobs: Tensor
@@ -50,7 +51,7 @@ class LinearLogprobs(NamedTuple):
 
 
 class VocabularyShard(NamedTuple):
-    """A slice of the head: the tokens `start` ≤ id < `stop`, and the ranks that hold the slices."""
+    """One rank's slice of the head, the tokens `start` ≤ id < `stop`, and the process group that holds all slices."""
 
     start: int
     stop: int
@@ -72,12 +73,12 @@ def linear_logprobs(
     Args:
         hidden: `[T, H]`, last hidden states, float32, bfloat16 or float16 (float64 is computed in float64).
         head: The output projection: a module (called, so that ZeRO-3 hooks gather its weight) or its weight `[V, H]`.
-        targets: `[T] int64`, the token each hidden state is to predict.
+        targets: `[T] int64`, the token that each hidden state predicts.
         temperature: Divides the logits; > 0.
-        max_logits: Most elements of a tile of logits.
+        max_logits: Maximum number of elements of a tile of logits.
 
     Raises:
-        ShapeError: If shapes or dtypes do not fit each other.
+        ShapeError: If shapes or dtypes do not match.
     """
     if isinstance(head, nn.Module) and not _is_plain(head):
         return _chunked_scores(hidden, head, targets, temperature, min(max_logits, MAX_OPAQUE_LOGITS))
@@ -93,28 +94,28 @@ def vocabulary_parallel_logprobs(
     temperature: float = 1.0,
     max_logits: int = MAX_LOGITS,
 ) -> LinearLogprobs:
-    """Compute the same where each rank of a group holds a slice of the head; all get all results.
+    """Compute `linear_logprobs` with the head sharded over the ranks of a group; every rank gets the full result.
 
-    Two collectives of `[T]` and `[3, T]` forward, one of `[T, H]` (float32) backward. The gradient of `hidden` is that
-    of the whole vocabulary on every rank: the loss is one, computed by each of them, and not a sum over ranks.
+    Forward uses two collectives of `[T]` and `[3, T]`, backward one of `[T, H]` float32. The gradient of `hidden` is
+    that of the whole vocabulary on every rank: all ranks compute the same loss, which is not summed over ranks.
 
     Args:
         hidden: `[T, H]`, equal on all ranks.
-        head: This rank's rows, `[V', H]`; or a module without bias that has them as its `weight`, called once with
-            the computation in place of its own, and of any collective of its own.
+        head: This rank's rows, `[V', H]`, or a module without bias that has them as its `weight`. A module is called
+            once, with this computation in place of its own forward, including any collective in it.
         targets: `[T] int64`, tokens of the whole vocabulary, equal on all ranks.
-        part: Which rows, and who has the others; V' may differ between ranks.
+        part: The range of the rows and the process group; V' may differ between ranks.
         temperature: Divides the logits; > 0.
-        max_logits: Most elements of a tile of logits.
+        max_logits: Maximum number of elements of a tile of logits.
 
     Raises:
-        ShapeError: If shapes or dtypes do not fit each other.
+        ShapeError: If shapes or dtypes do not match.
     """
     return _scores(hidden, head, targets - part.start, Settings(1.0 / temperature, max_logits, part.group))
 
 
 def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings: Settings) -> LinearLogprobs:
-    """By the weight of `head`; if it is a module, as its forward, in between the hooks that make its weight whole."""
+    """Compute from the weight of `head`. For a module this runs as its forward, inside the hooks that gather it."""
 
     def compute(rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         if rows.shape[:1] != targets.shape or rows.shape[1:] != weight.shape[1:] or rows.dtype != weight.dtype:
@@ -127,7 +128,8 @@ def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings:
 
     if isinstance(head, Tensor):
         return LinearLogprobs(*compute(hidden, head))
-    vars(head)["forward"] = lambda rows: compute(rows, cast("Tensor", head.weight))  # shadows the class's for one call
+    # An instance attribute shadows the forward of the class for this one call.
+    vars(head)["forward"] = lambda rows: compute(rows, cast("Tensor", head.weight))
     try:
         return LinearLogprobs(*head(hidden))
     finally:
@@ -135,7 +137,7 @@ def _scores(hidden: Tensor, head: nn.Module | Tensor, targets: Tensor, settings:
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """True if calling `head` is `hidden weightᵀ` and nothing else, but for hooks and for where it is rounded."""
+    """Whether calling `head` computes exactly `hidden weightᵀ`, apart from hooks and rounding."""
     return (
         isinstance(head, nn.Linear)
         and type(head).forward in (nn.Linear.forward, Float32Head.forward)
@@ -147,7 +149,7 @@ def _is_plain(head: nn.Module) -> bool:
 def _chunked_scores(
     hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, max_logits: int
 ) -> LinearLogprobs:
-    """For heads that can only be called: chunks of tokens, each recomputed in backward if there are several."""
+    """Compute chunk by chunk for heads that can only be called; several chunks are recomputed in backward."""
     size = max(1, max_logits // cast("int", head.out_features))
     is_recomputed = hidden.shape[0] > size and torch.is_grad_enabled()
     chunks = []

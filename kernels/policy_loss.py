@@ -1,4 +1,4 @@
-"""The clipped policy loss of packed tokens with its correction, divergence and metrics, in one pass on a GPU.
+"""Fused clipped policy loss of packed tokens, with off-policy correction, KL divergence and metrics, on a GPU.
 
     ρ = exp(c − p);   w = exp(p − b);   log-ratios clamped before exp
     loss = Σ_t weight_t · (f(w_t) · max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)) + g(w_t) · β · kl(c, r))
@@ -6,10 +6,10 @@
     g(w):  f(w), but 1 where w > cap masks the token
     kl:    k2 ½ (c − r)²;   k3 exp(d) − d − 1, d = r − c clamped
 
-c target, p proximal, b behavior, r reference logprobs. On a GPU a micro-batch of these few hundred kilobytes is bound
-by the number of kernels launched, 122 where it is composed; here it is one, and about ten around it. There is no
-torch version beside it: that is what the trainer composes, runs where this does not, and tests this against. Sources:
-PPO arXiv 1707.06347, AReaL arXiv 2505.24298 (decoupled).
+c target, p proximal, b behavior, r reference logprobs. A micro-batch has a few hundred kilobytes, so its time on a GPU
+is bound by kernel launches: 122 for the loss composed of torch operations, one here plus about ten around it. There is
+no torch version in this package: the trainer's composed loss is the fallback and the reference in tests. Sources: PPO
+arXiv 1707.06347, AReaL arXiv 2505.24298 (decoupled).
 
 Shape legend: T packed loss tokens, L buckets of staleness.
 """
@@ -28,16 +28,16 @@ SUMS = (
     "tokens", "measured_tokens", "loss", "entropy", "weight", "weight_squared", "masked", "clipped_low", "clipped_high",
     "abs_log_ratio", "kl_k3", "reference_kl", "teacher_kl", "token_weight", "kept_token_weight",
 )  # fmt: skip
-"""What is added up over tokens, in this order."""
+"""Sums over all tokens, in this order."""
 BY_STALENESS = ("tokens", "weight", "masked", "weight_squared", "abs_log_ratio", "kl_k3")
-"""What is added up over the tokens of each bucket of staleness, in this order."""
+"""Sums over the tokens of each staleness bucket, in this order."""
 MAXIMA = ("weight", "abs_log_ratio")
-"""What is maximised over tokens, in this order; behind it the greatest weight of each bucket of staleness."""
+"""Maxima over all tokens, in this order, followed by the largest weight of each staleness bucket."""
 
 
 @dataclass(frozen=True)
 class ClippedLoss:
-    """The combinations that have a kernel: `ppo_clip` with a weight per token and a divergence per token.
+    """Settings of the fused loss: `ppo_clip` with an off-policy weight and a KL divergence per token.
 
     Attributes:
         clip_low: ε_low, in ratio units.
@@ -45,9 +45,9 @@ class ClippedLoss:
         max_log_ratio: c − p and p − b are clamped to ± this before exp.
         max_kl_log_ratio: r − c is clamped to ± this in k3, in both of its terms.
         correction: `none`: 1. `decoupled`: w, masked where w > cap. `tis_token`: min(w, cap).
-        cap: Of the weight w; not read by `none`.
+        cap: Upper limit of the weight w; ignored by `none`.
         kl: Estimator of the divergence from the reference.
-        kl_coefficient: β ≥ 0; not read without an estimator.
+        kl_coefficient: β ≥ 0; ignored without an estimator.
     """
 
     clip_low: float
@@ -61,21 +61,21 @@ class ClippedLoss:
 
 
 class ClippedTokens(NamedTuple):
-    """One micro-batch; gradient flows to `target` alone.
+    """Columns of one micro-batch. Gradient flows to `target` only.
 
     Attributes:
         target: `[T] float32` c, logprobs of the policy in training.
-        proximal: `[T] float32` p, logprobs at the centre of the trust region.
+        proximal: `[T] float32` p, logprobs of the proximal policy, the centre of the trust region.
         behavior: `[T] float32` b, logprobs recorded by the engine.
-        reference: `[T] float32` r, of the reference policy; anything finite if there is none.
+        reference: `[T] float32` r, logprobs of the reference policy; any finite values if there is none.
         advantages: `[T] float32` A.
-        weights: `[T] float32`, of the aggregation: the loss is their weighted sum.
-        start: `[T] float32`, logprobs at the start of the batch; None: behavior weights are not measured.
-        teacher: `[T] float32`, of a teacher; only measured.
-        entropies: `[T] float32`, nats; only measured.
+        weights: `[T] float32`, aggregation weights: the loss is the weighted sum over tokens.
+        start: `[T] float32`, logprobs at the start of the batch; None disables metrics of behavior weights.
+        teacher: `[T] float32`, logprobs of a teacher, used for metrics only.
+        entropies: `[T] float32`, nats, used for metrics only.
         staleness: `[T] int64`, staleness in versions.
         bucket_ends: `[L − 1] int64`, ascending: the largest staleness of each bucket but the last. The first bucket
-            holds the tokens of other policies: only `BY_STALENESS` measures their behavior weights.
+            holds the tokens of other policies, whose behavior weights enter `BY_STALENESS` only.
     """
 
     target: Tensor
@@ -92,13 +92,13 @@ class ClippedTokens(NamedTuple):
 
 
 class LossAndMetrics(NamedTuple):
-    """What one pass over the tokens gives. Sums over micro-batches and ranks are those of the batch.
+    """Result of one pass over the tokens. Summing over micro-batches and ranks gives the values of the batch.
 
     Attributes:
         loss: Scalar float32, with gradient in `target`.
         sums: `[15] float64`, see `SUMS`.
-        maxima: `[2] float64`, see `MAXIMA`; 0 if nothing is measured.
-        by_staleness: `[L, 6] float64`, see `BY_STALENESS`; 0 likewise.
+        maxima: `[2] float64`, see `MAXIMA`; 0 without `start`.
+        by_staleness: `[L, 6] float64`, see `BY_STALENESS`; 0 without `start`.
     """
 
     loss: Tensor
@@ -108,10 +108,10 @@ class LossAndMetrics(NamedTuple):
 
 
 def clipped_policy_loss(tokens: ClippedTokens, settings: ClippedLoss) -> LossAndMetrics:
-    """Compute the loss of one micro-batch and all that is measured of it, with Triton (`runs_on_triton`).
+    """Compute the loss and the metrics of one micro-batch with Triton. Requires `runs_on_triton`.
 
     Raises:
-        ShapeError: If the columns are not equally long, flat and float32 (staleness int64).
+        ShapeError: If the columns are not one-dimensional, of equal length and float32 (staleness int64).
     """
     length = tokens.target.shape
     columns = {

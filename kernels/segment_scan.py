@@ -1,8 +1,9 @@
-"""The reverse scan over packed sequences that generalised advantage estimation is made of: y_t = x_t + d_t · y_{t+1}.
+"""Segmented reverse scan over packed sequences, y_t = x_t + d_t · y_{t+1}, for generalized advantage estimation.
 
-By doubling: ⌈log₂ L⌉ vectorised steps for sequences of up to L tokens, no loop over tokens. After the step of width w,
-`result[t]` covers the 2w tokens from t on, and `carry[t]` is the product of their decays: what lies beyond has still to
-be multiplied with it. Source: Hillis and Steele 1986, doi 10.1145/7902.7903. It carries no gradient.
+The scan takes ⌈log₂ L⌉ vectorized doubling steps for sequences of up to L tokens, without a loop over tokens. After the
+step of width w, `result[t]` covers the 2w tokens from t on, and `carry[t]` is the product of their decays, by which
+contributions of later tokens are multiplied. Not differentiable. Source: Hillis and Steele 1986, doi
+10.1145/7902.7903.
 
 Shape legend: T packed tokens, S sequences.
 """
@@ -21,14 +22,14 @@ def reverse_scan(values: Tensor, decay: Tensor, bounds: Tensor) -> Tensor:
 
     Args:
         values: `[T]` float32 or float64.
-        decay: `[T]` of the same; that of a sequence's last token is not read.
+        decay: `[T]`, of the same dtype; the value at a sequence's last token is ignored.
         bounds: `[S + 1] int64`: 0, where each sequence ends, T. Empty sequences are allowed.
 
     Returns:
         `[T]`.
 
     Raises:
-        ShapeError: If `bounds` are not those of the tokens.
+        ShapeError: If the shapes do not match or `bounds` do not ascend from 0 to T.
     """
     if values.shape != decay.shape or values.dim() != 1 or len(bounds) == 0:
         raise ShapeError(
@@ -47,7 +48,7 @@ def reverse_scan(values: Tensor, decay: Tensor, bounds: Tensor) -> Tensor:
     result, width = values.clone(), 1
     while width < longest:
         result[:-width] += carry[:-width] * result[width:].clone()
-        # Beyond the last token nothing follows, and of what follows a last token nothing is carried.
+        # Windows that reach past the last token are complete, so their carry is 0.
         carry = torch.cat([carry[:-width] * carry[width:], torch.zeros_like(carry[-width:])])
         width *= 2
     return result

@@ -1,6 +1,6 @@
-"""Changed elements on a GPU: one pass compares and counts, a second compacts what the first has counted.
+"""Triton kernels for changed elements: the first pass compares and counts, the second compacts the changed elements.
 
-The bitmap of the first pass is all the second reads besides the changed words: n / 8 bytes instead of 2 n words.
+Besides the changed words, the second pass reads only the bitmap of the first: n / 8 bytes instead of 2 n words.
 
 Shape legend: n elements, k of them changed, b blocks of BLOCK bytes of bitmap (8 BLOCK elements).
 """
@@ -51,9 +51,9 @@ def gather_kernel(current, bitmap, offsets, positions, values, num_elements, BLO
     """One program: positions and words of the changed elements of BLOCK bytes, from `offsets` of the block on."""
     element, is_set, rank = set_bits(bitmap, num_elements, BLOCK)
     is_changed = is_set == 1
-    place = tl.load(offsets + tl.program_id(0)) + rank
-    tl.store(positions + place, element, mask=is_changed)
-    tl.store(values + place, tl.load(current + element, mask=is_changed, other=0), mask=is_changed)
+    offset = tl.load(offsets + tl.program_id(0)) + rank
+    tl.store(positions + offset, element, mask=is_changed)
+    tl.store(values + offset, tl.load(current + element, mask=is_changed, other=0), mask=is_changed)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Which tensors a Triton kernel takes: those on a GPU that Triton knows, and all of them under its interpreter.
+"""Dispatch between Triton kernels and portable torch code.
 
-Under `TRITON_INTERPRET=1`, which Triton reads when a kernel's module is imported, the kernels run on CPU tensors: that
-is how they are tested without a GPU.
+Triton kernels are used for CUDA tensors, and for all tensors under Triton's interpreter. The interpreter is enabled by
+`TRITON_INTERPRET=1`, which Triton reads when a kernel's module is imported; it tests the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @cache
 def is_interpreted() -> bool:
-    """True if kernels of this process run in Triton's interpreter."""
+    """Whether the kernels of this process run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -25,5 +25,5 @@ def has_triton() -> bool:
 
 
 def runs_on_triton(tensor: Tensor) -> bool:
-    """True if the Triton version of a kernel is to be used for `tensor`; otherwise the portable one."""
+    """Whether `tensor` is processed by the Triton version of a kernel instead of the portable one."""
     return has_triton() and (tensor.device.type == "cuda" or is_interpreted())

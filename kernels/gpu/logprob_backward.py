@@ -1,6 +1,6 @@
-"""One pass over a tile of logits: from float32 logits to the gradient in them, in the dtype of the next product.
+"""Triton kernel from a tile of float32 logits to the gradient in them, in the dtype of the following matrix product.
 
-Formula and torch version: `portable.logprob.gradient_of_tile`. Reads 4 bytes per logit and writes 2 (bf16).
+`portable.logprob.gradient_of_tile` has the formula and the torch version. Reads 4 bytes per logit, writes 2 (bf16).
 """
 
 from __future__ import annotations
@@ -53,21 +53,22 @@ def logits_gradient_kernel(
 def logits_gradient(
     logits: Tensor, columns: Tensor, upstream: LogprobGradient, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient in the scaled logits.
+    """Compute the gradient in the scaled logits.
 
     Args:
         logits: `[t, v]` float32, unscaled, contiguous.
-        columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 where it is in another.
-        upstream: Of these tokens.
+        columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 if it is in another tile.
+        upstream: Upstream gradients of these tokens.
         scale: Multiplies the logits.
-        dtype: Of the result.
+        dtype: Data type of the result.
 
     Returns:
         `[t, v]`.
     """
     num_tokens, vocab_size = logits.shape
     gradient = torch.empty_like(logits, dtype=dtype)
-    entropy = upstream.logprob if upstream.entropy is None else upstream.entropy  # not read if there is none
+    # Without an entropy gradient the kernel needs some pointer, which it does not read.
+    entropy = upstream.logprob if upstream.entropy is None else upstream.entropy
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return num_tokens, triton.cdiv(vocab_size, meta["BLOCK"])

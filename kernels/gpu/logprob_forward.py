@@ -1,9 +1,10 @@
-"""Matrix product and online softmax in one kernel: row statistics of `hidden weightᵀ`, no logit leaves the chip.
+"""Triton kernel that fuses matrix product and online softmax: row statistics of `hidden weightᵀ` without storing
+logits.
 
-Each program walks one slice of the vocabulary for one block of tokens and keeps m, s and u of its rows in registers
-(`portable.logprob`). Programs that run at the same time are GROUP blocks of tokens times all slices: at
-T=16k and H=4k in bf16 they share 16 MiB of hidden states, which stay in the second-level cache, while the weight
-streams through it once per group. Why this kernel and not cuBLAS: docs/adr/0009-kernels.md.
+Each program processes one slice of the vocabulary for one block of tokens and keeps m, s and u of its rows in registers
+(`portable.logprob`). Concurrent programs cover GROUP blocks of tokens times all slices: at T=16k and H=4k in bf16 they
+share 16 MiB of hidden states, which stay in the L2 cache, while the weight is streamed through it once per group.
+docs/adr/0009-kernels.md explains why this kernel is used instead of cuBLAS.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ CONFIGS = [
 FLOAT32_CONFIGS = [_config(64, 64, 32, warps=4, stages=3)]
 INTERPRETED_CONFIGS = [_config(16, 32, 16, warps=1, stages=1)]
 MIN_SPLIT_WORDS = 4096
-"""Below so many words a split's softmax partials and its shorter pipeline cost more than idle multiprocessors."""
+"""Minimum vocabulary entries per split: below it, partial statistics and short pipelines cost more than idle SMs."""
 NUM_SPLITS = 8
 """Slices of the vocabulary: times 16 blocks of tokens they fill the 132 multiprocessors of an H100."""
 
 
 def _configs_of(configs: list[triton.Config], named_args: dict[str, Any], **_: Any) -> list[triton.Config]:
-    """float32 operands are twice as wide: tiles for bf16 would not fit."""
+    """Select the configs of the operands' width: float32 is twice as wide, so tiles for bf16 would not fit."""
     is_wide = named_args["hidden"].element_size() == 4
-    return [each for each in configs if (each.kwargs["BLOCK_H"] == 32) == is_wide]
+    return [config for config in configs if (config.kwargs["BLOCK_H"] == 32) == is_wide]
 
 
 @triton.autotune(
@@ -109,16 +110,17 @@ def statistics_kernel(
         shift = maximum - new_maximum
         factor = tl.exp(shift)
         distance = logits - new_maximum[:, None]
-        exponentials = tl.exp(distance)  # of `lowest`: 0, and 0 · lowest is 0
+        # For `lowest` the exponential is 0, and 0 · lowest is 0.
+        exponentials = tl.exp(distance)
         weighted = (weighted + total * shift) * factor + tl.sum(exponentials * distance, 1)
         total = total * factor + tl.sum(exponentials, 1)
         maximum = new_maximum
 
-    place = split.to(tl.int64) * num_tokens + token
-    tl.store(maxima + place, maximum, mask=is_token)
-    tl.store(totals + place, total, mask=is_token)
-    tl.store(weighted_sums + place, weighted, mask=is_token)
-    tl.store(target_logits + place, target_logit, mask=is_token)
+    offset = split.to(tl.int64) * num_tokens + token
+    tl.store(maxima + offset, maximum, mask=is_token)
+    tl.store(totals + offset, total, mask=is_token)
+    tl.store(weighted_sums + offset, weighted, mask=is_token)
+    tl.store(target_logits + offset, target_logit, mask=is_token)
 
 
 def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float) -> Statistics:
@@ -135,7 +137,7 @@ def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: flo
     """
     num_tokens, hidden_size = hidden.shape
     vocab_size = len(weight)
-    # Words per split are a multiple of 256, so that only the last tile of the last split is ragged.
+    # The size of a split is a multiple of 256, so that only the last tile of the last split is partial.
     least, multiple = (64, 64) if is_interpreted() else (MIN_SPLIT_WORDS, 256)
     split_size = triton.cdiv(max(least, triton.cdiv(vocab_size, NUM_SPLITS)), multiple) * multiple
     num_splits = triton.cdiv(vocab_size, split_size)
@@ -164,7 +166,7 @@ def fused_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: flo
 
 
 def can_fuse(hidden: Tensor, weight: Tensor) -> bool:
-    """True if `fused_statistics` takes the operands: descriptors need contiguous rows at multiples of 16 bytes."""
+    """Whether `fused_statistics` supports the operands: descriptors need contiguous rows, aligned to 16 bytes."""
     return (
         hidden.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and hidden.is_contiguous()
@@ -176,6 +178,6 @@ def can_fuse(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where Triton puts the descriptors of one launch: 128 bytes each; torch aligns to 512."""
+    """Allocator for the tensor descriptors of one launch: 128 bytes each; torch aligns allocations to 512 bytes."""
     del alignment, stream
     return torch.empty(size, dtype=torch.int8, device="cuda")

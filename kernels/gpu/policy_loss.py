@@ -1,8 +1,8 @@
-"""Loss, gradient and metrics of packed tokens in one pass: at most 44 bytes read and 4 written per token.
+"""Triton kernel for loss, gradient and metrics of packed tokens: reads at most 44 bytes and writes 4 per token.
 
-The loss is a scalar, so its gradient in the target logprobs is known up to one factor, which backward supplies.
-Comparisons are written so that NaN passes through: a NaN is to end the step. What is measured is computed in float64,
-as where it is composed: exp(x) − x − 1 of engines that hardly differ has no digit left in float32.
+The loss is a scalar, so forward can compute its gradient in the target logprobs up to one factor, which backward
+supplies. Comparisons propagate NaN, because a NaN must cause the step to be skipped. Metrics are computed in float64,
+as in the composed loss: for nearly equal logprobs, exp(x) − x − 1 has no significant digit in float32.
 
 Shape legend: T packed loss tokens, b blocks of them, L buckets of staleness.
 """
@@ -27,19 +27,19 @@ DIVERGENCES = {"none": 0, "k2": 2, "k3": 3}
 
 @triton.jit
 def clamped(log_ratio, limit):
-    """NaN stays NaN, which `tl.clamp` does not promise."""
+    """Clamp to ± limit. Propagates NaN, which `tl.clamp` does not guarantee."""
     return tl.where(log_ratio > limit, limit, tl.where(log_ratio < -limit, -limit, log_ratio))
 
 
 @triton.jit
 def greatest(left, right):
-    """Maximum that keeps NaN."""
+    """Maximum that propagates NaN."""
     return tl.where((left > right) | (left != left), left, right)
 
 
 @triton.jit
 def k3(policy, other, limit):
-    """Of every token, in float64."""
+    """The k3 estimator of every token, in float64."""
     log_ratio = clamped(other.to(tl.float64) - policy.to(tl.float64), limit)
     return tl.exp(log_ratio) - log_ratio - 1.0
 
@@ -81,7 +81,7 @@ def clipped_loss_kernel(
     """One program: BLOCK tokens -> their gradient, and one row of `partials` `[b, 17 + 7 L] float64`.
 
     A row is `SUMS` from 0 on, `MAXIMA` from 15, those of each bucket from 17, `BY_STALENESS` of each from 17 + L.
-    Lanes beyond the last token hold zeros, which add nothing where `is_token` is not asked.
+    Lanes beyond the last token hold zeros, so sums need no mask where a zero contributes nothing.
     """
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_token = token < num_tokens
@@ -107,7 +107,7 @@ def clipped_loss_kernel(
     factor = token_weight
     kl_factor = token_weight
     if CORRECTION == 1:
-        # A mask rejects the policy term alone: the divergence of a masked token counts like an on-policy one's.
+        # The mask rejects the policy term only. The divergence of a masked token has weight 1, as on-policy.
         factor *= tl.where(is_masked, 0.0, weight)
         kl_factor *= tl.where(is_masked, 1.0, weight)
     else:
@@ -141,8 +141,8 @@ def clipped_loss_kernel(
     if IS_MEASURED:
         token_staleness = tl.load(staleness + token, mask=is_token, other=0)
         bucket = tl.zeros((BLOCK,), tl.int32)
-        for place in tl.static_range(NUM_BUCKETS - 1):
-            bucket += (token_staleness > tl.load(bucket_ends + place)).to(tl.int32)
+        for index in tl.static_range(NUM_BUCKETS - 1):
+            bucket += (token_staleness > tl.load(bucket_ends + index)).to(tl.int32)
         distance = tl.load(start + token, mask=is_token, other=0.0).to(tl.float64) - b.to(tl.float64)
         behavior_weight = tl.exp(clamped(distance, limit))
         is_own = (is_token & (bucket > 0)).to(tl.float64)
@@ -155,13 +155,13 @@ def clipped_loss_kernel(
         tl.store(row + 10, tl.sum((behavior_weight - distance - 1.0) * is_own, 0))
         tl.store(row + 15, tl.reduce(own_weight, 0, greatest))
         tl.store(row + 16, tl.reduce(own_distance, 0, greatest))
-        for place in tl.static_range(NUM_BUCKETS):
-            is_here = (bucket == place) & is_token
+        for index in tl.static_range(NUM_BUCKETS):
+            is_here = (bucket == index) & is_token
             weight_here = tl.where(is_here, behavior_weight, 0.0)
             distance_here = tl.where(is_here, distance, 0.0)
             drift_here = tl.where(is_here, behavior_weight - distance - 1.0, 0.0)
-            tl.store(row + 17 + place, tl.reduce(weight_here, 0, greatest))
-            sums = row + 17 + NUM_BUCKETS + 6 * place
+            tl.store(row + 17 + index, tl.reduce(weight_here, 0, greatest))
+            sums = row + 17 + NUM_BUCKETS + 6 * index
             tl.store(sums + 0, total(is_here))
             tl.store(sums + 1, tl.sum(weight_here, 0))
             tl.store(sums + 2, total(is_here & is_masked))

@@ -1,27 +1,28 @@
-"""Logprobs and entropies from hidden states, tile by tile, in torch: statistics forward, recomputed tiles backward.
+"""Tiled logprobs and entropies from hidden states in torch; backward recomputes the tiles.
 
-A row of logits is reduced to statistics, which are merged by the online softmax (arXiv 1805.02867):
+Forward reduces each row of logits to statistics, which are merged by the online softmax (arXiv 1805.02867):
 
     m = max_v x_v;   s = Σ_v exp(x_v − m);   u = Σ_v exp(x_v − m) · (x_v − m)
     log Σ_v exp x_v = m + ln s;   entropy = ln s − u / s
 
-Parts are slices of the vocabulary: tiles, splits of a kernel, or ranks. Moving a part from its maximum m to a greater
-one m' costs two multiplications: s' = s e^{m − m'};  u' = (u + s (m − m')) e^{m − m'}.
+Partial statistics belong to slices of the vocabulary: tiles, splits of a kernel, or ranks. Rescaling them from their
+maximum m to a larger one m' costs two multiplications: s' = s e^{m − m'};  u' = (u + s (m − m')) e^{m − m'}.
 
 With upstream gradients g of the logprob and e of the entropy η, and log-probabilities ℓ of a row with target y:
 
     ∂/∂x_v = g · 1[v = y] − p_v · (g + e · (ℓ_v + η)),   p_v = exp ℓ_v
 
-A tile is `[t, v]` logits of some tokens and some of the vocabulary, and nothing wider ever exists. The vocabulary is
-the outer loop: a block of the head's weight is read once, and its gradient is complete before the next block begins, so
-it is accumulated in float32 and written once, whatever its dtype. Matrix products are the vendor library's (MKL,
-cuBLAS; docs/adr/0009-kernels.md); on CPU a tile stays in cache between them.
+A tile holds `[t, v]` logits of a block of tokens and a block of the vocabulary; no larger logits tensor is ever
+allocated. The vocabulary is the outer loop: each block of the head's weight is read once, and its gradient is complete
+before the next block starts, so it is accumulated in float32 and written once in the dtype of the weight. Matrix
+products are those of the vendor library (MKL, cuBLAS; docs/adr/0009-kernels.md). On CPU a tile stays in cache between
+them.
 
-What is kept between forward and backward is `[T]`-sized, next to `hidden` and `weight` themselves. A gradient known
-only in backward cannot be folded into forward, and logits kept are the `[T, V]` matrix: so each tile's product is
-computed once more, four products in all instead of three.
+Only `[T]`-sized tensors are saved for backward, besides `hidden` and `weight`. The upstream gradient is unknown in
+forward, and saving the logits would mean saving the `[T, V]` matrix. Each tile's product is therefore recomputed: four
+products in total instead of three.
 
-Shape legend: T tokens, V (slice of the) vocabulary, H hidden, P parts; t, v the extents of a tile.
+Shape legend: T tokens, V (slice of the) vocabulary, H hidden, P slices; t, v the extents of a tile.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from penstock.kernels.gpu.dispatch import runs_on_triton
 
 LOWEST = -3.0e38
-"""Stands for −∞ as the maximum of nothing: times zero it is zero, while −∞ gives NaN."""
+"""Maximum of an empty set. Finite, because 0 · LOWEST is 0 while 0 · −∞ is NaN."""
 
 
 class Statistics(NamedTuple):
-    """Of T rows of logits, or of P parts of each: `[T]` or `[P, T]`, float32 (float64 for float64 logits).
+    """Softmax statistics of T rows of logits, or of P slices of each: `[T]` or `[P, T]`, float32 (float64 for float64).
 
     Attributes:
         maximum: m.
         total: s.
         weighted: u.
-        target: The target's logit; 0 in every part of the vocabulary that does not hold it.
+        target: The target's logit; 0 in every slice of the vocabulary that does not contain the target.
     """
 
     maximum: Tensor
@@ -57,7 +58,8 @@ class Statistics(NamedTuple):
     target: Tensor
 
     def logprob(self) -> Tensor:
-        return (self.target - self.maximum) - self.total.log()  # m + ln s would round away what logits near m differ by
+        # Not target − (m + ln s): the sum would round away the differences of logits near m.
+        return (self.target - self.maximum) - self.total.log()
 
     def entropy(self) -> Tensor:
         return self.total.log() - self.weighted / self.total
@@ -65,7 +67,7 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True)
 class LogprobGradient:
-    """Gradients of the loss in the results, and what of the forward pass they are combined with: `[T]` each.
+    """Upstream gradients, and the forward results that backward combines them with: `[T]` each.
 
     Attributes:
         logprob: g, float32.
@@ -83,35 +85,36 @@ class LogprobGradient:
 
     def of(self, block: slice) -> LogprobGradient:
         entropy = None if self.entropy is None else self.entropy[block]
-        rows = (each[block] for each in (self.maximum, self.log_total, self.entropies))
-        return LogprobGradient(self.logprob[block], entropy, *rows)
+        """The same of a block of tokens."""
+        rest = (column[block] for column in (self.maximum, self.log_total, self.entropies))
+        return LogprobGradient(self.logprob[block], entropy, *rest)
 
 
 def empty_statistics(num_tokens: int, dtype: torch.dtype, device: torch.device) -> Statistics:
-    """Of no logits at all: the neutral element of merging."""
+    """Statistics of no logits: the neutral element of merging."""
     maximum = torch.full((num_tokens,), LOWEST, dtype=dtype, device=device)
     total, weighted, target = (torch.zeros_like(maximum) for _ in range(3))
     return Statistics(maximum, total, weighted, target)
 
 
 def merge_statistics(parts: Statistics) -> Statistics:
-    """`[P, T]` statistics of P disjoint parts of the vocabulary -> `[T]` of the whole."""
+    """Merge `[P, T]` statistics of P disjoint slices of the vocabulary into `[T]` statistics of all of it."""
     maximum = parts.maximum.amax(0)
-    total, weighted = _moved(parts, maximum)
+    total, weighted = _rescaled(parts, maximum)
     return Statistics(maximum, total.sum(0), weighted.sum(0), parts.target.sum(0))
 
 
 def merge_ranks(local: Statistics, group: ProcessGroup) -> Statistics:
-    """The same over the ranks of `group`, each with its own slice: two collectives of `[T]` and `[3, T]`."""
+    """Merge the statistics of the ranks of `group`, each with its own slice: two collectives of `[T]` and `[3, T]`."""
     maximum = local.maximum.clone()
     all_reduce(maximum, ReduceOp.MAX, group)
-    sums = torch.stack([*_moved(local, maximum), local.target])
+    sums = torch.stack([*_rescaled(local, maximum), local.target])
     all_reduce(sums, ReduceOp.SUM, group)
     return Statistics(maximum, *sums.unbind())
 
 
-def _moved(parts: Statistics, maximum: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and weighted sum relative to another maximum."""
+def _rescaled(parts: Statistics, maximum: Tensor) -> tuple[Tensor, Tensor]:
+    """Rescale the total and the weighted sum to another maximum."""
     shift = parts.maximum - maximum
     factor = shift.exp()
     return parts.total * factor, (parts.weighted + parts.total * shift) * factor
@@ -126,13 +129,13 @@ class TileShape:
 
 
 CPU_TILE = TileShape(num_tokens=512, vocab_size=1024)
-"""2 MiB in float32: with a scratch tile of the same size it stays in the second-level cache of one core."""
+"""2 MiB in float32: together with a scratch tile of the same size it fits into the L2 cache of one core."""
 GPU_TILE = TileShape(num_tokens=16384, vocab_size=8192)
 """512 MiB in float32: fewer read-modify-write passes over the `[T, H]` gradient, at 1/19 of a `[T, 152k]` matrix."""
 
 
 def tile_shape(device: torch.device, max_logits: int) -> TileShape:
-    """The device's tile, made smaller until it holds no more than `max_logits` elements."""
+    """The preferred tile of the device, reduced to at most `max_logits` elements."""
     preferred = CPU_TILE if device.type == "cpu" else GPU_TILE
     num_tokens = min(preferred.num_tokens, max(1, max_logits // min(preferred.vocab_size, 64)))
     return TileShape(num_tokens, min(preferred.vocab_size, max(1, max_logits // num_tokens)))
@@ -155,11 +158,12 @@ def tile_statistics(hidden: Tensor, weight: Tensor, targets: Tensor, scale: floa
     for vocab_start, words in _blocks(weight, shape.vocab_size):
         for token_start, rows in _blocks(hidden, shape.num_tokens):
             block = slice(token_start, token_start + len(rows))
-            logits, part = logits_tile(rows, words, scale), Statistics(*(each[block] for each in result))
+            # Views: the in-place updates below write to `result`.
+            logits, part = logits_tile(rows, words, scale), Statistics(*(statistic[block] for statistic in result))
             columns = targets[block] - vocab_start
-            place = columns.clamp(0, logits.shape[1] - 1)[:, None]
-            is_here = columns == place[:, 0]
-            part.target.add_(logits.gather(1, place)[:, 0].masked_fill_(~is_here, 0.0))
+            index = columns.clamp(0, logits.shape[1] - 1)[:, None]
+            is_in_tile = columns == index[:, 0]
+            part.target.add_(logits.gather(1, index)[:, 0].masked_fill_(~is_in_tile, 0.0))
             maximum = torch.maximum(part.maximum, logits.amax(1))
             shift = part.maximum - maximum
             factor = shift.exp()
@@ -182,7 +186,7 @@ def tile_gradients(
     wants_hidden: bool,
     wants_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute every tile again and turn it into gradients of `hidden` and `weight`.
+    """Recompute every tile and accumulate the gradients of `hidden` and `weight`.
 
     Arguments as for `tile_statistics`.
 
@@ -213,15 +217,16 @@ def tile_gradients(
 
 
 def gradient_of_tile(logits: Tensor, columns: Tensor, upstream: LogprobGradient) -> Tensor:
-    """Gradient in the scaled logits of one tile, `[t, v]`, by the formula above and in place.
+    """Compute the gradient in the scaled logits of one tile, `[t, v]`, by the formula above, in place.
 
     Args:
         logits: `[t, v]`, scaled.
-        columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 where it is in another.
-        upstream: Of these tokens.
+        columns: `[t] int64`, each row's target in this tile; outside of 0 … v − 1 if it is in another tile.
+        upstream: Upstream gradients of these tokens.
     """
     distance = logits.sub_(upstream.maximum[:, None])
-    share = upstream.log_total.neg().exp()  # 1 / s, multiplied into `[t]` factors and not into the tile
+    # 1 / s is multiplied into the `[t]` factors, which is cheaper than into the tile.
+    share = upstream.log_total.neg().exp()
     if upstream.entropy is None:
         gradient = distance.exp_().mul_((-upstream.logprob * share)[:, None])
     else:
@@ -229,9 +234,9 @@ def gradient_of_tile(logits: Tensor, columns: Tensor, upstream: LogprobGradient)
         offset = upstream.logprob + upstream.entropy * (upstream.entropies - upstream.log_total)
         slope = -upstream.entropy * share
         gradient = distance.mul_(slope[:, None]).sub_((offset * share)[:, None]).mul_(exponentials)
-    place = columns.clamp(0, logits.shape[1] - 1)[:, None]
-    is_here = columns[:, None] == place
-    return gradient.scatter_add_(1, place, upstream.logprob[:, None] * is_here)
+    index = columns.clamp(0, logits.shape[1] - 1)[:, None]
+    is_in_tile = columns[:, None] == index
+    return gradient.scatter_add_(1, index, upstream.logprob[:, None] * is_in_tile)
 
 
 def logits_tile(rows: Tensor, words: Tensor, scale: float) -> Tensor:
@@ -243,7 +248,7 @@ def logits_tile(rows: Tensor, words: Tensor, scale: float) -> Tensor:
 
 
 def _product(rows: Tensor, words: Tensor) -> Tensor:
-    """`rows wordsᵀ` in float32. cuBLAS does not round what it accumulates; on CPU the operands are widened."""
+    """`rows wordsᵀ` in float32: cuBLAS returns its float32 accumulator; on CPU the operands are converted first."""
     if rows.dtype == compute_dtype(rows):
         return torch.mm(rows, words.T)
     if rows.device.type == "cuda":
@@ -262,7 +267,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> No
 
 
 def compute_dtype(hidden: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
+    """Data type of the computation: float32, or float64 for float64 operands."""
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
@@ -273,12 +278,12 @@ def _blocks(matrix: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is not a tensor.
+    """Non-tensor arguments.
 
     Attributes:
         scale: 1 / temperature.
-        max_logits: Elements of a tile.
-        group: Ranks whose slices make up the vocabulary; None: there is one slice.
+        max_logits: Maximum number of elements of a tile.
+        group: Process group of the ranks that hold the vocabulary's slices; None if the vocabulary is not sharded.
     """
 
     scale: float
@@ -289,15 +294,18 @@ class Settings:
 def logprobs_and_entropies(
     hidden: Tensor, weight: Tensor, targets: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs and entropies, `[T]` each, differentiable in `hidden` and `weight`; and `[T] bool`, is most likely.
+    """Compute logprobs and entropies, `[T]` each, and whether the target is the most likely token, `[T] bool`.
+
+    Differentiable in `hidden` and `weight`.
 
     Args:
         hidden: `[T, H]`.
         weight: `[V, H]` of the same dtype.
-        targets: `[T] int64` row of `weight`; outside of 0 … V − 1 where another rank has it.
-        settings: See there.
+        targets: `[T] int64` row of `weight`; outside of 0 … V − 1 if another rank holds it.
+        settings: Non-tensor arguments.
     """
-    with torch.autocast(hidden.device.type, enabled=False):  # it would round products that are to stay in float32
+    # Autocast would round products that must stay in float32.
+    with torch.autocast(hidden.device.type, enabled=False):
         results: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(hidden, weight, targets, settings)
     return results
 
@@ -312,7 +320,8 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, statistics.maximum, statistics.total.log(), entropies)
-        is_most_likely = statistics.target >= statistics.maximum  # both are of the same product, bit for bit
+        # Both logits come from the same matrix product, so they are bitwise comparable.
+        is_most_likely = statistics.target >= statistics.maximum
         ctx.mark_non_differentiable(is_most_likely)
         return statistics.logprob(), entropies, is_most_likely
 
