@@ -1,4 +1,4 @@
-"""The core by hand: reports that must change nothing, retry budgets, requeues, and room for trajectories."""
+"""The dataflow core: ignored reports, retry limits, requeues, and the limit on live trajectories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Difficulty by name: a filter on the pass rate, and group sizes and turn limits from what was measured."""
+"""Measured difficulty: the filter on the pass rate, and group sizes and turn limits by success."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each filter takes out, and when refilling is given up."""
+"""Which groups each filter removes, and when too many filtered groups stop the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages follow one another by gates that the configuration names."""
+"""Curriculum stages follow one another when the gates of the configuration are reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random inputs of the kernels, and what they must give, computed in float64 by the plainest code."""
+"""Random inputs of the kernels, and expected results from straightforward float64 code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skipped steps in the loop that trains: what is written of them, what goes on, and when the run stops."""
+"""Skipped steps in the training loop: the dumped batch, how training continues, and when the run stops."""
 
 from __future__ import annotations
 

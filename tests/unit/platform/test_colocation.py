@@ -1,4 +1,4 @@
-"""Trainer and engines take turns: an engine that cannot is fenced off, and the step goes on with the others."""
+"""Time-shared devices: an engine that fails to sleep or wake up is fenced off, and the step continues without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a run ends, its policy is on disk; an evaluation that fails costs its figure and nothing else."""
+"""The policy is saved however a run ends, and a failed evaluation affects only its own metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lost engines come back with the version in service, a bounded number of times, and nobody who waits is failed."""
+"""Lost engines return with the current version, a bounded number of times, and waiting requests do not fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flow over fakes: bounded admission, retries, failures with a reason, time-outs that say what is missing."""
+"""The flow over fakes: bounded admission, retries, failures with a reason, and time-outs that name what is missing."""
 
 from __future__ import annotations
 

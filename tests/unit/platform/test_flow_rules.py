@@ -1,4 +1,4 @@
-"""The rules of a flow at work: budgets, requeues, small groups, filters, hooks at admission, reports to be ignored."""
+"""Rules of the flow: retry limits, requeues, small groups, filters, admission hooks, and ignored reports."""
 
 from __future__ import annotations
 

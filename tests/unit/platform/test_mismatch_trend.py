@@ -1,4 +1,4 @@
-"""A mismatch that grows is said, one that stays or is rounding is not."""
+"""A growing mismatch causes a warning; a constant one, or one of rounding only, does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two policies in one run: who samples what, what both train and publish, and what is refused."""
+"""Two policies in one run: which policy samples which trajectory, training, publishing, and rejected configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: made once, and used again only by a warm start of the same configuration."""
+"""The run directory: created once, and reused only by a warm start with the same configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the warm start is over, and which of its steps is kept."""
+"""When the warm start stops, and which of its steps is kept."""
 
 from __future__ import annotations
 

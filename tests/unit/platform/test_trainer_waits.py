@@ -1,4 +1,4 @@
-"""For what the trainer waited: too few groups, or one that is due and still sampled, or still scored."""
+"""Why the trainer waited: too few ready groups, or a due group that is still generating or being scored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is forwarded before its batch closes, on the real core."""
+"""Which groups are selected for early logprobs, on the real core."""
 
 from __future__ import annotations
 

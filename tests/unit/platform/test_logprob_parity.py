@@ -1,4 +1,4 @@
-"""The probe over fakes: agreement passes, a difference stops the run, what cannot be asked is left out."""
+"""The logprob parity check over fakes: agreement passes, a difference stops the run, lost engines are skipped."""
 
 from __future__ import annotations
 
