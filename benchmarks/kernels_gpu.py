@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.kernels.changed_elements import compare_words, find_changes
 from penstock.kernels.linear_logprob import linear_logprobs
+from penstock.trainer.algorithms.config import ClippedConfig, KlConfig
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.backends.rank_consistency import RankShare
@@ -31,7 +32,7 @@ from penstock.trainer.updates import OpenUpdate
 
 GIB = float(1 << 30)
 WARMUP, ROUNDS = 2, 10
-LOSS = AlgorithmConfig(clip_high=0.28, proximal="recompute", kl_coefficient=0.01)
+LOSS = AlgorithmConfig(loss=ClippedConfig(clip_high=0.28), proximal="recompute", kl=KlConfig(coefficient=0.01))
 
 
 @dataclass(frozen=True)

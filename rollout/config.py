@@ -16,6 +16,7 @@ class VllmEngineConfig(BaseModel):
     """A vLLM engine (rollout/engines/vllm/engine.py).
 
     Attributes:
+        type: Always `vllm`.
         max_num_seqs: Trajectories decoded at once by one engine.
         tensor_parallel_size: Devices that one engine is split over.
         kv_cache_gib: KV-cache memory of one engine on each of its devices, GiB; None lets vLLM take what
@@ -63,6 +64,9 @@ class TorchEngineConfig(BaseModel):
     """The plain torch engine (rollout/engines/torch/engine.py): for machines without vLLM and for fast tests.
 
     Attributes:
+        type: Always `torch`.
+        max_num_seqs: Trajectories decoded at once by one engine.
+        journal_interval_tokens: Tokens of a trajectory are reported at least this often.
         deterministic: Forward passes of one fixed shape, `max_num_seqs` rows over `model.max_context_tokens`, so that
             what a request samples does not depend on its company (docs/concepts/determinism.md). Slower.
     """
@@ -87,6 +91,7 @@ class SamplingConfig(BaseModel):
     """How the policy samples during training: from all tokens, since the trainer's logprobs are of all of them.
 
     Attributes:
+        max_new_tokens: Longest answer, tokens; below `model.max_context_tokens`.
         temperature: Applied by the engine and, identically, by the trainer's logprobs.
     """
 
@@ -102,12 +107,12 @@ class RolloutConfig(BaseModel):
     Attributes:
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
-        max_resumes: Interruptions that one trajectory survives, going on from its tokens
-        (rollout/trajectory/runner.py).
-        max_engine_restarts: Times that an engine which was lost, or fenced off, is started anew; it gets the version in
-            service before it serves (platform/run/engine_restarts.py). Colocated engines are not.
+        max_resumes: Interruptions that one trajectory survives by resuming from its tokens, before it fails.
+        max_engine_restarts: Times that an engine which was lost, or fenced off, is started again; it receives the
+            current version before it serves. Colocated engines are not restarted.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
-            (rollout/pool/routing.py).
+            (rollout/pool/routing.py); `least_loaded` does not.
+        start_timeout_s: Longest wait for all engines to start, seconds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -6,17 +6,21 @@ from penstock.platform.cli.algorithms import is_arxiv
 from penstock.trainer.algorithms.catalog import ALGORITHMS, Algorithm
 
 _SETTINGS = {
-    "kl": "kl_estimator={name}",
-    "reward_shaping": "{name}",
-    "token_weighting": "{name}",
-    "overlong_penalty": "overlong=penalty",
+    "advantage": "algorithm/advantage={name}",
+    "loss": "algorithm/loss={name}",
+    "correction": "algorithm/correction={name}",
+    "kl": "algorithm.kl.estimator={name}",
+    "reward_shaping": "algorithm.{name}",
+    "token_weighting": "algorithm.{name}",
+    "overlong_penalty": "algorithm.overlong.mode=penalty",
+    "value": "the loss of a critic",
 }
-"""Kind, or name, -> how it is chosen, where that is not `kind=name`."""
+"""Kind, or name, -> how it is chosen, where that is not `algorithm.kind=name`."""
 
 
 def paper_table() -> str:
     """All of the catalog as Markdown, one row each."""
-    rows = ["| kind | setting `algorithm.…` | equation | file | source |", "|---|---|---|---|---|"]
+    rows = ["| kind | setting | equation | file | source |", "|---|---|---|---|---|"]
     for one in ALGORITHMS:
         link = f"[{one.source}](https://arxiv.org/abs/{one.source})" if is_arxiv(one.source) else one.source
         rows.append(f"| {one.kind} | `{setting(one)}` | `{one.formula}` | `{one.file}` | {link} |")
@@ -24,8 +28,8 @@ def paper_table() -> str:
 
 
 def setting(algorithm: Algorithm) -> str:
-    """How it is chosen in the `algorithm` section."""
-    pattern = _SETTINGS.get(algorithm.name) or _SETTINGS.get(algorithm.kind, "{kind}={name}")
+    """How it is chosen on a command line."""
+    pattern = _SETTINGS.get(algorithm.name) or _SETTINGS.get(algorithm.kind, "algorithm.{kind}={name}")
     return pattern.format(kind=algorithm.kind, name=algorithm.name)
 
 

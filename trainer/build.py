@@ -46,7 +46,9 @@ def build_trainer(
     model, trainer, algorithm = spec.model, spec.trainer, spec.algorithm
     violations = trainer_violations(model, trainer) + algorithm_violations(algorithm)
     if algorithm.needs_critic and spec.critic is None:
-        violations.append(f"algorithm.advantage={algorithm.advantage} needs a critic, and there is none. Give one.")
+        violations.append(
+            f"algorithm.advantage={algorithm.advantage.name} needs a critic, and there is none. Give one."
+        )
     if trainer.lora is not None and spec.kind == "reward":
         violations.append("trainer.lora with a reward model: its head starts at zero and has no adapter. Use null.")
     if violations:
@@ -74,11 +76,10 @@ def build_trainer(
     work = Work(model.shape, trainer.num_ranks, peak_flops(device_name, model.dtype))
     critic = None
     if spec.critic is not None and algorithm.needs_critic:
-        optimizer = spec.critic.optimizer
-        its_trainer = trainer.model_copy(update={"optimizer": optimizer})
+        its_trainer = trainer.model_copy(update={"optimizer": spec.critic.optimizer})
         its_path = spec.critic.path or spec.model_path
         its_backend = build_backend(load_value_model, its_path, model, its_trainer, spec.device)
-        critic = Critic(its_backend, spec, optimizer, work)
+        critic = Critic(its_backend, spec, spec.critic, work)
     return PolicyTrainer(backend, spec, work, critic)
 
 

@@ -7,6 +7,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.trainer.algorithms.catalog import find, known
+from penstock.trainer.algorithms.config import (
+    AdvantageConfig,
+    ClippedConfig,
+    CorrectionConfig,
+    DecoupledConfig,
+    GrpoConfig,
+    KlConfig,
+    LossConfig,
+    OverlongConfig,
+)
 
 
 def _as_list(value: Any) -> Any:
@@ -16,20 +26,19 @@ def _as_list(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-def _as_word(value: Any) -> Any:
-    """YAML reads a bare `off` as false."""
-    return "off" if value is False else value
-
-
-CorrectionName = Annotated[str, AfterValidator(known("correction"))]
-
-
 class OptimizerConfig(BaseModel):
     """AdamW (torch), with linear warm-up to a learning rate that is constant or decays.
 
     Attributes:
+        lr: Learning rate.
+        betas: Decay of the first and the second moment; each in [0, 1).
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        warmup_steps: Optimizer steps of linear warm-up.
         decay_steps: Optimizer steps, those of the warm-up included, after which a half cosine has brought the rate to
             `final_lr_ratio` of it, where it stays; 0 is constant.
+        final_lr_ratio: Share of the learning rate that is left after the decay.
+        gradient_clip_norm: The global gradient norm is clipped to this.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -85,11 +94,14 @@ class TrainerConfig(BaseModel):
         zero_stage: DeepSpeed ZeRO stage 0..3, over the ranks that hold the same part of every weight.
         tensor_parallel_size: Ranks that split every layer's weights (DeepSpeed AutoTP) and train the same sequences.
         sequence_parallel_size: Ranks that split every sequence (DeepSpeed Ulysses).
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, about 30 % more time.
+        offload_optimizer: Keep master weights and moments in host memory; needs zero_stage >= 1.
         max_tokens_per_micro_batch: Token budget of one forward-backward on one rank.
         share_prompts: Compute a prompt once for the sequences of a row that begin with it.
         compile: Run the layers through torch.compile.
         lora: Train adapters and freeze the weights; None trains all of them.
         max_bad_steps: Skipped steps in a row (non-finite numbers) before the run stops.
+        start_timeout_s: Longest wait for all ranks to start, seconds.
         step_timeout_s: Longest wait for one training step, seconds.
     """
 
@@ -123,99 +135,38 @@ class TrainerConfig(BaseModel):
 
 
 class AlgorithmConfig(BaseModel):
-    """An algorithm: advantage × policy loss × behavior correction × KL × aggregation, each by name.
-
-    Formulas and papers of all names: trainer/algorithms/catalog.py, `penstock algorithms`, docs/paper_index.md.
+    """An algorithm: advantage × policy loss × corrections × divergence × aggregation.
 
     Attributes:
-        advantage: A name, or the import path of a function `(rewards [G], AlgorithmConfig) -> [G]` of one group.
-        advantage_std: What grpo and the whitening divide by.
-        std_epsilon: ε added to that standard deviation.
+        advantage: Estimator of how much better than expected an answer was (`algorithm/advantage=NAME`).
         reward_weights: Named part of the reward -> weight; each part is normalised in its group and then summed.
             Empty: the reward as a whole.
-        gae_gamma, gae_lambda: γ and λ of gae.
-        whiten: Advantages of gae and reinforce_pp: `batch` takes their mean over all loss tokens of the batch away and
-            divides by the deviation; `none` leaves them as they are.
-        loss: A name, or the import path of a function `(LossTokens, AlgorithmConfig) -> PolicyLoss`.
-        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo (ppo_clip, dual_clip, gspo, gspo_token).
-        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi (those and cispo).
-        dual_clip: c_dual of dual_clip.
-        cispo_low: Lower clip of cispo at 1 − cispo_low; None: none.
-        sapo_tau_positive, sapo_tau_negative: τ⁺ and τ⁻ of sapo.
-        dppo_delta: δ of dppo, in probability.
-        dppo_cap: Largest weight exp(c − b) of dppo: 3 in its authors' recipes, 10 in their function.
-        pairs: Which pairs of a group online_dpo and ipo compare.
-        pair_margin: τ: a pair needs rewards that differ by more than this, and by more than rounding does.
-        pair_beta: β of online_dpo and ipo.
-        ipo_length: Whether ipo compares per-token means or sums of logprobs.
-        value_clip: ε_v of value.
-        proximal: Centre of the trust region.
+        loss: Policy loss (`algorithm/loss=NAME`).
+        proximal: Center of the trust region: `target` (the ratio is 1 and clips do nothing), `behavior` (the ratio
+            carries all staleness), `recompute` (one more forward per batch) or `interpolate`.
         mini_batches: Optimizer steps of one pass over a batch; each takes its share of the groups.
         epochs: Passes over a batch. The version goes up by one per batch, whatever the number of optimizer steps.
-        correction: Chain of behavior corrections: at most one weight, any number of masks.
-        correction_cap: Tokens whose behavior weight exceeds it are masked (decoupled).
-        tis_cap: C of tis_token, tis_seq and f_tis.
-        mis_low, mis_high: Bounds of mis_token.
-        geo_low, geo_high: Bounds of mis_seq_geo.
-        opsm_delta: δ of opsm, nat per token.
-        f_tis_max_kl: Largest KL of f_tis, nat per token.
-        veto_floor: A sequence with any behavior weight below it is masked (veto).
-        renormalise: Divide by what the corrections kept, not by the whole batch; not with a divergence in the loss.
-        kl_in: Where the divergence from the reference goes.
-        kl_coefficient: β of that divergence; 0 needs no reference.
-        kl_estimator: `k2` (gradient of reverse KL) or `k3` (of forward KL) in the loss, `k1` in the reward.
-        overlong: What happens to answers that were cut off: shorten them by a soft penalty, mask their loss, or drop
-            them before the baseline.
-        overlong_cache_share: Length of the ramp of that penalty, as a share of `rollout.sampling.max_new_tokens`; the
-            paper's is 4096 of 20480 tokens.
-        lag_decay: Factor of a token's term per version of staleness; 1 is off.
-        entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained.
+        correction: Correction of off-policy data (`algorithm/correction=NAME` or `=[NAME,NAME]`).
+        kl: Divergence from a frozen reference.
+        aggregation: How the terms of tokens are averaged.
+        overlong: What happens to answers that were cut off.
+        staleness_decay: Factor of a token's term per version of staleness; 1 is off.
+        entropy_top_share: q: only this share of each sequence's tokens, those of highest entropy, is trained; 1 is all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    advantage: Annotated[str, AfterValidator(known("advantage", or_import_path=True))] = "grpo"
-    advantage_std: Literal["sample", "population", "none"] = "sample"
-    std_epsilon: float = Field(default=1e-4, gt=0)
+    advantage: AdvantageConfig = GrpoConfig()
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    gae_gamma: float = Field(default=1.0, ge=0, le=1)
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    whiten: Literal["none", "batch"] = "batch"
-    loss: Annotated[str, AfterValidator(known("loss", or_import_path=True))] = "ppo_clip"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    clip_high: float = Field(default=0.2, gt=0)
-    dual_clip: float = Field(default=3.0, gt=1)
-    cispo_low: float | None = Field(default=None, gt=0, lt=1)
-    sapo_tau_positive: float = Field(default=1.0, gt=0)
-    sapo_tau_negative: float = Field(default=1.05, gt=0)
-    dppo_delta: float = Field(default=0.2, gt=0, lt=1)
-    dppo_cap: float = Field(default=3.0, ge=1)
-    pairs: Literal["best_worst", "all"] = "best_worst"
-    pair_margin: float = Field(default=0.0, ge=0)
-    pair_beta: float = Field(default=0.1, gt=0)
-    ipo_length: Literal["mean", "sum"] = "mean"
-    value_clip: float = Field(default=0.2, gt=0)
+    loss: LossConfig = ClippedConfig()
     proximal: Annotated[str, AfterValidator(known("proximal"))] = "target"
     mini_batches: int = Field(default=1, ge=1)
     epochs: int = Field(default=1, ge=1)
-    correction: Annotated[tuple[CorrectionName, ...], BeforeValidator(_as_list)] = ("decoupled",)
-    correction_cap: float = Field(default=5.0, ge=1)
-    tis_cap: float = Field(default=2.0, ge=1)
-    mis_low: float = Field(default=0.5, gt=0, le=1)
-    mis_high: float = Field(default=5.0, ge=1)
-    geo_low: float = Field(default=0.99, gt=0, le=1)
-    geo_high: float = Field(default=1.01, ge=1)
-    opsm_delta: float = Field(default=0.1, gt=0)
-    f_tis_max_kl: float = Field(default=0.1, gt=0)
-    veto_floor: float = Field(default=1e-4, gt=0, lt=1)
-    renormalise: bool = False
-    kl_in: Annotated[Literal["loss", "reward", "off"], BeforeValidator(_as_word)] = "loss"
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    kl_estimator: Annotated[str, AfterValidator(known("kl"))] = "k2"
+    correction: CorrectionConfig = CorrectionConfig(decoupled=DecoupledConfig())
+    kl: KlConfig = KlConfig()
     aggregation: Annotated[str, AfterValidator(known("aggregation"))] = "token_mean"
-    overlong: Annotated[Literal["off", "penalty", "mask", "drop"], BeforeValidator(_as_word)] = "off"
-    overlong_cache_share: float = Field(default=0.2, gt=0, le=1)
-    lag_decay: float = Field(default=1.0, gt=0, le=1)
+    overlong: OverlongConfig = OverlongConfig()
+    staleness_decay: float = Field(default=1.0, gt=0, le=1)
     entropy_top_share: float = Field(default=1.0, gt=0, le=1)
 
     @property
@@ -226,27 +177,27 @@ class AlgorithmConfig(BaseModel):
     @property
     def compares_pairs(self) -> bool:
         """The loss is of pairs of sequences, which a micro-batch must hold together."""
-        return find("loss", self.loss).level == "pair"
+        return find("loss", self.loss.name).level == "pair"
 
     @property
     def kl_in_loss(self) -> float:
         """β of the divergence in the loss; 0 if it is not there."""
-        return self.kl_coefficient if self.kl_in == "loss" else 0.0
+        return self.kl.coefficient if self.kl.apply_to == "loss" else 0.0
 
     @property
     def kl_in_reward(self) -> float:
         """β of the divergence in the reward; 0 if it is not there."""
-        return self.kl_coefficient if self.kl_in == "reward" else 0.0
+        return self.kl.coefficient if self.kl.apply_to == "reward" else 0.0
 
     @property
     def needs_teacher(self) -> bool:
         """A teacher has to score every sampled token."""
-        return self.loss == "distill"
+        return self.loss.type == "distill"
 
     @property
     def needs_critic(self) -> bool:
         """A critic has to value every sampled token."""
-        return self.advantage == "gae"
+        return self.advantage.type == "gae"
 
     @property
     def needs_reference(self) -> bool:
@@ -255,22 +206,25 @@ class AlgorithmConfig(BaseModel):
 
 
 class CriticConfig(BaseModel):
-    """The critic of `algorithm.advantage: gae`: a model of its own on the trainer ranks (loss: `algorithm.value_clip`).
+    """The critic of `algorithm/advantage=gae`: a model of its own on the trainer ranks.
 
     Attributes:
         path: Hugging Face directory or hub name of a sequence classifier of one label (a reward model) or of a causal
             language model, of the policy's tokenizer and about its size; None is the policy that training starts from.
-        optimizer: Its own; everything else is as for the policy.
+        optimizer: Its own; everything else is as for the policy. The rate is ten times the policy's: values have to be
+            learned from nothing, while the policy only moves.
+        value_clip: ε_v: a value is clipped to ± this around the value at the start of the batch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str | None = None
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    value_clip: float = Field(default=0.2, gt=0)
 
 
 class ReferenceConfig(BaseModel):
-    """The frozen policy that the trained one is held to, by `algorithm.kl_coefficient` or by pairs (online_dpo, ipo).
+    """The frozen policy that the trained one is held to, by `algorithm.kl.coefficient` or by pairs (online_dpo, ipo).
 
     Attributes:
         path: Hugging Face directory or hub name; None is the policy that training starts from.
@@ -288,7 +242,7 @@ class ReferenceConfig(BaseModel):
 
 
 class TeacherConfig(ReferenceConfig):
-    """The frozen policy that `algorithm.loss: distill` learns from: any size, but the policy's tokenizer.
+    """The frozen policy that `algorithm/loss=distill` learns from: any size, but the policy's tokenizer.
 
     Attributes:
         path: Hugging Face directory or hub name.

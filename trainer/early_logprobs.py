@@ -87,9 +87,9 @@ class Prefetched:
         used_s = sum(self._kept[group_id].seconds for group_id in self._taken)
         seconds = self._seconds
         metrics = {
-            "trainer/prefetched_token_share": self._num_taken_tokens / max(self._num_tokens, 1),
-            "trainer/prefetch_used_s": used_s,
-            "trainer/prefetch_unused_s": max(seconds - used_s, 0.0),
+            "trainer/early_logprobs_token_share": self._num_taken_tokens / max(self._num_tokens, 1),
+            "trainer/early_logprobs_used_s": used_s,
+            "trainer/early_logprobs_unused_s": max(seconds - used_s, 0.0),
         }
         self._kept, self._taken = {}, set()
         self._num_tokens, self._num_taken_tokens, self._seconds = 0, 0, 0.0
@@ -136,15 +136,15 @@ class Forwards:
         algorithm, spec = self._algorithm, self._passes.spec
         lacks_reference = any(payload.reference is None for payload in payloads)
         if algorithm.needs_reference and lacks_reference and not self._is_own_reference:
-            asked = f"loss={algorithm.loss}, kl_coefficient={algorithm.kl_coefficient:g}"
+            asked = f"loss={algorithm.loss.name}, kl.coefficient={algorithm.kl.coefficient:g}"
             raise TrainingError(
                 f"trainer: algorithm.{asked}, but the groups came without reference logprobs. Start a reference "
                 "worker, or use an algorithm that compares with none."
             )
         if algorithm.needs_teacher and any(payload.teacher is None for payload in payloads):
             raise TrainingError(
-                f"trainer: algorithm.loss={algorithm.loss}, but the groups came without logprobs of a teacher. Start "
-                "one (teacher.path), or use a loss that learns from rewards."
+                f"trainer: algorithm.loss={algorithm.loss.name}, but the groups came without logprobs of a teacher. "
+                "Start one (teacher.path), or use a loss that learns from rewards."
             )
         groups = self._completed(self._prefetched.of(payloads, version))
         sequences = policy_sequences(groups, algorithm, spec.max_new_tokens, version, normaliser, spec.policy_id)

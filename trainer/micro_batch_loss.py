@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.gpu.dispatch import runs_on_triton
 from penstock.kernels.policy_loss import ClippedLoss, ClippedTokens, clipped_policy_loss
+from penstock.trainer.algorithms.config import ClippedConfig
 from penstock.trainer.algorithms.kl import MAX_K3_LOG_RATIO
 from penstock.trainer.algorithms.metrics import TokenMetrics
 from penstock.trainer.algorithms.objective import LossTerms, Objective
@@ -93,19 +94,22 @@ def fused_settings(config: AlgorithmConfig) -> ClippedLoss | None:
     It has `ppo_clip` with one correction by token, a divergence by token in the loss and no other factor. A divergence
     at `proximal=behavior` has a factor of its own (u in `objective.py`).
     """
-    correction = next((name for name in _FUSED_CORRECTIONS if config.correction == (name,)), None)
-    estimator = config.kl_estimator if config.kl_in_loss else "none"
+    loss, settings = config.loss, config.correction.decoupled or config.correction.tis_token
+    correction = next((name for name in _FUSED_CORRECTIONS if str(config.correction) == name), None)
+    estimator = config.kl.estimator if config.kl_in_loss else "none"
     has_plain_divergence = estimator == "none" or (estimator in ("k2", "k3") and config.proximal != "behavior")
-    has_factors = config.lag_decay < 1 or config.entropy_top_share < 1
-    if config.loss != "ppo_clip" or correction is None or not has_plain_divergence or has_factors:
+    has_factors = config.staleness_decay < 1 or config.entropy_top_share < 1
+    if not isinstance(loss, ClippedConfig) or loss.type != "ppo_clip":
+        return None
+    if correction is None or not has_plain_divergence or has_factors:
         return None
     return ClippedLoss(
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
         max_log_ratio=MAX_LOG_RATIO,
         max_kl_log_ratio=MAX_K3_LOG_RATIO,
         correction=correction,
-        cap=config.correction_cap if correction == "decoupled" else config.tis_cap,
+        cap=1.0 if settings is None else settings.max_weight,
         kl=cast("Literal['none', 'k2', 'k3']", estimator),
         kl_coefficient=config.kl_in_loss,
     )

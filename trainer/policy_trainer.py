@@ -125,7 +125,9 @@ class PolicyTrainer:
         """
         if self.critic is not None or self._algorithm.updates_per_batch > 1:
             updates = f"a batch is {self._algorithm.updates_per_batch} updates (algorithm.mini_batches x epochs)"
-            why = updates if self.critic is None else f"algorithm.advantage={self._algorithm.advantage} has a critic"
+            why = (
+                updates if self.critic is None else f"algorithm.advantage={self._algorithm.advantage.name} has a critic"
+            )
             raise TrainingError(
                 f"trainer: a part of a batch was sent, but {why} and takes whole batches. Use "
                 "dataflow.stream_micro_batches=false."
@@ -267,7 +269,7 @@ class PolicyTrainer:
         opened.share.add(*opened.metrics.local())
         sums = opened.metrics.reduce(self.backend.all_reduce)
         normaliser = max(opened.normaliser, 1.0)
-        if self._algorithm.renormalise and sums.kept_share > 0:
+        if self._algorithm.correction.renormalize and sums.kept_share > 0:
             normaliser *= sums.kept_share
         lr = learning_rate(self._spec.trainer.optimizer, self._num_steps)
         counts, efficiencies, loss = opened.micro_batches, opened.packing_efficiencies, sums.loss / normaliser

@@ -17,6 +17,13 @@ class ModelShape(BaseModel):
     Stands in the YAML, so that a dry run can estimate memory and plan transfers without the checkpoint.
 
     Attributes:
+        vocab_size: Tokens.
+        hidden_size: Width of the residual stream.
+        num_layers: Transformer layers.
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads; divides `num_heads`.
+        head_dim: Width of one head.
+        tie_word_embeddings: lm_head shares the embedding matrix.
         attention_bias: q, k and v have biases (Qwen2).
         qk_norm: Queries and keys are normalised per head (Qwen3).
         intermediate_size: Rows of the MLP; with experts, rows that a token passes through: memory of activations is
@@ -99,6 +106,7 @@ class ModelConfig(BaseModel):
         dtype: Precision of the forward pass on both sides and of published weights; masters stay float32.
         head_dtype: Precision of the engines' output projection; the trainer's always accumulates in float32.
         max_context_tokens: Longest prompt plus answer, tokens.
+        attention: Attention of the trainer; `flash_attention_2` needs bfloat16 and a GPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -10,6 +10,7 @@ from penstock.dataflow.staleness import ExpiryPolicy
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.config import ClippedConfig, PairsConfig
 from penstock.trainer.algorithms.rules import SEQUENCE_MEANS, algorithm_violations, weights_in
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.validation import trainer_violations
@@ -57,7 +58,7 @@ def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm(config: RunConfig) -> Iterator[Finding]:
     """What cannot work within the section."""
     yield from map(error, algorithm_violations(config.algorithm))
-    for entry in (find("advantage", config.algorithm.advantage), find("loss", config.algorithm.loss)):
+    for entry in (find("advantage", config.algorithm.advantage.name), find("loss", config.algorithm.loss.name)):
         if entry.is_own:
             try:
                 entry.load()
@@ -68,12 +69,16 @@ def check_algorithm(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
     """Advantages of a whole batch need it at once; losses of whole sequences need whole sequences."""
     algorithm, flow = config.algorithm, config.dataflow
-    advantage, loss = find("advantage", algorithm.advantage), find("loss", algorithm.loss)
-    if flow.stream_micro_batches and advantage.level == "batch" and algorithm.whiten == "batch":
+    advantage, loss = find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)
+    if (
+        flow.stream_micro_batches
+        and advantage.level == "batch"
+        and getattr(algorithm.advantage, "whiten", "none") == "batch"
+    ):
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.advantage={advantage.name}: it whitens over all tokens "
             "of the batch, which are not there when the first part is trained. Use one of the two, or "
-            "algorithm.whiten=none."
+            "algorithm.advantage.whiten=none."
         )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(
@@ -100,15 +105,15 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
     algorithm, size = config.algorithm, config.trainer.sequence_parallel_size
     if size == 1:
         return
-    corrections = [find("correction", name) for name in algorithm.correction]
-    whole = [find("loss", algorithm.loss), *corrections]
+    corrections = [find("correction", name) for name in algorithm.correction.chain]
+    whole = [find("loss", algorithm.loss.name), *corrections]
     found = [
         f"{entry.kind}={entry.name}"
         for entry in whole
         if entry.level in ("sequence", "pair") or entry.name in _MASKS_OF_SEQUENCES
     ]
-    if find("loss", algorithm.loss).is_own:
-        found.append(f"loss={algorithm.loss}")  # it may, and we cannot know
+    if find("loss", algorithm.loss.name).is_own:
+        found.append(f"loss={algorithm.loss.name}")  # it may, and we cannot know
     if algorithm.entropy_top_share < 1:
         found.append(f"entropy_top_share={algorithm.entropy_top_share:g}")
     for setting in found:
@@ -125,17 +130,17 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
     if not algorithm.needs_critic:
         if config.critic.path is not None:
             yield error(
-                f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage}, which has no "
-                "critic: it would not be loaded. Use algorithm.advantage=gae (algorithm=ppo), or critic.path=null."
+                f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage.name}, which has no "
+                "critic: it would not be loaded. Use algorithm=ppo, or critic.path=null."
             )
         return
     if config.dataflow.stream_micro_batches:
         yield error(
-            f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage}: its critic is trained "
-            "on whole batches. Use one of the two."
+            f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage.name}: its critic is "
+            "trained on whole batches. Use one of the two."
         )
     why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in it"
-    yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage}", why)
+    yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage.name}", why)
 
 
 def check_teacher(config: RunConfig) -> Iterator[Finding]:
@@ -144,8 +149,8 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
     if not algorithm.needs_teacher:
         if teacher.path is not None:
             yield error(
-                f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss}, which asks no teacher: it would "
-                "not be loaded. Use algorithm=distill, or teacher.path=null."
+                f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss.name}, which asks no teacher: it "
+                "would not be loaded. Use algorithm=distill, or teacher.path=null."
             )
         return
     if teacher.path is None:
@@ -163,17 +168,18 @@ def check_teacher(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
     """Token budget of pairs, optimizers that cannot divide."""
     algorithm, trainer, context = config.algorithm, config.trainer, config.model.max_context_tokens
-    together = 2 if algorithm.pairs == "best_worst" else config.dataflow.group_size
-    if algorithm.compares_pairs and trainer.max_tokens_per_micro_batch < together * context:
+    pairs = algorithm.loss.pairs if isinstance(algorithm.loss, PairsConfig) else None
+    together = config.dataflow.group_size if pairs == "all" else 2
+    if pairs is not None and trainer.max_tokens_per_micro_batch < together * context:
         yield error(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below {together} x "
-            f"model.max_context_tokens={context}: algorithm.loss={algorithm.loss} with algorithm.pairs="
-            f"{algorithm.pairs} needs {together} answers of a group in one micro-batch. Use at least "
+            f"model.max_context_tokens={context}: algorithm.loss={algorithm.loss.name} with algorithm.loss.pairs="
+            f"{pairs} needs {together} answers of a group in one micro-batch. Use at least "
             f"{together * context}."
         )
-    if algorithm.renormalise and cannot_divide(config):
+    if algorithm.correction.renormalize and cannot_divide(config):
         yield error(
-            f"algorithm.renormalise=true with trainer.zero_stage={trainer.zero_stage} in "
+            f"algorithm.correction.renormalize=true with trainer.zero_stage={trainer.zero_stage} in "
             f"model.dtype={config.model.dtype}: the gradient is divided by what was kept at the end of the batch, and "
             "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
         )
@@ -182,34 +188,37 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
     """What runs and is biased, or is less than its name says."""
     algorithm, eta = config.algorithm, config.dataflow.max_staleness
-    loss = find("loss", algorithm.loss)
+    loss = find("loss", algorithm.loss.name)
     if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
         weight = "tis_seq" if loss.level == "sequence" else "decoupled"
         advice = f"{weight}, or algorithm.proximal=behavior" if loss.has_ratio else "tis_token"
         yield warning(
-            f"algorithm.correction={' '.join(algorithm.correction)} with dataflow.max_staleness={eta}: stale tokens "
-            f"are trained as if they were on-policy, which biases the gradient. Use algorithm.correction={advice}.",
+            f"algorithm.correction={algorithm.correction} with dataflow.max_staleness={eta}: stale tokens "
+            f"are trained as if they were on-policy, which biases the gradient. Use algorithm/correction={advice}.",
             "algorithm.proximal",
         )
-    if algorithm.advantage == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
+    if algorithm.advantage.type == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
         yield warning(
             f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: it leaves the deviation "
             "out to be unbiased, and this aggregation brings a bias by length back. Use aggregation=constant_length."
         )
     filters = config.dataflow.filters
     # Clip-higher and the soft penalty of overlong answers, as the preset has them: its name is not in the values.
-    is_dapo = algorithm.overlong == "penalty" and algorithm.clip_high > algorithm.clip_low
+    clip = algorithm.loss
+    is_dapo = (
+        isinstance(clip, ClippedConfig) and algorithm.overlong.mode == "penalty" and clip.clip_high > clip.clip_low
+    )
     lowest, highest = filters.pass_rate or (0.0, 1.0)
     drops_equal_groups = filters.zero_variance or (lowest > 0 and highest < 1)
-    if is_dapo and not drops_equal_groups:
+    if isinstance(clip, ClippedConfig) and is_dapo and not drops_equal_groups:
         yield warning(
-            f"dataflow.filters.zero_variance=false with algorithm.clip_high={algorithm.clip_high:g} above clip_low="
-            f"{algorithm.clip_low:g} and algorithm.overlong=penalty, which is DAPO without its dynamic sampling: "
+            f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={clip.clip_high:g} above clip_low="
+            f"{clip.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its dynamic sampling: "
             "groups of equal rewards stay in the batch and give no gradient, so it is effectively smaller. Use "
             "dataflow.filters.zero_variance=true, which samples others in their place.",
             "dataflow.filters",
         )
-    if algorithm.loss == "sft":
+    if algorithm.loss.type == "sft":
         yield warning(
             "algorithm.loss=sft raises the probability of every sampled token, whatever it earned: rewards have no "
             "effect. `penstock sft` is for worked answers."
@@ -235,16 +244,16 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
             f"{flow.group_size + 1}.",
             "partner",
         )
-    loss = find("loss", algorithm.loss)
+    loss = find("loss", algorithm.loss.name)
     has_own_ratio = loss.has_ratio and algorithm.proximal == "behavior"
     carries = loss.name in _LOOK_AT_BEHAVIOR or loss.level == "pair" or has_own_ratio
     if not weights_in(algorithm) and not carries and not loss.is_own:
         yield error(
-            f"partner with algorithm.correction={list(algorithm.correction)}: what the partner has sampled would count "
-            "as if the policy had. Use algorithm.correction=[f_tis]."
+            f"partner with algorithm.correction={algorithm.correction}: what the partner has sampled would count "
+            "as if the policy had. Use algorithm/correction=f_tis."
         )
     for key, is_set, why in (
-        ("algorithm.kl_coefficient", algorithm.needs_reference, "the reference scores groups for one policy"),
+        ("algorithm.kl.coefficient", algorithm.needs_reference, "the reference scores groups for one policy"),
         ("dataflow.gang", flow.gang, "a gang is on one engine, and the members of a group are on two"),
         ("dataflow.stream_micro_batches", flow.stream_micro_batches, "both train a batch that is complete"),
         ("cluster.colocated", config.cluster.colocated, "turns are of one trainer and its engines"),

@@ -55,8 +55,8 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
             "ever. Use dataflow=synchronous, or cluster.colocated=false."
         )
     asked_by = {
-        "reference": ("algorithm.kl_coefficient", f"{config.algorithm.kl_coefficient:g}"),
-        "teacher": ("algorithm.loss", config.algorithm.loss),
+        "reference": ("algorithm.kl.coefficient", f"{config.algorithm.kl.coefficient:g}"),
+        "teacher": ("algorithm.loss", config.algorithm.loss.name),
     }
     for role in FROZEN_ROLES:
         name, (key, value) = config.frozen_pool(role), asked_by[role]

@@ -1,9 +1,10 @@
 """Settings of `algorithm` that have no effect in their combination: each is named, with what would let it act.
 
-One table: for each setting, the conditions under which something reads it. A setting that differs from its default
+A variant (a loss, an estimator, a correction) has only settings that it reads, so what is left are settings that depend
+on another one. One table: for each, the conditions under which it is read. A setting that differs from its default
 while a condition fails gets a warning that names the first one that does. Settings at their default say nothing. What
-is refused as an error is not named twice. A loss or an advantage of the user's own gets the whole section, so beside it
-any setting may have an effect.
+is refused as an error is not named twice. With a loss or an advantage of the user's own nothing is known, and nothing
+is said.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, NamedTuple
 from penstock.platform.config.findings import Finding, error, warning
 from penstock.platform.config.schema import RunConfig
 from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.config import CorrectionConfig, Named
 from penstock.trainer.algorithms.rules import LOSSES_OF_RATIO, algorithm_violations
-from penstock.trainer.config import AlgorithmConfig
 
 
 class Condition(NamedTuple):
@@ -25,7 +26,7 @@ class Condition(NamedTuple):
 
     Attributes:
         holds: Whether it does.
-        keys: Keys that decide it; those of `algorithm` without that word.
+        keys: Keys that decide it; those of `algorithm` without that prefix.
         why: What is so where it does not hold.
         remedy: What to do to have it hold.
     """
@@ -36,48 +37,32 @@ class Condition(NamedTuple):
     remedy: str
 
 
-def _chosen(key: str, *choices: str) -> Condition:
-    """One of these is the value of the key, or in its chain."""
-
-    def holds(config: RunConfig) -> bool:
-        value = getattr(config.algorithm, key)
-        return not set(choices).isdisjoint(value if isinstance(value, tuple) else (value,))
-
-    readers = f"only {choices[0]} reads it" if len(choices) == 1 else f"only {', '.join(choices)} read it"
-    return Condition(holds, (key,), readers, f"Use algorithm.{key}={choices[0]}")
-
-
-_WHITENED = ("gae", "reinforce_pp", "reinforce_pp_baseline")
-_TRUNCATED = ("tis_token", "tis_seq", "f_tis")
-
-
 def _ratio_moves(config: RunConfig) -> bool:
     return config.algorithm.updates_per_batch > 1 or config.algorithm.proximal == "behavior"
 
 
 def _uses_rewards(config: RunConfig) -> bool:
-    return find("loss", config.algorithm.loss).needs_advantages
+    return find("loss", config.algorithm.loss.name).needs_advantages
 
 
 def _loss_is_its_own(config: RunConfig) -> bool:
     """A loss of a ratio is not `−A c`; gspo never is where advantages differ within a sequence: it averages them."""
     algorithm = config.algorithm
-    averages = algorithm.loss == "gspo" and (algorithm.needs_critic or algorithm.kl_in_reward > 0)
-    return algorithm.loss not in LOSSES_OF_RATIO or _ratio_moves(config) or averages
+    averages = algorithm.loss.type == "gspo" and (algorithm.needs_critic or algorithm.kl_in_reward > 0)
+    return algorithm.loss.type not in LOSSES_OF_RATIO or _ratio_moves(config) or averages
 
 
-def _reads_tis_cap(config: RunConfig) -> bool:
-    """A truncated weight, or that of a divergence in a loss that carries the step from the behavior policy itself."""
+def _weighs_divergence(config: RunConfig) -> bool:
+    """The policy loss looks at the behavior policy itself, so that the divergence needs a weight of its own."""
     algorithm = config.algorithm
-    is_inside = algorithm.proximal == "behavior" or not find("loss", algorithm.loss).takes_weight
-    return not set(_TRUNCATED).isdisjoint(algorithm.correction) or (algorithm.kl_in_loss > 0 and is_inside)
+    return algorithm.proximal == "behavior" or not find("loss", algorithm.loss.name).takes_weight
 
 
 _RATIO_MOVES = Condition(
     _ratio_moves,
     ("proximal", "mini_batches", "epochs"),
     "one optimizer update per batch is around the policy itself, so that the ratio is 1 and no bound acts",
-    "Use algorithm.proximal=behavior with correction=none, or several updates with proximal=recompute",
+    "Use algorithm.proximal=behavior with algorithm/correction=none, or several updates with proximal=recompute",
 )
 _LOSS_IS_ITS_OWN = _RATIO_MOVES._replace(
     holds=_loss_is_its_own,
@@ -85,7 +70,9 @@ _LOSS_IS_ITS_OWN = _RATIO_MOVES._replace(
     "of ppo_clip and of reinforce",
 )
 _PROXIMAL_IS_READ = Condition(
-    lambda config: config.algorithm.loss in LOSSES_OF_RATIO or not set(config.algorithm.correction) <= {"none", "opsm"},
+    lambda config: (
+        config.algorithm.loss.type in LOSSES_OF_RATIO or not set(config.algorithm.correction.chain) <= {"opsm"}
+    ),
     ("loss", "correction"),
     "neither this loss nor this correction looks at the proximal policy",
     "Use algorithm.proximal=target",
@@ -107,58 +94,58 @@ _ADVANTAGES = Condition(
     "Use a loss of advantages, such as ppo_clip",
 )
 _REWARDS = Condition(
-    lambda config: config.algorithm.overlong != "penalty" or _uses_rewards(config),
+    lambda config: config.algorithm.overlong.mode != "penalty" or _uses_rewards(config),
     ("loss",),
     "this loss looks at no reward, which is what the penalty is taken from",
-    "Use algorithm.overlong=mask or drop",
+    "Use algorithm.overlong.mode=mask or drop",
 )
 _KL_REWARDS = Condition(
-    lambda config: config.algorithm.kl_in != "reward" or _uses_rewards(config),
-    ("kl_in", "loss"),
+    lambda config: config.algorithm.kl.apply_to != "reward" or _uses_rewards(config),
+    ("kl.apply_to", "loss"),
     "this loss looks at no reward, which is what the divergence is taken from",
-    "Use algorithm.kl_in=loss",
+    "Use algorithm.kl.apply_to=loss",
 )
-_DIVIDES = Condition(
-    lambda config: (
-        config.algorithm.advantage == "grpo"
-        or (config.algorithm.advantage in _WHITENED and config.algorithm.whiten == "batch")
-    ),
-    ("advantage", "whiten"),
-    "only grpo and the whitening of gae and reinforce_pp divide by a deviation",
-    "Use algorithm.advantage=grpo",
+_WHITENS = Condition(
+    lambda config: getattr(config.algorithm.advantage, "whiten", "batch") == "batch",
+    ("advantage.whiten",),
+    "only the whitening divides by a deviation",
+    "Use algorithm.advantage.whiten=batch",
 )
 _HAS_DEVIATION = Condition(
-    lambda config: config.algorithm.advantage_std != "none",
-    ("advantage_std",),
+    lambda config: getattr(config.algorithm.advantage, "std", "none") != "none",
+    ("advantage.std",),
     "there is no division that it could keep finite",
-    "Use algorithm.advantage_std=sample",
+    "Use algorithm.advantage.std=sample",
+)
+_PENALTY = Condition(
+    lambda config: config.algorithm.overlong.mode == "penalty",
+    ("overlong.mode",),
+    "only the penalty has a ramp",
+    "Use algorithm.overlong.mode=penalty",
+)
+_WEIGHS_DIVERGENCE = Condition(
+    _weighs_divergence,
+    ("loss", "proximal"),
+    "the correction weighs the divergence as it weighs the policy loss",
+    "Use algorithm.proximal=behavior",
+)
+_CRITIC = Condition(
+    lambda config: config.algorithm.needs_critic,
+    ("advantage",),
+    "there is no critic",
+    "Use algorithm=ppo",
 )
 _MASKS = Condition(
-    lambda config: not set(config.algorithm.correction) <= {"none", "tis_token", "tis_seq"},
+    lambda config: not set(config.algorithm.correction.chain) <= {"tis_token", "tis_seq"},
     ("correction",),
     "it rejects no token, so that all of the batch is kept",
     "Use a correction with a mask, such as decoupled or mis_seq_geo",
 )
-_TIS_CAP = Condition(
-    _reads_tis_cap,
-    ("correction",),
-    "only tis_token, tis_seq and f_tis read it, and a divergence in a loss without a weight",
-    "Use algorithm.correction=tis_token",
-)
-_KL_IS_ON = Condition(
-    lambda config: config.algorithm.kl_in != "off",
-    ("kl_in",),
-    "the divergence goes nowhere, and no reference is started for it",
-    "Use algorithm.kl_in=loss",
-)
 _KL_IS_COMPUTED = Condition(
-    lambda config: config.algorithm.kl_coefficient > 0,
-    ("kl_coefficient",),
+    lambda config: config.algorithm.kl.coefficient > 0,
+    ("kl.coefficient",),
     "a divergence of weight 0 is not computed",
-    "Use algorithm.kl_coefficient above 0",
-)
-_KL_COUNTS = _KL_IS_COMPUTED._replace(
-    holds=lambda config: config.algorithm.kl_coefficient > 0 or config.algorithm.kl_in == "off"
+    "Use algorithm.kl.coefficient above 0",
 )
 _IS_STALE = Condition(
     lambda config: config.dataflow.max_staleness > 0,
@@ -168,68 +155,58 @@ _IS_STALE = Condition(
 )
 
 CONDITIONS: dict[str, tuple[Condition, ...]] = {
-    "advantage": (_ADVANTAGES,),
-    "advantage_std": (_ADVANTAGES, _DIVIDES),
-    "std_epsilon": (_ADVANTAGES, _DIVIDES, _HAS_DEVIATION),
-    "reward_weights": (_ADVANTAGES,),
-    "gae_gamma": (_chosen("advantage", "gae"),),
-    "gae_lambda": (_chosen("advantage", "gae"),),
-    "whiten": (_ADVANTAGES, _chosen("advantage", *_WHITENED)),
-    "loss": (_LOSS_IS_ITS_OWN,),
-    "clip_low": (_chosen("loss", "ppo_clip", "dual_clip", "gspo", "gspo_token"), _RATIO_MOVES),
-    "clip_high": (_chosen("loss", "ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo"), _RATIO_MOVES),
-    "dual_clip": (_chosen("loss", "dual_clip"), _RATIO_MOVES),
-    "cispo_low": (_chosen("loss", "cispo"), _RATIO_MOVES),
-    "sapo_tau_positive": (_chosen("loss", "sapo"), _RATIO_MOVES),
-    "sapo_tau_negative": (_chosen("loss", "sapo"), _RATIO_MOVES),
-    "dppo_delta": (_chosen("loss", "dppo"),),
-    "dppo_cap": (_chosen("loss", "dppo"),),
-    "pairs": (_chosen("loss", "online_dpo", "ipo"),),
-    "pair_margin": (_chosen("loss", "online_dpo", "ipo"),),
-    "pair_beta": (_chosen("loss", "online_dpo", "ipo"),),
-    "ipo_length": (_chosen("loss", "ipo"),),
-    "value_clip": (_chosen("advantage", "gae"), _SEVERAL_UPDATES),
-    "proximal": (_PROXIMAL_IS_READ, _PROXIMAL_DIFFERS),
-    "correction_cap": (_chosen("correction", "decoupled"),),
-    "tis_cap": (_TIS_CAP,),
-    "mis_low": (_chosen("correction", "mis_token"),),
-    "mis_high": (_chosen("correction", "mis_token"),),
-    "geo_low": (_chosen("correction", "mis_seq_geo"),),
-    "geo_high": (_chosen("correction", "mis_seq_geo"),),
-    "opsm_delta": (_chosen("correction", "opsm"),),
-    "f_tis_max_kl": (_chosen("correction", "f_tis"),),
-    "veto_floor": (_chosen("correction", "veto"),),
-    "renormalise": (_MASKS,),
-    "kl_in": (_KL_COUNTS,),
-    "kl_coefficient": (_KL_IS_ON, _KL_REWARDS),
-    "kl_estimator": (_KL_IS_ON, _KL_IS_COMPUTED, _KL_REWARDS),
-    "overlong": (_REWARDS,),
-    "overlong_cache_share": (_chosen("overlong", "penalty"), _REWARDS),
-    "lag_decay": (_IS_STALE,),
+    "algorithm.advantage": (_ADVANTAGES,),
+    "algorithm.advantage.std": (_ADVANTAGES, _WHITENS),
+    "algorithm.advantage.epsilon": (_ADVANTAGES, _WHITENS, _HAS_DEVIATION),
+    "algorithm.advantage.whiten": (_ADVANTAGES,),
+    "algorithm.reward_weights": (_ADVANTAGES,),
+    "algorithm.loss": (_LOSS_IS_ITS_OWN,),
+    "algorithm.loss.clip_low": (_RATIO_MOVES,),
+    "algorithm.loss.clip_high": (_RATIO_MOVES,),
+    "algorithm.loss.max_ratio": (_RATIO_MOVES,),
+    "algorithm.loss.tau_positive": (_RATIO_MOVES,),
+    "algorithm.loss.tau_negative": (_RATIO_MOVES,),
+    "algorithm.proximal": (_PROXIMAL_IS_READ, _PROXIMAL_DIFFERS),
+    "algorithm.correction.renormalize": (_MASKS,),
+    "algorithm.kl.apply_to": (_KL_IS_COMPUTED,),
+    "algorithm.kl.coefficient": (_KL_REWARDS,),
+    "algorithm.kl.estimator": (_KL_IS_COMPUTED, _KL_REWARDS),
+    "algorithm.kl.max_weight": (_KL_IS_COMPUTED, _WEIGHS_DIVERGENCE),
+    "algorithm.overlong.mode": (_REWARDS,),
+    "algorithm.overlong.ramp_share": (_PENALTY, _REWARDS),
+    "algorithm.staleness_decay": (_IS_STALE,),
+    "critic.value_clip": (_CRITIC, _SEVERAL_UPDATES),
 }
-"""Setting -> what has to hold for it to act."""
+"""Setting -> what has to hold for it to be read."""
 
 
 def check_without_effect(config: RunConfig) -> Iterator[Finding]:
     """A warning for each setting that differs from its default and that nothing reads."""
     algorithm = config.algorithm
-    if find("loss", algorithm.loss).is_own or find("advantage", algorithm.advantage).is_own:
+    if find("loss", algorithm.loss.name).is_own or find("advantage", algorithm.advantage.name).is_own:
         return
     refusals = [error(violation) for violation in algorithm_violations(algorithm)]
-    for name, conditions in CONDITIONS.items():
-        value = getattr(algorithm, name)
-        default = AlgorithmConfig.model_fields[name].get_default(call_default_factory=True)
-        failed = next((condition for condition in conditions if not condition.holds(config)), None)
-        is_refused = any(refusal.touches([f"algorithm.{name}"]) for refusal in refusals)
-        if value == default or failed is None or is_refused:
+    for key, conditions in CONDITIONS.items():
+        parent, _, name = key.rpartition(".")
+        section = attrgetter(parent)(config)
+        if name not in type(section).model_fields:
             continue
-        keys = [key if "." in key else f"algorithm.{key}" for key in failed.keys]
-        combination = ", ".join(f"{key}={_shown(attrgetter(key)(config))}" for key in keys)
+        value = getattr(section, name)
+        default = type(section).model_fields[name].get_default(call_default_factory=True)
+        # Of a variant only its choice counts here; its settings have entries of their own.
+        is_default = value.name == default.name if isinstance(value, Named) else value == default
+        failed = next((condition for condition in conditions if not condition.holds(config)), None)
+        if is_default or failed is None or any(refusal.touches([key]) for refusal in refusals):
+            continue
+        keys = [each if each.startswith("dataflow.") else f"algorithm.{each}" for each in failed.keys]
+        combination = ", ".join(f"{each}={_shown(attrgetter(each)(config))}" for each in keys)
         yield warning(
-            f"algorithm.{name}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
+            f"{key}={_shown(value)} has no effect with {combination}: {failed.why}. {failed.remedy}, or "
             f"leave {name} at {_shown(default)}."
         )
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, Named):
+        return value.name
+    return str(value) if isinstance(value, str | CorrectionConfig) else json.dumps(value)

@@ -26,6 +26,46 @@ _RENAMED = {
     "weights.transport=group": "weights.transport=process_group",
     "weights.transport=object_store": "weights.transport=gather, which takes the object store to other nodes by itself",
     "weights.codec=lora": "weights.transport=auto, by which adapters travel wherever the trainer trains them",
+    "algorithm.advantage_std": "algorithm.advantage.std",
+    "algorithm.std_epsilon": "algorithm.advantage.epsilon",
+    "algorithm.gae_gamma": "algorithm.advantage.gamma, with algorithm/advantage=gae",
+    "algorithm.gae_lambda": "algorithm.advantage.lam, with algorithm/advantage=gae",
+    "algorithm.whiten": "algorithm.advantage.whiten, with algorithm/advantage=gae or reinforce_pp",
+    "algorithm.clip_low": "algorithm.loss.clip_low",
+    "algorithm.clip_high": "algorithm.loss.clip_high",
+    "algorithm.dual_clip": "algorithm.loss.max_ratio, with algorithm/loss=dual_clip",
+    "algorithm.cispo_low": "algorithm.loss.clip_low, with algorithm/loss=cispo",
+    "algorithm.sapo_tau_positive": "algorithm.loss.tau_positive, with algorithm/loss=sapo",
+    "algorithm.sapo_tau_negative": "algorithm.loss.tau_negative, with algorithm/loss=sapo",
+    "algorithm.dppo_delta": "algorithm.loss.delta, with algorithm/loss=dppo",
+    "algorithm.dppo_cap": "algorithm.loss.max_weight, with algorithm/loss=dppo",
+    "algorithm.pairs": "algorithm.loss.pairs, with algorithm/loss=online_dpo or ipo",
+    "algorithm.pair_margin": "algorithm.loss.margin, with algorithm/loss=online_dpo or ipo",
+    "algorithm.pair_beta": "algorithm.loss.beta, with algorithm/loss=online_dpo or ipo",
+    "algorithm.ipo_length": "algorithm.loss.length, with algorithm/loss=ipo",
+    "algorithm.value_clip": "critic.value_clip",
+    "algorithm.correction_cap": "algorithm.correction.decoupled.max_weight",
+    "algorithm.tis_cap": "algorithm.correction.tis_token.max_weight (or of tis_seq, f_tis), algorithm.kl.max_weight",
+    "algorithm.mis_low": "algorithm.correction.mis_token.min_weight",
+    "algorithm.mis_high": "algorithm.correction.mis_token.max_weight",
+    "algorithm.geo_low": "algorithm.correction.mis_seq_geo.min_weight",
+    "algorithm.geo_high": "algorithm.correction.mis_seq_geo.max_weight",
+    "algorithm.opsm_delta": "algorithm.correction.opsm.delta",
+    "algorithm.f_tis_max_kl": "algorithm.correction.f_tis.max_kl",
+    "algorithm.veto_floor": "algorithm.correction.veto.min_weight",
+    "algorithm.renormalise": "algorithm.correction.renormalize",
+    "algorithm.kl_in": "algorithm.kl.apply_to; kl_in=off is algorithm.kl.coefficient=0",
+    "algorithm.kl_coefficient": "algorithm.kl.coefficient",
+    "algorithm.kl_estimator": "algorithm.kl.estimator",
+    "algorithm.overlong": "algorithm.overlong.mode: keep (once off), penalty, mask or drop",
+    "algorithm.overlong_cache_share": "algorithm.overlong.ramp_share",
+    "algorithm.lag_decay": "algorithm.staleness_decay",
+    "algorithm.loss": "algorithm/loss=NAME, in a file `override /algorithm/loss: NAME`",
+    "algorithm.advantage": "algorithm/advantage=NAME, in a file `override /algorithm/advantage: NAME`",
+    "algorithm.correction": "algorithm/correction=NAME, in a file `override /algorithm/correction: NAME`",
+    "dataflow.prefetch": "dataflow.early_logprobs",
+    "evaluation.num_tasks_beside": "evaluation.num_tasks_during_training",
+    "sample.side": "sample.split",
 }
 """Keys, and values of keys, that were replaced -> by what."""
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
@@ -76,6 +116,8 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         what = f": {expectation(place.field)}" if place.field else ""
         return f"{place.path} is required and not set{what}."
     where = f"{place.path}={_show(value)}{origin}"
+    if place.path in _RENAMED and not isinstance(value, dict):  # a plain value where a section is now
+        return f"{where}: this key has settings of its own now. Use {_RENAMED[place.path]}."
     if kind == "value_error":  # a validator of ours has said it
         return f"{where}: {details['ctx']['error']}"
     if kind in _RANGE_ERRORS and place.field:
@@ -155,9 +197,9 @@ def locate(loc: Sequence[str | int]) -> Place:
     siblings: tuple[str, ...] = ()
     field: FieldInfo | None = None
     for key in map(str, loc):
-        sections = _sections(annotation)
+        sections = sections_of(annotation)
         if len(sections) > 1:
-            annotation = next((section for section in sections if key in _tags(section)), Any)
+            annotation = next((section for section in sections if key in tags_of(section)), Any)
             continue
         if sections:
             fields = sections[0].model_fields
@@ -181,7 +223,7 @@ def all_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
         annotation: Any = field.annotation
         if get_origin(annotation) is dict:
             annotation, path = get_args(annotation)[1], f"{path}.*"
-        for inner in _sections(annotation):
+        for inner in sections_of(annotation):
             yield from all_paths(inner, f"{path}.")
 
 
@@ -235,7 +277,7 @@ def _kind_words(kind: Any) -> str:
         return "a list of names"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
-    if get_origin(kind) is dict or _sections(kind):
+    if get_origin(kind) is dict or sections_of(kind):
         return "a section with keys of its own"
     return _NOUNS.get(kind, str(kind))
 
@@ -249,11 +291,11 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [kind for kind in _alternatives(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+def tags_of(section: type[BaseModel]) -> tuple[str, ...]:
     """Values of `type` that choose this member of a tagged union."""
     tag = section.model_fields.get("type")
     return get_args(tag.annotation) if tag else ()

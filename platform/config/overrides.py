@@ -93,13 +93,26 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
         hint = nearest_choice(key, list(groups))
         result.problems.append(f"{text}: {key} is no config group.{hint} Groups: {', '.join(groups)}.")
     elif as_group in groups and not override.is_delete():
-        hint = f"`{as_group}=CHOICE`, CHOICE one of {', '.join(groups[as_group])}"
-        result.problems.append(f"{text}: {key} is a config group. Write {hint}.")
+        result.problems.append(f"{text}: {key} is a config group. {_choose(as_group, override.value(), groups)}")
+    elif as_group.removesuffix("/type") in groups and as_group.endswith("/type") and not override.is_delete():
+        group = as_group.removesuffix("/type")
+        why = f"{key} alone would leave the settings of the variant before"
+        result.problems.append(f"{text}: {why}. {_choose(group, override.value(), groups)}")
     else:
         if key in _REPLACED and not override.is_delete():
             result.values.append(f"++{key}=null")
         result.values.append(text if override.is_delete() else f"++{text.lstrip('+')}")
         result.typed[key] = text
+
+
+def _choose(group: str, value: object, groups: Groups) -> str:
+    """What to write to choose `value` of a group."""
+    if value in groups[group]:
+        return f"Write {group}={value}."
+    if "custom" in groups[group] and isinstance(value, str) and ("." in value or ":" in value):
+        return f"Write {group}=custom {group.replace('/', '.')}.function={value}."
+    hint = nearest_choice(str(value), groups[group])
+    return f"Write {group}=CHOICE, one of {', '.join(groups[group])}.{hint}"
 
 
 def _sort_choice(override: Override, text: str, groups: Groups, result: Overrides) -> None:

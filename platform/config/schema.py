@@ -42,6 +42,7 @@ class PoolConfig(Section):
     """A set of equal accelerators, or of CPU slots.
 
     Attributes:
+        device: What the pool is made of.
         count: Accelerators (or CPU slots) in the pool.
         memory_gib: Memory of one of them, GiB; for CPU the machine's.
         accelerator_type: Ray accelerator label, e.g. `H100`; None takes any.
@@ -111,9 +112,9 @@ class DataflowConfig(Section):
         gang: All members of a group run on one engine and start at one version.
         stream_micro_batches: The trainer begins with the first groups of a batch while the rest is still being
             generated; the gradient is the same.
-        prefetch: While the trainer waits for a batch it forwards the groups that are ready (critic, proximal logprobs,
-            a reference below adapters); the gradient is the same. Without effect where nothing of the kind is needed,
-            with colocated roles, and with `stream_micro_batches`.
+        early_logprobs: While the trainer waits for a batch it forwards the groups that are ready (critic, proximal
+            logprobs, a reference below adapters); the gradient is the same. Without effect where nothing of the kind is
+            needed, with colocated roles, and with `stream_micro_batches`.
         max_retries: Retries of one trajectory after its environment or reward failed.
         min_group_size: A group whose failed members are gone still trains with this many.
         max_live_gib: Memory reserved at admission for the payloads of all live groups, GiB; None is no limit.
@@ -126,13 +127,13 @@ class DataflowConfig(Section):
     pass_reward: float = 1.0
     group_sizing: str | None = None
     length_limiting: str | None = None
-    max_staleness: int = Field(default=2, ge=0)
+    max_staleness: int = Field(ge=0)
     on_expiry: ExpiryPolicy = ExpiryPolicy.WAIT
     max_requeues: int = Field(default=3, ge=0)
     surplus: int = Field(default=0, ge=0)
     gang: bool = False
     stream_micro_batches: bool = False
-    prefetch: bool = True
+    early_logprobs: bool = True
     max_retries: int = Field(default=2, ge=0)
     min_group_size: int = Field(default=2, ge=2)
     max_live_gib: float | None = Field(default=None, gt=0)
@@ -146,16 +147,20 @@ class EvaluationConfig(Section):
     Attributes:
         num_tasks: Held-out tasks of the first and the last evaluation.
         every_steps: Evaluate beside training every so many steps; 0 is never.
-        num_tasks_beside: Held-out tasks of an evaluation beside training.
+        num_tasks_during_training: Held-out tasks of an evaluation beside training.
     """
 
     num_tasks: int = Field(default=1024, ge=1)
     every_steps: int = Field(default=20, ge=0)
-    num_tasks_beside: int = Field(default=256, ge=1)
+    num_tasks_during_training: int = Field(default=256, ge=1)
 
 
 class CheckpointConfig(Section):
-    """Policy snapshots in Hugging Face form; the last one is always written."""
+    """Policy snapshots in Hugging Face form; the last one is always written.
+
+    Attributes:
+        every_steps: Write one every so many steps; 0 writes only the last.
+    """
 
     every_steps: int = Field(default=0, ge=0)
 
@@ -167,13 +172,13 @@ class SampleConfig(Section):
         num_tasks: That are answered.
         answers_per_task: To each.
         pairs_per_task: Most pairs of a better and a worse answer that are written of each.
-        side: Which tasks.
+        split: Which tasks.
     """
 
     num_tasks: int = Field(default=1024, ge=1)
     answers_per_task: int = Field(default=4, ge=1)
     pairs_per_task: int = Field(default=4, ge=0)
-    side: Literal["train", "held_out"] = "train"
+    split: Literal["train", "held_out"] = "train"
 
 
 class PartnerConfig(Section):
@@ -192,7 +197,9 @@ class RunConfig(Section):
     """Everything one run needs.
 
     Attributes:
-        name: Name of the run; its directory is `run_dir`.
+        name: Name of the run: letters, digits and `._-`.
+        run_dir: Where the run is written, relative to the working directory.
+        seed: Of tasks, sampling and initial weights.
         total_steps: Batches to train.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
         warm_start: Overrides of the `penstock sft` that `penstock train` runs first, where `model.path` is not there
@@ -201,7 +208,7 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     run_dir: str
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(ge=0)
     total_steps: int = Field(ge=1)
     overwrite: bool = False
     model: ModelConfig
@@ -241,7 +248,7 @@ class RunConfig(Section):
         algorithm, flow = self.algorithm, self.dataflow
         is_own_reference = algorithm.needs_reference and not self.num_frozen("reference")
         is_needed = algorithm.needs_critic or algorithm.proximal == "recompute" or is_own_reference
-        return flow.prefetch and is_needed and not flow.stream_micro_batches and not self.cluster.colocated
+        return flow.early_logprobs and is_needed and not flow.stream_micro_batches and not self.cluster.colocated
 
     def frozen(self, role: FrozenRole) -> ReferenceConfig | TeacherConfig:
         """The section of a frozen policy."""

@@ -99,7 +99,7 @@ async def _train(config: RunConfig, run_dir: Path) -> int:
 
 def header_facts(config: RunConfig) -> dict[str, str]:
     """Main settings of a run, printed before it starts."""
-    flow, rollout, trainer = config.dataflow, config.rollout, config.trainer
+    flow, rollout, trainer, algorithm = config.dataflow, config.rollout, config.trainer, config.algorithm
     backend = trainer.backend if trainer.backend == "torch" else f"{trainer.backend} ZeRO-{trainer.zero_stage}"
     lora = f", LoRA of rank {trainer.lora.rank}" if trainer.lora else ""
     return {
@@ -107,7 +107,7 @@ def header_facts(config: RunConfig) -> dict[str, str]:
         **({} if config.partner is None else {"partner": _policy(config.partner_view)}),
         "batch": f"{flow.batch_groups} groups × {flow.group_size} trajectories, max_staleness {flow.max_staleness}",
         "rollout": f"{rollout.num_engines} × {rollout.engine.type}",
-        "trainer": f"{trainer.num_ranks} × {backend}, {config.algorithm.advantage} with {config.algorithm.loss}{lora}",
+        "trainer": f"{trainer.num_ranks} × {backend}, {algorithm.advantage.name} with {algorithm.loss.name}{lora}",
         "run": config.run_dir,
     }
 

@@ -33,6 +33,7 @@ from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.run.lifecycle import EXIT_OK, run_to_end, write_failure
 from penstock.platform.run.run_dir import mark_finished, prepare_run_dir
 from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
+from penstock.trainer.algorithms.config import CorrectionConfig, PairsConfig
 from penstock.trainer.batches.sequences import Example, ModelKind, Preference
 from penstock.trainer.config import AlgorithmConfig, PreferenceConfig, SftConfig
 
@@ -171,7 +172,7 @@ def _run_preferences(config: RunConfig, command: Command) -> int:
     preference = config.preference
     assert preference is not None, "the configuration checks require it"
     beta = preference.beta if command == "dpo" else 1.0
-    pairs = AlgorithmConfig(loss="online_dpo", correction=("none",), pair_beta=beta)
+    pairs = AlgorithmConfig(loss=PairsConfig(beta=beta), correction=CorrectionConfig())
     paired = config.model_copy(update={"algorithm": pairs})
     run_dir = prepare_run_dir(config)
     return run_to_end(lambda: _train_preferences(paired, preference, command, run_dir))

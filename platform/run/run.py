@@ -169,7 +169,7 @@ class Run:
                 return
             # A failed evaluation is noted in `_evaluate`; an exception raised here is a bug and stops the run.
             self._evaluation_task.result()
-        tasks = self._held_out[: self.config.evaluation.num_tasks_beside]
+        tasks = self._held_out[: self.config.evaluation.num_tasks_during_training]
         self._evaluation_task = asyncio.create_task(self._evaluate(tasks), name="evaluation")
 
     async def maybe_checkpoint(self) -> None:

@@ -48,7 +48,7 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
         config.name,
         {
             "policy": model_path(config),
-            "answers": f"{sample.answers_per_task} each to {sample.num_tasks} {sample.side} tasks",
+            "answers": f"{sample.answers_per_task} each to {sample.num_tasks} {sample.split} tasks",
             "run": str(run_dir),
         },
     )
@@ -82,7 +82,7 @@ async def _run(config: RunConfig, sample: SampleConfig, run_dir: Path) -> int:
 
 
 def _tasks(config: RunConfig, sample: SampleConfig) -> Iterator[Task]:
-    if sample.side == "held_out":
+    if sample.split == "held_out":
         yield from load_held_out(config.env, config.seed, sample.num_tasks)
         return
     streams = load_task_streams(config.env, config.seed)

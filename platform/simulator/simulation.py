@@ -354,7 +354,7 @@ def run_config(config: SimulationConfig) -> RunConfig:
         trainer=TrainerConfig(
             max_tokens_per_micro_batch=1, optimizer=OptimizerConfig(lr=1.0), max_bad_steps=max(20, config.steps)
         ),
-        evaluation=EvaluationConfig(every_steps=config.eval_every, num_tasks_beside=HELD_OUT_TASKS),
+        evaluation=EvaluationConfig(every_steps=config.eval_every, num_tasks_during_training=HELD_OUT_TASKS),
         checkpoint=CheckpointConfig(every_steps=config.checkpoint_every),
     )
 

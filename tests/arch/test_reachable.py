@@ -22,7 +22,15 @@ PROJECT = ("actors", "conf", "dataflow", "envs", "kernels", "platform", "rollout
 COMMANDS = "penstock.platform.cli.main"
 IMPORT_PATH = re.compile(r"\bpenstock(?:\.\w+)+(?::\w+)?")
 IN_THE_PACKAGE = re.compile(r"(\w+):(\w+)")
-DECORATORS = ["@*.command", "@*.callback", "@model_validator", "@field_validator", "@field_serializer", "@*.jit"]
+DECORATORS = [
+    "@*.command",
+    "@*.callback",
+    "@model_validator",
+    "@field_validator",
+    "@field_serializer",
+    "@model_serializer",
+    "@*.jit",
+]
 """What is decorated so is called by typer, pydantic or Triton."""
 
 ALLOWED = {

@@ -196,13 +196,13 @@ def test_gradients_are_those_of_plain_torch(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("case", those(lambda case: case.is_prefetched))
+@pytest.mark.parametrize("case", those(lambda case: case.has_early_logprobs))
 def test_groups_that_were_forwarded_before_their_batch_change_nothing(case: Case, deepspeed_results: dict) -> None:
     result = deepspeed_results[dataclasses.astuple(case)]
-    without = deepspeed_results[dataclasses.astuple(dataclasses.replace(case, is_prefetched=False))]
+    without = deepspeed_results[dataclasses.astuple(dataclasses.replace(case, has_early_logprobs=False))]
     for mine, theirs in zip(result["reports"], without["reports"], strict=True):
         assert (mine.version, mine.skipped) == (theirs.version, theirs.skipped)
-        shares = [report.metrics["trainer/prefetched_token_share"] for report in (mine, theirs)]
+        shares = [report.metrics["trainer/early_logprobs_token_share"] for report in (mine, theirs)]
         assert 0.5 < shares[0] < 1
         assert shares[1] == 0.0
         for name, value in theirs.metrics.items():

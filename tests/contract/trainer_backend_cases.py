@@ -31,6 +31,7 @@ from penstock.trainer.spec import TrainerSpec
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import ModelConfig, ModelShape
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, read_shard
+from tests.algorithms import algorithm_config
 from tests.layouts import read, torch_side
 from tests.tiny_policy import SPECIAL_TOKENS, tiny_shape
 
@@ -59,7 +60,7 @@ class Case:
     offload_optimizer: bool = False
     updates: str = "one"
     has_adapters: bool = False
-    is_prefetched: bool = False
+    has_early_logprobs: bool = False
 
     @property
     def shape(self) -> ModelShape:
@@ -75,12 +76,12 @@ class Case:
         return self.world_size, self.tensor_parallel, self.sequence_parallel
 
 
-SEVERAL = AlgorithmConfig(proximal="recompute", mini_batches=2, epochs=2)
+SEVERAL = algorithm_config(proximal="recompute", mini_batches=2, epochs=2)
 ALGORITHMS = {
     "one": AlgorithmConfig(),
     "several": SEVERAL,
     "several with a critic": SEVERAL.model_copy(update={"advantage": "gae"}),
-    "held to a reference": AlgorithmConfig(kl_coefficient=0.1),
+    "held to a reference": algorithm_config(kl_coefficient=0.1),
 }
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 REFERENCE = Case(backend="torch")
@@ -97,7 +98,12 @@ CASES = [
     Case(world_size=2, zero_stage=3, has_adapters=True, gradient_checkpointing=True, is_tied=False),
     Case(world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic"),
     Case(
-        world_size=2, zero_stage=3, max_tokens=40, adam_epsilon=1.0, updates="several with a critic", is_prefetched=True
+        world_size=2,
+        zero_stage=3,
+        max_tokens=40,
+        adam_epsilon=1.0,
+        updates="several with a critic",
+        has_early_logprobs=True,
     ),
 ]
 """On one and two ranks."""
@@ -124,7 +130,12 @@ LONG_CASES = [
     Case(world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="held to a reference"),
     Case(world_size=2, zero_stage=3, has_adapters=True, dtype="bfloat16"),
     Case(
-        world_size=2, zero_stage=3, max_tokens=40, has_adapters=True, updates="held to a reference", is_prefetched=True
+        world_size=2,
+        zero_stage=3,
+        max_tokens=40,
+        has_adapters=True,
+        updates="held to a reference",
+        has_early_logprobs=True,
     ),
     *(Case(tensor_parallel=2, world_size=4, zero_stage=n, is_tied=False, adam_epsilon=1.0) for n in (1, 2, 3)),
     Case(tensor_parallel=2, world_size=4, zero_stage=0, streamed=True, adam_epsilon=1.0),
@@ -133,7 +144,7 @@ LONG_CASES = [
     *(Case(sequence_parallel=2, world_size=4, zero_stage=n, is_tied=False, adam_epsilon=1.0) for n in (0, 1)),
     Case(sequence_parallel=2, world_size=4, zero_stage=0, streamed=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several"),
-    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several", is_prefetched=True),
+    Case(sequence_parallel=2, world_size=4, zero_stage=1, adam_epsilon=1.0, updates="several", has_early_logprobs=True),
     Case(sequence_parallel=2, world_size=4, zero_stage=2, dtype="bfloat16"),
 ]
 """Left to `make test-full`."""
@@ -240,7 +251,7 @@ def build(case: Case, model_path: str, rank: int = 0, port: int = 0) -> PolicyTr
 def run_case(case: Case, folder: Path, rank: int = 0, port: int = 0) -> dict:
     """Two good steps with a poisoned one between, then one supervised step: all numbers that must agree."""
     trainer = build(case, str(folder / case.policy), rank, port)
-    step = streamed_step if case.streamed else prefetched_step if case.is_prefetched else PolicyTrainer.step
+    step = streamed_step if case.streamed else early_logprobs_step if case.has_early_logprobs else PolicyTrainer.step
     reports = [step(trainer, make_batch(1), 0)]
     before = weights_of(trainer)
     reports.append(step(trainer, make_batch(2, poisoned=True), 1))
@@ -311,7 +322,7 @@ def streamed_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: in
     return trainer.step(batch[3:], version)
 
 
-def prefetched_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
+def early_logprobs_step(trainer: PolicyTrainer, batch: list[GroupPayload], version: int) -> StepReport:
     """The same batch, three of its groups forwarded before, one group that it has not, and one for another version."""
     single = GroupPayload(GroupId(99), batch[0].trajectories[:1])  # fewer sequences than ranks
     trainer.early_logprobs([batch[3]], version + 1)

@@ -45,15 +45,15 @@ def test_a_trainer_that_waits_for_a_batch_forwards_its_groups(
 ) -> None:
     folder = run(train, tmp_path, *overrides)
     assert read_summary(folder)["trained_groups"] == 4 * STEPS
-    shares = read_metric(folder, "trainer/prefetched_token_share")
+    shares = read_metric(folder, "trainer/early_logprobs_token_share")
     assert len(shares) == STEPS
     assert shares[0] > 0, "the first batch is awaited"
     assert max(shares) <= 1
-    assert read_metric(folder, "trainer/prefetch_used_s")[0] > 0
+    assert read_metric(folder, "trainer/early_logprobs_used_s")[0] > 0
     assert all(value < 1e-4 for value in fresh_mismatches(folder)), "proximal logprobs are those of the step's weights"
 
 
 @TWO_ROUTES
 def test_and_does_not_where_it_is_switched_off(train: Train, tmp_path: Path) -> None:
-    folder = run(train, tmp_path, "dataflow.prefetch=false")
-    assert read_metric(folder, "trainer/prefetched_token_share") == [0.0] * STEPS
+    folder = run(train, tmp_path, "dataflow.early_logprobs=false")
+    assert read_metric(folder, "trainer/early_logprobs_token_share") == [0.0] * STEPS

@@ -21,7 +21,7 @@ ADAPTERS = [
     "trainer.lora.rank=4",
     "trainer.optimizer.lr=1e-3",
     "trainer.optimizer.warmup_steps=0",
-    "algorithm.kl_coefficient=0.01",
+    "algorithm.kl.coefficient=0.01",
 ]
 SMALL = ["dataflow.batch_groups=8", "total_steps=3", "evaluation.num_tasks=32"]
 
@@ -108,7 +108,7 @@ def test_max_staleness_zero_is_on_policy_whatever_the_layouts(
 
 
 OVERLAPPED = [
-    "algorithm.kl_coefficient=0.05",
+    "algorithm.kl.coefficient=0.05",
     "trainer.num_ranks=2",
     "trainer.zero_stage=3",
     "weights.transport=process_group",
@@ -179,7 +179,7 @@ def test_variants_train(name: str, overrides: list[str], workspace: Path, train_
     assert summary["ledger"]["trained"] == 24
     assert summary["max_staleness_seen"] <= summary["max_staleness_configured"]
     assert all(norm > 0 for norm in read_metric(run_dir, "loss/grad_norm"))
-    if "algorithm.kl_coefficient=0.05" in overrides:
+    if "algorithm.kl.coefficient=0.05" in overrides:
         divergence = read_metric(run_dir, "loss/reference_kl")
         assert divergence[0] < 1e-6 < divergence[-1], "it begins at the reference and leaves it"
     assert summary["eval_before"] > 0.2, "the engines have other weights than the trainer"

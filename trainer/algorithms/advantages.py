@@ -1,6 +1,6 @@
 """Advantages per token, from all that the groups of a batch earned. Numpy, float64.
 
-An estimator of a group is `(rewards [G] float64, AlgorithmConfig) -> [G] float64`, one of a batch takes a
+An estimator of a group is `(rewards [G] float64, its settings) -> [G] float64`, one of a batch takes a
 `RewardBatch`. A group whose rewards are all equal (up to rounding, dataflow/equal_rewards.py) gives exactly 0, never
 NaN, whatever the estimator.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ from penstock.dataflow.equal_rewards import are_equal
 from penstock.dataflow.errors import ShapeError
 from penstock.kernels.segment_scan import reverse_scan
 from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.config import CentredConfig, GaeConfig, GrpoConfig, WhitenedConfig
 from penstock.trainer.config import AlgorithmConfig
 
 Tokens = Sequence[NDArray[np.float64]]
 """One array `[n_i]` per sequence."""
-GroupEstimator = Callable[[NDArray[np.float64], AlgorithmConfig], NDArray[np.float64]]
+GroupEstimator = Callable[[NDArray[np.float64], Any], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class RewardBatch:
     Attributes:
         rewards: `[N]`, already with the overlong penalty.
         groups: `[N] int`, whom each sequence is compared with.
-        penalties: `[n_i]` each: β · k of every sampled token (`kl_in: reward`), else zeros.
+        penalties: `[n_i]` each: β · k of every sampled token (`kl.apply_to: reward`), else zeros.
         carries_loss: `[n_i] bool` each; what was trimmed or masked does not.
         parts: Named part of the reward -> `[N]`.
         values: `[n_i]` each: V of a critic before each sampled token; empty: none.
@@ -65,14 +67,14 @@ class RewardBatch:
 
 
 def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
-    """`[n_i]` each: by the estimator that `config.advantage` names.
+    """`[n_i]` each: by the estimator of `config.advantage`.
 
     Raises:
         ShapeError: If a user's own estimator does not give one number per member.
     """
-    entry = find("advantage", config.advantage)
+    entry = find("advantage", config.advantage.name)
     if entry.level != "group":
-        return list(entry.load()(batch, config))
+        return list(entry.load()(batch, config.advantage))
     estimate: GroupEstimator = entry.load()
     per_sequence = np.zeros(len(batch.rewards))
     for members in batch.members:
@@ -81,11 +83,11 @@ def token_advantages(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArra
             values = per_head(estimate, {name: part[attempts] for name, part in batch.parts.items()}, config)
         else:
             penalties = np.bincount(whose, [batch.penalties[one].sum() for one in members])
-            values = np.asarray(estimate(batch.rewards[attempts] - penalties, config), np.float64)
+            values = np.asarray(estimate(batch.rewards[attempts] - penalties, config.advantage), np.float64)
         if values.shape != attempts.shape:
             raise ShapeError(
-                f"algorithm.advantage={config.advantage}: it gave shape {values.shape} for a group of {len(attempts)}. "
-                "Return one number per member."
+                f"algorithm.advantage={config.advantage.name}: it gave shape {values.shape} for a group of "
+                f"{len(attempts)}. Return one number per member."
             )
         per_sequence[members] = values[whose]
     return [np.full(len(mask), value) for mask, value in zip(batch.carries_loss, per_sequence, strict=True)]
@@ -98,27 +100,32 @@ def per_head(
 
     So a part of small spread is not drowned by one of large spread. GDPO, arXiv 2601.05242.
     """
-    heads = [weight * estimate(parts[name], config) for name, weight in config.reward_weights.items()]
+    heads = [weight * estimate(parts[name], config.advantage) for name, weight in config.reward_weights.items()]
     return np.sum(heads, axis=0, dtype=np.float64)
 
 
-def grpo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
+def grpo(rewards: NDArray[np.float64], config: GrpoConfig) -> NDArray[np.float64]:
     """Centre and scale: `A_i = (R_i − mean_g R) / (std_g R + ε)`. DeepSeekMath, arXiv 2402.03300.
 
-    `advantage_std`: `sample` (ddof 1), `population` (ddof 0) or `none` (centre only).
+    `std`: `sample` (ddof 1), `population` (ddof 0) or `none` (centre only).
     """
-    return scaled(dr_grpo(rewards, config), rewards, config)
+    return scaled(centred(rewards), rewards, config)
 
 
-def dr_grpo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
+def dr_grpo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
     """Centre only: `A_i = R_i − mean_g R`; pair it with `constant_length`. Dr. GRPO, arXiv 2503.20783."""
     del config
+    return centred(rewards)
+
+
+def centred(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`R_i − mean R`, exactly 0 where all are equal."""
     if are_equal(rewards):
         return np.zeros_like(rewards)
     return rewards - rewards.mean()
 
 
-def rloo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
+def rloo(rewards: NDArray[np.float64], config: CentredConfig) -> NDArray[np.float64]:
     """Leave one out: `A_i = R_i − mean_{j≠i} R_j`. Ahmadian et al., arXiv 2402.14740."""
     del config
     if are_equal(rewards):
@@ -126,46 +133,48 @@ def rloo(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.fl
     return rewards - (rewards.sum() - rewards) / (rewards.size - 1)
 
 
-def scaled(centred: NDArray[np.float64], values: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
-    """`centred / (std values + ε)` with the configured deviation; unchanged if there is nothing to scale."""
-    if config.advantage_std == "none" or not centred.any():
-        return centred
-    return centred / (values.std(ddof=1 if config.advantage_std == "sample" else 0) + config.std_epsilon)
+def scaled(
+    deviations: NDArray[np.float64], values: NDArray[np.float64], config: GrpoConfig | WhitenedConfig | GaeConfig
+) -> NDArray[np.float64]:
+    """`deviations / (std values + ε)` with the configured deviation; unchanged if there is nothing to scale."""
+    if config.std == "none" or not deviations.any():
+        return deviations
+    return deviations / (values.std(ddof=1 if config.std == "sample" else 0) + config.epsilon)
 
 
-def reinforce_pp(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+def reinforce_pp(batch: RewardBatch, config: WhitenedConfig) -> list[NDArray[np.float64]]:
     """`A_{i,t} = R_i − β Σ_{s≥t} k1_s`, whitened (`whiten: batch`). REINFORCE++, arXiv 2501.03262."""
     return whitened(_returns_to_go(batch.rewards, batch.penalties), batch.carries_loss, config)
 
 
-def reinforce_pp_baseline(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+def reinforce_pp_baseline(batch: RewardBatch, config: WhitenedConfig) -> list[NDArray[np.float64]]:
     """As `reinforce_pp`, with the mean reward of the group subtracted first.
 
     Members of a group of equal rewards and without penalties get exactly 0 after the whitening, as in every estimator
     with a baseline of the group.
     """
-    centred, is_silent = np.zeros_like(batch.rewards), np.zeros(len(batch.rewards), dtype=bool)
+    baselined, is_silent = np.zeros_like(batch.rewards), np.zeros(len(batch.rewards), dtype=bool)
     for members in batch.members:
         attempts, whose = batch.attempts_of(members)
-        centred[members] = dr_grpo(batch.rewards[attempts], config)[whose]
+        baselined[members] = centred(batch.rewards[attempts])[whose]
         has_penalty = any(batch.penalties[one].any() for one in members)
         is_silent[members] = are_equal(batch.rewards[members]) and not has_penalty
-    found = whitened(_returns_to_go(centred, batch.penalties), batch.carries_loss, config)
+    found = whitened(_returns_to_go(baselined, batch.penalties), batch.carries_loss, config)
     return [np.zeros_like(one) if silent else one for one, silent in zip(found, is_silent, strict=True)]
 
 
-def gae(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+def gae(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
     """`δ_t = r_t + γ V_{t+1} − V_t`; `A_t = δ_t + γλ A_{t+1}`, whitened (`whiten: batch`); V is 0 after the end."""
     return whitened(_discounted_surprises(batch, config), batch.carries_loss, config)
 
 
-def gae_returns(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+def gae_returns(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
     """`A + V`, what the critic learns, with A before it is whitened: returns are in the units of the reward."""
     advantages = _discounted_surprises(batch, config)
     return [advantage + value for advantage, value in zip(advantages, batch.values, strict=True)]
 
 
-def _discounted_surprises(batch: RewardBatch, config: AlgorithmConfig) -> list[NDArray[np.float64]]:
+def _discounted_surprises(batch: RewardBatch, config: GaeConfig) -> list[NDArray[np.float64]]:
     """`A_t = Σ_k (γλ)^k δ_{t+k}`.
 
     Generalised advantage estimation, arXiv 1506.02438, over sampled tokens only: observation tokens between them are
@@ -178,15 +187,15 @@ def _discounted_surprises(batch: RewardBatch, config: AlgorithmConfig) -> list[N
     values = np.concatenate([np.zeros(0), *batch.values])
     following = np.append(values[1:], 0.0)[: len(values)]
     following[lasts] = 0.0
-    surprises = per_token + config.gae_gamma * following - values
-    decay = np.full_like(values, config.gae_gamma * config.gae_lambda)
+    surprises = per_token + config.gamma * following - values
+    decay = np.full_like(values, config.gamma * config.lam)
     bounds = torch.from_numpy(np.append(0, ends))
     advantages = reverse_scan(torch.from_numpy(surprises), torch.from_numpy(decay), bounds)
     return np.split(advantages.numpy(), ends[:-1])
 
 
 def whitened(
-    values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: AlgorithmConfig
+    values: Tokens, carries_loss: Sequence[NDArray[np.bool_]], config: WhitenedConfig | GaeConfig
 ) -> list[NDArray[np.float64]]:
     """`(A − mean) / (std + ε)`, mean and deviation over all tokens of the batch that carry loss; A if `whiten: none`.
 
@@ -206,14 +215,14 @@ def _returns_to_go(rewards: NDArray[np.float64], penalties: Tokens) -> Tokens:
     return [reward - penalty[::-1].cumsum()[::-1] for reward, penalty in zip(rewards, penalties, strict=True)]
 
 
-def overlong_penalty(num_tokens: int, max_new_tokens: int, cache_share: float) -> float:
+def overlong_penalty(num_tokens: int, max_new_tokens: int, ramp_share: float) -> float:
     """0 up to L_max − L_cache, linear to −1 at L_max, −1 beyond. DAPO, arXiv 2503.14476, eq. 13.
 
     Args:
         num_tokens: Sampled tokens of the answer.
         max_new_tokens: L_max.
-        cache_share: L_cache / L_max in (0, 1], length of the ramp; the paper has 4096 of 20480 tokens.
+        ramp_share: L_cache / L_max in (0, 1], length of the ramp; the paper has 4096 of 20480 tokens.
     """
-    cache_tokens = cache_share * max_new_tokens
+    cache_tokens = ramp_share * max_new_tokens
     excess = num_tokens - (max_new_tokens - cache_tokens)
     return -min(max(excess / cache_tokens, 0.0), 1.0)

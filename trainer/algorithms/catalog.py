@@ -113,7 +113,6 @@ ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("loss", "sft", "−c", "–", "losses:sft", takes_weight=False, needs_advantages=False),
     Algorithm("loss", "value", "½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)", "1707.06347",
               "losses:value", takes_weight=False, needs_advantages=False),
-    Algorithm("correction", "none", "weight 1", "–", "corrections:none"),
     Algorithm("correction", "decoupled", "weight w; masked where w > cap", "2505.24298", "corrections:decoupled",
               is_weight=True),
     Algorithm("correction", "tis_token", "weight min(w, C)", "Ionides, 2008", "corrections:tis_token",
@@ -149,7 +148,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
               "2503.14476", "advantages:overlong_penalty"),
     Algorithm("reward_shaping", "reward_weights", "A = Σ_h weight_h · A(R^h): each head normalised in its group",
               "2601.05242", "advantages:per_head", "group"),
-    Algorithm("token_weighting", "lag_decay", "term · decay^lag", "–", "aggregation:staleness_factors"),
+    Algorithm("token_weighting", "staleness_decay", "term · decay^staleness", "–", "aggregation:staleness_factors"),
     Algorithm("token_weighting", "entropy_top_share", "only the ⌈q n_i⌉ tokens of highest entropy of each sequence",
               "2506.01939", "aggregation:is_low_entropy", "sequence"),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Behavior corrections: what makes tokens of an older policy (or another implementation) count for the present one.
 
-Each is `(LossTokens, AlgorithmConfig) -> Correction`; a chain multiplies the weights (at most one is not 1) and masks
-what any of them masks. Nothing here carries a gradient, and rejected tokens keep their place in the normaliser (I9).
+Each is `(LossTokens, settings of the correction) -> Correction`; a chain multiplies the weights (at most one is not 1)
+and masks what any of them masks. Nothing here carries a gradient, and rejected tokens keep their place in the
+normaliser (I9).
 
 Shape legend: T loss tokens, S sequences. `w = exp(clamp(p − b, ±20))`; sums and means of a sequence are clamped after.
 """
@@ -14,8 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.trainer.algorithms.config import (
+    DecoupledConfig,
+    FTisConfig,
+    MisSeqGeoConfig,
+    MisTokenConfig,
+    OpsmConfig,
+    TruncatedConfig,
+    VetoConfig,
+)
 from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
-from penstock.trainer.config import AlgorithmConfig
 
 
 class Correction(NamedTuple):
@@ -35,73 +44,71 @@ class Correction(NamedTuple):
         return self.weights.masked_fill(self.is_masked, 0.0)
 
 
-CorrectionFunction = Callable[[LossTokens, AlgorithmConfig], Correction]
+CorrectionFunction = Callable[[LossTokens], Correction]
+"""One of the functions below with its settings."""
 
 
 @torch.no_grad()
-def correct(chain: Iterable[CorrectionFunction], tokens: LossTokens, config: AlgorithmConfig) -> Correction:
-    """The product of the weights, and what any of the chain masks."""
-    total = none(tokens, config)
+def correct(chain: Iterable[CorrectionFunction], tokens: LossTokens) -> Correction:
+    """The product of the weights, and what any of the chain masks.
+
+    Of an empty chain all weights are 1: right for on-policy tokens, or for losses that look at b themselves.
+    """
+    total = _mask(tokens, torch.zeros_like(tokens.behavior, dtype=torch.bool))
     for correction in chain:
-        weights, is_masked = correction(tokens, config)
+        weights, is_masked = correction(tokens)
         total = Correction(total.weights * weights, total.is_masked | is_masked)
     return total
 
 
-def none(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
-    """Weight 1 everywhere: right for on-policy tokens, or for losses that look at b themselves."""
-    del config
-    return _mask(tokens, torch.zeros_like(tokens.behavior, dtype=torch.bool))
-
-
-def decoupled(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def decoupled(tokens: LossTokens, config: DecoupledConfig) -> Correction:
     """Weight w; tokens with w > cap are masked. Decoupled PPO, arXiv 2110.00641; AReaL, arXiv 2505.24298.
 
     The loss clips around the proximal policy, the weight carries the step from behavior to proximal.
     """
     weights = _weights(tokens)
-    return Correction(weights, weights > config.correction_cap)
+    return Correction(weights, weights > config.max_weight)
 
 
-def tis_token(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def tis_token(tokens: LossTokens, config: TruncatedConfig | FTisConfig) -> Correction:
     """Weight min(w, C). Truncated importance sampling: Ionides, 2008; for engines and trainers: Yao et al., 2025."""
-    return _weigh(_weights(tokens).clamp(max=config.tis_cap))
+    return _weigh(_weights(tokens).clamp(max=config.max_weight))
 
 
-def tis_seq(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def tis_seq(tokens: LossTokens, config: TruncatedConfig) -> Correction:
     """Weight min(exp(Σ_t (p − b)), C) of the sequence: no bias below C, and large variance."""
     ratio = clamped_exp(tokens.segment_sum(_log_weights(tokens)))
-    return _weigh(tokens.spread(ratio.clamp(max=config.tis_cap)))
+    return _weigh(tokens.spread(ratio.clamp(max=config.max_weight)))
 
 
-def mis_token(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def mis_token(tokens: LossTokens, config: MisTokenConfig) -> Correction:
     """Weight w if lo ≤ w ≤ hi, else masked. IcePop, arXiv 2510.18855."""
     weights = _weights(tokens)
-    return Correction(weights, (weights < config.mis_low) | (weights > config.mis_high))
+    return Correction(weights, (weights < config.min_weight) | (weights > config.max_weight))
 
 
-def mis_seq_geo(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def mis_seq_geo(tokens: LossTokens, config: MisSeqGeoConfig) -> Correction:
     """A sequence is kept iff lo ≤ exp(mean_t (p − b)) ≤ hi: the geometric mean knows no length. Liu et al., 2025."""
     ratio = clamped_exp(tokens.segment_mean(_log_weights(tokens)))
-    return _mask(tokens, tokens.spread((ratio < config.geo_low) | (ratio > config.geo_high)))
+    return _mask(tokens, tokens.spread((ratio < config.min_weight) | (ratio > config.max_weight)))
 
 
-def opsm(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def opsm(tokens: LossTokens, config: OpsmConfig) -> Correction:
     """A sequence is masked iff A < 0 and mean_t (b − c) > δ. Off-policy sequence mask, DeepSeek-V3.2, 2512.02556."""
-    return _mask(tokens, _is_far_and_bad(tokens, config.opsm_delta))
+    return _mask(tokens, _is_far_and_bad(tokens, config.delta))
 
 
-def f_tis(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def f_tis(tokens: LossTokens, config: FTisConfig) -> Correction:
     """tis_token, and samples of negative advantage are masked where KL(b‖c) > limit. F-TIS, arXiv 2605.22537.
 
     KL(b‖c) is estimated by mean_t (b − c) over the sequence: its tokens were sampled by the behavior policy.
     """
-    return Correction(tis_token(tokens, config).weights, _is_far_and_bad(tokens, config.f_tis_max_kl))
+    return Correction(tis_token(tokens, config).weights, _is_far_and_bad(tokens, config.max_kl))
 
 
-def veto(tokens: LossTokens, config: AlgorithmConfig) -> Correction:
+def veto(tokens: LossTokens, config: VetoConfig) -> Correction:
     """A sequence is masked iff any of its tokens has w < floor: the policy would never have gone there."""
-    is_impossible = (_weights(tokens) < config.veto_floor).to(tokens.behavior.dtype)
+    is_impossible = (_weights(tokens) < config.min_weight).to(tokens.behavior.dtype)
     return _mask(tokens, tokens.spread(tokens.segment_sum(is_impossible) > 0))
 
 

@@ -1,4 +1,5 @@
-"""Losses: `(LossTokens, AlgorithmConfig) -> PolicyLoss`, of single tokens, of sequences, of pairs, and without ratio.
+"""Losses: `(LossTokens, settings of the loss) -> PolicyLoss`, of single tokens, of sequences, of pairs, and without
+ratio.
 
 Shape legend: T loss tokens, S sequences, P pairs, G members of a group. c target (with gradient), p proximal, b
 behavior; ρ = exp(c − p); A advantage; sg stop-gradient.
@@ -18,11 +19,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.dataflow.equal_rewards import rounding_error
+from penstock.trainer.algorithms.config import (
+    CispoConfig,
+    ClippedConfig,
+    DppoConfig,
+    DualClipConfig,
+    IpoConfig,
+    PairsConfig,
+    PlainConfig,
+    SapoConfig,
+)
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, clamped_exp, unclipped
-from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.config import CriticConfig
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> PolicyLoss:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: ClippedConfig | DualClipConfig) -> PolicyLoss:
     """`max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))` of any ratio."""
     free = -advantages * ratio
     bound = -advantages * ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -30,49 +41,49 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig
     return PolicyLoss(torch.maximum(free, bound), is_clipped & (ratio < 1.0), is_clipped & (ratio > 1.0))
 
 
-def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def ppo_clip(tokens: LossTokens, config: ClippedConfig | DualClipConfig) -> PolicyLoss:
     """`max(−A ρ, −A clip(ρ, 1−ε_lo, 1+ε_hi))`. PPO, arXiv 1707.06347; ε_hi > ε_lo: DAPO, arXiv 2503.14476."""
     return clipped_surrogate(clamped_exp(tokens.target - tokens.proximal), tokens.advantages, config)
 
 
-def dual_clip(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def dual_clip(tokens: LossTokens, config: DualClipConfig) -> PolicyLoss:
     """As ppo_clip; for A < 0: `min(that, −A c_dual)`, so a huge ratio cannot push without bound. arXiv 1912.09729."""
     loss = ppo_clip(tokens, config)
-    ceiling = -tokens.advantages * config.dual_clip
+    ceiling = -tokens.advantages * config.max_ratio
     is_bounded = ((tokens.advantages < 0) & (loss.terms > ceiling)).detach()
     terms = torch.where(is_bounded, ceiling, loss.terms)
     return PolicyLoss(terms, loss.is_clipped_low, loss.is_clipped_high | is_bounded)
 
 
-def cispo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def cispo(tokens: LossTokens, config: CispoConfig) -> PolicyLoss:
     """`−sg(min(ρ, 1+ε_hi)) A c`: every token keeps a gradient, only its weight is bounded. arXiv 2506.13585.
 
-    With `cispo_low` the weight is also at least 1 − cispo_low.
+    With `clip_low` the weight is also at least 1 − clip_low.
     """
     ratio = clamped_exp(tokens.target - tokens.proximal).detach()
-    lowest = 0.0 if config.cispo_low is None else 1.0 - config.cispo_low
+    lowest = 0.0 if config.clip_low is None else 1.0 - config.clip_low
     weight = ratio.clamp(lowest, 1.0 + config.clip_high)
     return PolicyLoss(-weight * tokens.advantages * tokens.target, ratio < weight, ratio > weight)
 
 
-def reinforce(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def reinforce(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`−A c`. Williams, 1992."""
     del config
     return unclipped(-tokens.advantages * tokens.target)
 
 
-def sapo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def sapo(tokens: LossTokens, config: SapoConfig) -> PolicyLoss:
     """`−(4/τ) σ(τ (ρ − 1)) A`, τ⁺ for A > 0, else τ⁻: a gate that fades as ρ leaves 1. arXiv 2511.20347.
 
     Its slope at ρ = 1 is that of −A ρ.
     """
     ratio = clamped_exp(tokens.target - tokens.proximal)
-    positive = torch.full_like(ratio, config.sapo_tau_positive)
-    tau = torch.where(tokens.advantages > 0, positive, torch.full_like(ratio, config.sapo_tau_negative))
+    positive = torch.full_like(ratio, config.tau_positive)
+    tau = torch.where(tokens.advantages > 0, positive, torch.full_like(ratio, config.tau_negative))
     return unclipped(-(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * tokens.advantages)
 
 
-def dppo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def dppo(tokens: LossTokens, config: DppoConfig) -> PolicyLoss:
     """`−keep A min(exp(c − b), cap)`; a token is dropped iff A pushes its probability on, beyond δ. arXiv 2602.04879.
 
     Dropped iff (A > 0 and π − μ > δ) or (A ≤ 0 and π − μ < −δ), with π = exp(c), μ = exp(b): the binary form of the
@@ -82,14 +93,14 @@ def dppo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
     """
     shift = tokens.target.detach().exp() - tokens.behavior.exp()
     goes_up = tokens.advantages > 0
-    too_high = goes_up & (shift > config.dppo_delta)
-    too_low = ~goes_up & (shift < -config.dppo_delta)
-    weight = clamped_exp((tokens.target - tokens.behavior).detach()).clamp(max=config.dppo_cap)
+    too_high = goes_up & (shift > config.delta)
+    too_low = ~goes_up & (shift < -config.delta)
+    weight = clamped_exp((tokens.target - tokens.behavior).detach()).clamp(max=config.max_weight)
     terms = -tokens.advantages * weight * (tokens.target - tokens.target.detach()).exp()
     return PolicyLoss(terms.masked_fill(too_high | too_low, 0.0), too_low, too_high)
 
 
-def gspo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def gspo(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
     """`ppo_clip` on `s_i = exp(mean_t(c − p))`, one term per sequence. GSPO, arXiv 2507.18071.
 
     The term stands at each of its n_i tokens, and `seq_mean_token_mean` weighs each 1 / (N n_i). Advantages that differ
@@ -100,13 +111,13 @@ def gspo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
     return PolicyLoss(*map(tokens.spread, loss))
 
 
-def gspo_token(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def gspo_token(tokens: LossTokens, config: ClippedConfig) -> PolicyLoss:
     """`ppo_clip` on `sg(s_i)·exp(c − sg(c))`: ratio of the sequence, advantage of the token. arXiv 2507.18071."""
     ratio = tokens.spread(_sequence_ratio(tokens)).detach() * (tokens.target - tokens.target.detach()).exp()
     return clipped_surrogate(ratio, tokens.advantages, config)
 
 
-def topr(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def topr(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """A > 0: `−A c`; else `−sg(min(exp(Σ_t (c − b)), 1)) A c`. Tapered off-policy REINFORCE, arXiv 2503.14286."""
     del config
     ratio = clamped_exp(tokens.segment_sum((tokens.target - tokens.behavior).detach())).clamp(max=1.0)
@@ -119,19 +130,19 @@ def _sequence_ratio(tokens: LossTokens) -> Tensor:
     return clamped_exp(tokens.segment_mean(tokens.target - tokens.proximal))
 
 
-def online_dpo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def online_dpo(tokens: LossTokens, config: PairsConfig) -> PolicyLoss:
     """`−log σ(β Δ)`, `Δ = (Σc⁺ − Σr⁺) − (Σc⁻ − Σr⁻)`. DPO, arXiv 2305.18290; online, arXiv 2402.04792."""
-    return _at_the_tokens(tokens, -torch.nn.functional.logsigmoid(config.pair_beta * pair_margins(tokens)))
+    return _at_the_tokens(tokens, -torch.nn.functional.logsigmoid(config.beta * pair_margins(tokens)))
 
 
-def ipo(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def ipo(tokens: LossTokens, config: IpoConfig) -> PolicyLoss:
     """`(Δ − 1/(2β))²`: the goal is a finite margin, so a pair that has reached it stops pushing. arXiv 2310.12036.
 
-    `ipo_length`: `mean`, Δ of per-token means, so that the goal means the same for answers of any length (the authors'
+    `length`: `mean`, Δ of per-token means, so that the goal means the same for answers of any length (the authors'
     reading; TRL and AReaL do so); `sum`, Δ of sums as in DPO, the paper to the letter.
     """
-    margins = pair_margins(tokens, per_token=config.ipo_length == "mean")
-    return _at_the_tokens(tokens, (margins - 1.0 / (2.0 * config.pair_beta)).square())
+    margins = pair_margins(tokens, per_token=config.length == "mean")
+    return _at_the_tokens(tokens, (margins - 1.0 / (2.0 * config.beta)).square())
 
 
 def pair_margins(tokens: LossTokens, *, per_token: bool = False) -> Tensor:
@@ -150,9 +161,9 @@ def pair_margins(tokens: LossTokens, *, per_token: bool = False) -> Tensor:
 
 
 def preference_pairs(
-    rewards: NDArray[np.float64], eligible: Sequence[int], config: AlgorithmConfig
+    rewards: NDArray[np.float64], eligible: Sequence[int], config: PairsConfig
 ) -> list[tuple[int, int]]:
-    """Pairs (better, worse) whose rewards differ by more than `max(pair_margin, rounding_error)`: rounding makes none.
+    """Pairs (better, worse) whose rewards differ by more than `max(margin, rounding_error)`: rounding makes none.
 
     Args:
         rewards: `[G]`.
@@ -162,7 +173,7 @@ def preference_pairs(
     members = list(eligible)
     if not members:
         return []
-    least = max(config.pair_margin, rounding_error(rewards[members]))
+    least = max(config.margin, rounding_error(rewards[members]))
     if config.pairs == "best_worst":
         members = [max(members, key=lambda one: rewards[one]), min(members, key=lambda one: rewards[one])]
     gaps = [(better, worse, float(rewards[better] - rewards[worse])) for better in members for worse in members]
@@ -176,13 +187,13 @@ def _at_the_tokens(tokens: LossTokens, pair_losses: Tensor) -> PolicyLoss:
     return unclipped(tokens.spread(halves).to(tokens.target.dtype))
 
 
-def sft(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def sft(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """`−c`: cross-entropy of the tokens, whatever they earned."""
     del config
     return unclipped(-tokens.target)
 
 
-def distill(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def distill(tokens: LossTokens, config: PlainConfig) -> PolicyLoss:
     """Reverse KL from the student to a teacher, on the student's own tokens. On-policy distillation, arXiv 2306.13649.
 
     Of the sampled tokens: `−sg(log π_teacher − c) · c`.
@@ -192,7 +203,7 @@ def distill(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
     return unclipped(-(tokens.teacher - tokens.target).detach() * tokens.target)
 
 
-def value(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def value(tokens: LossTokens, config: CriticConfig) -> PolicyLoss:
     """`½ max((V − ret)², (clip(V, V_old ± ε_v) − ret)²)`: a critic's loss. PPO, arXiv 1707.06347."""
     assert tokens.values is not None, "value needs a critic"
     assert tokens.old_values is not None, "value needs the values at sampling"

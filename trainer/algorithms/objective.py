@@ -1,6 +1,6 @@
 """The whole loss of one micro-batch: policy loss, divergence from the reference, corrections, masks, in this order.
 
-    term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r)) · decay^lag · [high entropy]
+    term = (loss(c, p, b, A) · sg(weight) · [not masked] + β v k(c, r)) · decay^staleness · [high entropy]
 
 v = sg(weight · u), and 1 where a mask or a cap rejects the token: masks judge the gradient of the policy loss, not the
 divergence. u = min(exp(c − b), C) for losses that carry the step from the behavior policy themselves, else 1.
@@ -10,6 +10,7 @@ Shape legend: T loss tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -50,11 +51,14 @@ class Objective:
             ConfigError: If an import path does not resolve.
         """
         self._config = config
-        self._loss = find("loss", config.loss).load()
+        self._loss = find("loss", config.loss.name).load()
         self._proximal = find("proximal", config.proximal).load()
-        self._chain = [find("correction", name).load() for name in config.correction]
-        self._kl = find("kl", config.kl_estimator).load()
-        self._is_corrected_inside = config.proximal == "behavior" or not find("loss", config.loss).takes_weight
+        self._chain = [
+            partial(find("correction", name).load(), config=settings)
+            for name, settings in config.correction.chain.items()
+        ]
+        self._kl = find("kl", config.kl.estimator).load()
+        self._is_corrected_inside = config.proximal == "behavior" or not find("loss", config.loss.name).takes_weight
 
     def __call__(
         self, target: Tensor, entropies: Tensor, micro_batch: MicroBatch, *, is_first_update: bool = True
@@ -82,14 +86,14 @@ class Objective:
             pairs=micro_batch.pairs,
             teacher=micro_batch.teacher_logprobs if micro_batch.num_tokens else target.detach(),
         )
-        loss = self._loss(tokens, config)
+        loss = self._loss(tokens, config.loss)
         if not isinstance(loss, PolicyLoss) or loss.terms.shape != target.shape:  # a user's own loss is held to it
             got = tuple(loss.terms.shape) if isinstance(loss, PolicyLoss) else type(loss).__name__
             raise ShapeError(
-                f"algorithm.loss={config.loss}: it gave {got} for {len(target)} tokens. Return a PolicyLoss "
+                f"algorithm.loss={config.loss.name}: it gave {got} for {len(target)} tokens. Return a PolicyLoss "
                 "(trainer/algorithms/tokens.py) with one term per token."
             )
-        correction = correct(self._chain, tokens, config)
+        correction = correct(self._chain, tokens)
         terms = loss.terms * correction.factors
         if config.kl_in_loss:
             # v: where the chain has a weight, it multiplies the policy loss and the divergence alike. Where the policy
@@ -97,11 +101,11 @@ class Objective:
             weights = correction.weights
             if self._is_corrected_inside:
                 ratio = clamped_exp((tokens.target - tokens.behavior).detach())
-                weights = weights * ratio.clamp(max=config.tis_cap)
+                weights = weights * ratio.clamp(max=config.kl.max_weight)
             weights = weights.masked_fill(correction.is_masked, 1.0)
             terms = terms + config.kl_in_loss * weights * self._kl(target, micro_batch.reference_logprobs)
-        if config.lag_decay < 1:
-            terms = terms * staleness_factors(micro_batch.staleness, config.lag_decay).to(terms.dtype)
+        if config.staleness_decay < 1:
+            terms = terms * staleness_factors(micro_batch.staleness, config.staleness_decay).to(terms.dtype)
         if config.entropy_top_share < 1:
             dull = is_low_entropy(entropies, tokens.segments, tokens.num_segments, config.entropy_top_share)
             terms = terms.masked_fill(dull, 0.0)

@@ -6,6 +6,7 @@ What also depends on other sections (streaming, expiry, token budget) is in plat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from penstock.trainer.algorithms.catalog import Algorithm, find
 from penstock.trainer.config import AlgorithmConfig
@@ -26,70 +27,68 @@ def algorithm_violations(config: AlgorithmConfig) -> list[str]:
 
 def weights_in(config: AlgorithmConfig) -> list[Algorithm]:
     """Those of the correction chain that weigh."""
-    return [entry for entry in (find("correction", name) for name in config.correction) if entry.is_weight]
+    return [entry for entry in (find("correction", name) for name in config.correction.chain) if entry.is_weight]
 
 
 def _of_corrections(config: AlgorithmConfig) -> Iterator[str]:
     """At most one weight, counted once, of a loss that it can weigh."""
-    chain = "[" + ", ".join(config.correction) + "]"
+    chain = config.correction
     weights = [entry.name for entry in weights_in(config)]
     if len(weights) > 1:
         yield (
             f"algorithm.correction={chain} has {len(weights)} weights, {' and '.join(weights)}: their product would "
             "correct the same step twice. Keep one; the others may be masks (mis_seq_geo, opsm, veto)."
         )
-    if len(set(config.correction)) < len(config.correction) or ("none" in config.correction and chain != "[none]"):
-        yield (f"algorithm.correction={chain} names a correction twice, or none beside others. Name each once.")
-    loss = find("loss", config.loss)
+    loss = find("loss", config.loss.name)
     # At proximal=behavior the ratio carries all of w, and w is 1.
     if config.proximal == "behavior" and not loss.has_ratio:
         yield (
-            f"algorithm.proximal=behavior with algorithm.loss={config.loss}: it has no ρ that could carry the step "
-            "from the behavior policy, so stale tokens would not be corrected at all. Use proximal=target with "
-            "correction=tis_token."
+            f"algorithm.proximal=behavior with algorithm.loss={config.loss.name}: it has no ρ that could carry the "
+            "step from the behavior policy, so stale tokens would not be corrected at all. Use proximal=target with "
+            "algorithm/correction=tis_token."
         )
     elif config.proximal == "behavior":
         for entry in weights_in(config):
             yield (
                 f"algorithm.correction={entry.name} with algorithm.proximal=behavior counts the step from the behavior "
-                "policy twice: ρ = exp(c − b) carries it already. Use correction=none, or proximal=target."
+                "policy twice: ρ = exp(c − b) carries it already. Use algorithm/correction=none, or proximal=target."
             )
         for name in _COMPARE_PROXIMAL:
-            if name in config.correction:
+            if name in chain.chain:
                 yield (
                     f"algorithm.correction={name} with algorithm.proximal=behavior never acts: it compares p with b, "
                     "and they are the same. Use proximal=target, or opsm, which compares with the policy itself."
                 )
     # Losses that look at b themselves, or have no token to weigh.
-    if loss.level == "pair" and config.correction != ("none",):
+    if loss.level == "pair" and chain.chain:
         yield (
             f"algorithm.correction={chain} with algorithm.loss={loss.name}: a correction judges one token or sequence, "
-            "and would weigh the two halves of a pair apart. Use correction=none."
+            "and would weigh the two halves of a pair apart. Use algorithm/correction=none."
         )
     for entry in weights_in(config) if loss.level != "pair" else ():
         if not loss.takes_weight:
             why = "it has no ratio to correct" if loss.name == "sft" else "it looks at the behavior policy itself"
             yield (
                 f"algorithm.correction={entry.name} weighs algorithm.loss={loss.name}, but {why}: the step would be "
-                "corrected twice or for nothing. Use correction=none, or masks only."
+                "corrected twice or for nothing. Use algorithm/correction=none, or masks only."
             )
         elif loss.name == "gspo" and entry.level == "token":
             yield (
                 f"algorithm.correction={entry.name} gives a weight per token, algorithm.loss=gspo has one term per "
                 "sequence: it would get the mean weight, which corrects nothing. Use tis_seq or mis_seq_geo, or "
-                "loss=gspo_token."
+                "algorithm/loss=gspo_token."
             )
 
 
 def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
     """What the loss is made of goes together, and is averaged over what it is a number of."""
     # What is a number of a sequence counts once per sequence.
-    if config.loss == "gspo" and config.aggregation != "seq_mean_token_mean":
+    if config.loss.type == "gspo" and config.aggregation != "seq_mean_token_mean":
         yield (
             f"algorithm.aggregation={config.aggregation} with algorithm.loss=gspo: its one term per sequence stands at "
             "every token, so a sequence would count by its length. Use aggregation=seq_mean_token_mean."
         )
-    for kind, name in (("loss", config.loss), *(("correction", name) for name in config.correction)):
+    for kind, name in (("loss", config.loss.name), *(("correction", name) for name in config.correction.chain)):
         is_of_sequence = name in ("gspo_token", "topr", "tis_seq")
         if is_of_sequence and config.aggregation not in SEQUENCE_MEANS:
             yield (
@@ -97,53 +96,55 @@ def _of_terms(config: AlgorithmConfig) -> Iterator[str]:
                 f"sequences, so they are what is averaged. Use one of {', '.join(SEQUENCE_MEANS)}."
             )
     # Factors of tokens need terms of tokens.
-    factors = {"lag_decay": config.lag_decay, "entropy_top_share": config.entropy_top_share}
+    factors = {"staleness_decay": config.staleness_decay, "entropy_top_share": config.entropy_top_share}
     for key, value in factors.items():
-        if value < 1 and (find("loss", config.loss).level == "pair" or config.loss == "gspo"):
+        if value < 1 and (find("loss", config.loss.name).level == "pair" or config.loss.type == "gspo"):
             yield (
-                f"algorithm.{key}={value:g} with algorithm.loss={config.loss}: it chooses among tokens of a sequence, "
-                f"and their terms are all the same one. Use {key}=1."
+                f"algorithm.{key}={value:g} with algorithm.loss={config.loss.name}: it chooses among tokens of a "
+                f"sequence, and their terms are all the same one. Use {key}=1."
             )
     # Each estimator of the divergence where its gradient is that of a divergence.
-    if config.kl_in_loss and config.kl_estimator == "k1":
+    if config.kl_in_loss and config.kl.estimator == "k1":
         yield (
-            "algorithm.kl_estimator=k1 with algorithm.kl_in=loss: the gradient of c − r has zero mean, so it only adds "
-            "noise. Use k2 (reverse KL) in the loss, or kl_in=reward."
+            "algorithm.kl.estimator=k1 with algorithm.kl.apply_to=loss: the gradient of c − r has zero mean, so it "
+            "only adds noise. Use k2 (reverse KL) in the loss, or kl.apply_to=reward."
         )
-    if config.kl_in_reward and config.kl_estimator != "k1":
+    if config.kl_in_reward and config.kl.estimator != "k1":
         yield (
-            f"algorithm.kl_estimator={config.kl_estimator} with algorithm.kl_in=reward: as a reward only k1 gives the "
-            "gradient of the divergence. Use kl_estimator=k1, or kl_in=loss."
+            f"algorithm.kl.estimator={config.kl.estimator} with algorithm.kl.apply_to=reward: as a reward only k1 "
+            "gives the gradient of the divergence. Use kl.estimator=k1, or kl.apply_to=loss."
         )
-    if config.kl_in_loss and config.renormalise:
+    if config.kl_in_loss and config.correction.renormalize:
         yield (
-            f"algorithm.renormalise=true with algorithm.kl_in=loss and kl_coefficient={config.kl_coefficient:g}: masks "
-            "leave the divergence alone, and the whole gradient is divided by the share that they kept, so the "
-            "coefficient would grow as they reject more. Use renormalise=false, or kl_in=reward with kl_estimator=k1."
+            "algorithm.correction.renormalize=true with algorithm.kl.apply_to=loss and "
+            f"kl.coefficient={config.kl.coefficient:g}: masks leave the divergence alone, and the whole gradient is "
+            "divided by the share that they kept, so the coefficient would grow as they reject more. Use "
+            "correction.renormalize=false, or kl.apply_to=reward with kl.estimator=k1."
         )
-    if config.compares_pairs and config.kl_coefficient and config.kl_in != "off":
+    if config.compares_pairs and config.kl.coefficient:
         yield (
-            f"algorithm.kl_coefficient={config.kl_coefficient:g} with algorithm.loss={config.loss}: the pair's own β "
-            "(pair_beta) holds the policy to the reference. Use kl_coefficient=0."
+            f"algorithm.kl.coefficient={config.kl.coefficient:g} with algorithm.loss={config.loss.name}: the pair's "
+            "own β (algorithm.loss.beta) holds the policy to the reference. Use kl.coefficient=0."
         )
     # A trust region that moves with the policy is none.
-    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss in LOSSES_OF_RATIO:
+    if config.updates_per_batch > 1 and config.proximal == "target" and config.loss.type in LOSSES_OF_RATIO:
         yield (
             f"algorithm.proximal=target with algorithm.mini_batches={config.mini_batches} x epochs={config.epochs} and "
-            f"algorithm.loss={config.loss}: from the second update on the centre of its ratio would be the policy "
+            f"algorithm.loss={config.loss.name}: from the second update on the centre of its ratio would be the policy "
             "itself, so that ρ is 1 and clips do nothing. Use proximal=recompute (one forward more per batch), "
             "interpolate (none) or behavior."
         )
     # Parts of the reward can be normalised apart only by an estimator of groups, and only if nothing else is added.
     others = {
-        "advantage": find("advantage", config.advantage).level != "group",
-        "overlong": config.overlong == "penalty",
-        "kl_in": config.kl_in_reward > 0,
+        "advantage": find("advantage", config.advantage.name).level != "group",
+        "overlong.mode": config.overlong.mode == "penalty",
+        "kl.apply_to": config.kl_in_reward > 0,
         "loss": config.compares_pairs,
     }
     for key, is_in_the_way in others.items():
         if config.reward_weights and is_in_the_way:
-            value = config.model_dump(include={key})[key]
+            section = attrgetter(key)(config)
+            value = getattr(section, "name", section)
             yield (
                 f"algorithm.reward_weights with algorithm.{key}={value}: each part is normalised in its group and then "
                 "summed, and that works on the reward as a whole. Use one of the two."
@@ -155,33 +156,28 @@ def _of_what_is_unused(config: AlgorithmConfig) -> Iterator[str]:
 
     Only the defaults, which cost nothing, may stand beside them.
     """
-    if config.loss == "value":
-        yield (
-            "algorithm.loss=value is what a critic is trained with, beside any loss of the policy. Use "
-            "algorithm.advantage=gae with a loss such as ppo_clip."
-        )
     of_pair, of_teacher = "it compares the rewards of a pair", "a teacher's logprobs stand in its place"
     has_none = config.compares_pairs or config.needs_teacher
-    if has_none and config.advantage != _UNUSED_ADVANTAGE:
+    if has_none and config.advantage.type != _UNUSED_ADVANTAGE:
         yield (
-            f"algorithm.advantage={config.advantage} with algorithm.loss={config.loss} has no effect: "
+            f"algorithm.advantage={config.advantage.name} with algorithm.loss={config.loss.name} has no effect: "
             f"{of_pair if config.compares_pairs else of_teacher}. "
-            f"Use advantage={_UNUSED_ADVANTAGE}, the default, which costs nothing."
+            f"Use algorithm/advantage={_UNUSED_ADVANTAGE}, the default, which costs nothing."
         )
-    for name in config.correction if config.needs_teacher else ():
+    for name in config.correction.chain if config.needs_teacher else ():
         if name in _READ_ADVANTAGES:
             yield (
-                f"algorithm.correction={name} with algorithm.loss={config.loss}: it masks answers of negative "
+                f"algorithm.correction={name} with algorithm.loss={config.loss.name}: it masks answers of negative "
                 f"advantage, and this loss has none. Use mis_seq_geo, veto or a weight."
             )
     # A loss of pairs is a mean over pairs.
     if config.compares_pairs and config.aggregation != _UNUSED_AGGREGATION:
         yield (
-            f"algorithm.aggregation={config.aggregation} with algorithm.loss={config.loss} has no effect: the loss is "
-            f"the mean over the pairs of a batch. Use aggregation={_UNUSED_AGGREGATION}, the default."
+            f"algorithm.aggregation={config.aggregation} with algorithm.loss={config.loss.name} has no effect: the "
+            f"loss is the mean over the pairs of a batch. Use aggregation={_UNUSED_AGGREGATION}, the default."
         )
     if config.compares_pairs and config.proximal in ("recompute", "interpolate"):
         yield (
-            f"algorithm.proximal={config.proximal} with algorithm.loss={config.loss} has no effect: a pair is compared "
-            "with the reference, and has no ratio to centre. Use proximal=target."
+            f"algorithm.proximal={config.proximal} with algorithm.loss={config.loss.name} has no effect: a pair is "
+            "compared with the reference, and has no ratio to centre. Use proximal=target."
         )

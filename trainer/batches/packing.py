@@ -176,7 +176,7 @@ def plan_batch(
                     f"trainer.max_tokens_per_micro_batch={max_tokens} is below {total} tokens: answers of a group, in "
                     f"parts of {', '.join(str(lengths[one]) for one in bundle)} tokens, are compared with each other: "
                     "their loss needs all of them in one micro-batch. Use at least "
-                    f"{total} or algorithm.pairs=best_worst."
+                    f"{total} or algorithm.loss.pairs=best_worst."
                 )
         plan = plan_batch(totals, num_ranks, max_tokens, attention_share=attention_share, layout=layout)
         return plan.unpacked(bundles)

@@ -27,6 +27,7 @@ from penstock.dataflow.versions import versions_per_token
 from penstock.trainer.algorithms import aggregation
 from penstock.trainer.algorithms.advantages import RewardBatch, gae_returns, overlong_penalty, token_advantages
 from penstock.trainer.algorithms.catalog import find
+from penstock.trainer.algorithms.config import GaeConfig, PairsConfig
 from penstock.trainer.algorithms.losses import preference_pairs
 from penstock.trainer.algorithms.metrics import OF_ANOTHER_POLICY
 from penstock.trainer.batches.packing import TrainingSequence
@@ -111,10 +112,10 @@ def batch_members(payloads: Sequence[GroupPayload], algorithm: AlgorithmConfig) 
             longest, shared = max(one.num_sampled_tokens for one in sequences), next(attempts)
             for one in sequences:
                 reference, value, teacher, proximal = next(per_token)
-                if is_cut and algorithm.overlong == "drop":
+                if is_cut and algorithm.overlong.mode == "drop":
                     continue
                 thread = one.threads[0].name if one.threads else MAIN_THREAD
-                is_masked = is_cut and algorithm.overlong == "mask"
+                is_masked = is_cut and algorithm.overlong.mode == "mask"
                 members.append(
                     Member(
                         trajectory=one,
@@ -193,15 +194,15 @@ def reward_batch(members: Sequence[Member], algorithm: AlgorithmConfig, max_new_
         TrainingError: If a part named by `reward_weights` is missing.
     """
     rewards = [one.reward for one in members]
-    if algorithm.overlong == "penalty":
-        penalty = partial(overlong_penalty, max_new_tokens=max_new_tokens, cache_share=algorithm.overlong_cache_share)
+    if algorithm.overlong.mode == "penalty":
+        penalty = partial(overlong_penalty, max_new_tokens=max_new_tokens, ramp_share=algorithm.overlong.ramp_share)
         rewards = [one.reward + penalty(one.num_overlong) for one in members]
     behaviors = [one.behavior.astype(np.float64) for one in members]
     if not algorithm.kl_in_reward:
         penalties = [np.zeros_like(behavior) for behavior in behaviors]
     else:
         # β k(b, r): the reward is about what was sampled, so the policy in it is the one that sampled.
-        estimate, penalties = find("kl", algorithm.kl_estimator).load(), []
+        estimate, penalties = find("kl", algorithm.kl.estimator).load(), []
         for one, behavior in zip(members, behaviors, strict=True):
             assert one.reference is not None, "the trainer refuses batches without reference logprobs"
             divergence = estimate(torch.from_numpy(behavior), torch.from_numpy(one.reference.astype(np.float64)))
@@ -237,19 +238,22 @@ def batch_pairs(
         TrainingError: If the loss compares pairs, and a trajectory is no single sequence.
     """
     preferred: dict[int, tuple[int, ...]] = {}
-    if not algorithm.compares_pairs:
+    if not isinstance(algorithm.loss, PairsConfig):
         return preferred
     for one in everyone:
         if one.trajectory.threads:
             raise TrainingError(
-                f"algorithm.loss={algorithm.loss} prefers one answer to another, but {one.trajectory.trajectory_id} of "
-                f"task {one.trajectory.task_id} has threads ({one.trajectory.threads[0].name!r}, ...), so it is no "
-                "single answer. Use a loss of advantages, or an environment of one thread."
+                f"algorithm.loss={algorithm.loss.name} prefers one answer to another, but "
+                f"{one.trajectory.trajectory_id} of task {one.trajectory.task_id} has threads "
+                f"({one.trajectory.threads[0].name!r}, ...), so it is no single answer. Use a loss of advantages, or "
+                "an environment of one thread."
             )
     for members in rewards.members:
         eligible = [int(one) for one in members if rewards.carries_loss[one].any()]
         bad = [one for one in eligible if math.isnan(rewards.rewards[one])]  # poisoned, so any pair makes a bad step
-        for better, worse in [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, algorithm):
+        for better, worse in (
+            [(bad[0], eligible[0])] if bad else preference_pairs(rewards.rewards, eligible, algorithm.loss)
+        ):
             preferred[better] = (*preferred.get(better, ()), worse)
     return preferred
 
@@ -279,7 +283,11 @@ def policy_sequences(
     members = batch_members(payloads, algorithm)
     rewards = reward_batch(members, algorithm, max_new_tokens)
     advantages = token_advantages(rewards, algorithm)
-    returns = gae_returns(rewards, algorithm) if rewards.values else None
+    returns = (
+        gae_returns(rewards, algorithm.advantage)
+        if rewards.values and isinstance(algorithm.advantage, GaeConfig)
+        else None
+    )
     preferred = batch_pairs(members, rewards, algorithm)
     compared = {*preferred, *(worse for others in preferred.values() for worse in others)}
     sequences = []
@@ -349,7 +357,7 @@ def has_signal(sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
 
     Also if a logprob is not finite: such a step is a bad one, and is to be taken for that.
     """
-    loss = find("loss", algorithm.loss)
+    loss = find("loss", algorithm.loss.name)
     if algorithm.kl_in_loss or loss.is_own or not loss.needs_advantages:
         return True
     if algorithm.compares_pairs:

@@ -19,7 +19,7 @@ from penstock.trainer.algorithms.tokens import LossTokens
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.batches.packing import TrainingSequence
 from penstock.trainer.batches.sequences import sampled_tokens
-from penstock.trainer.config import OptimizerConfig
+from penstock.trainer.config import CriticConfig
 from penstock.trainer.passes import Passes
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.updates import learning_rate
@@ -29,10 +29,9 @@ from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 class Critic:
     """One rank's critic. Collective: all ranks make the same calls with the same arguments."""
 
-    def __init__(self, backend: Backend, spec: TrainerSpec, optimizer: OptimizerConfig, work: Work) -> None:
+    def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, work: Work) -> None:
         self.backend = backend
-        self._algorithm = spec.algorithm
-        self._optimizer = optimizer
+        self._config = config
         self._passes = Passes(backend, spec)
         self._work = work
         self._num_steps = 0
@@ -67,13 +66,13 @@ class Critic:
                 old_values=zeros if micro_batch.old_values is None else micro_batch.old_values,
                 returns=zeros if micro_batch.returns is None else micro_batch.returns,
             )
-            terms, *is_clipped = value(tokens, self._algorithm)
+            terms, *is_clipped = value(tokens, self._config)
             loss = (terms * micro_batch.token_weights).sum()
             self.backend.backward(loss, is_last=position == count - 1)
             if micro_batch.num_tokens:
                 num_clipped = (is_clipped[0] | is_clipped[1]).sum()
                 totals += torch.stack([loss.detach().double(), num_clipped.double(), totals.new_tensor(len(terms))])
-        self.backend.set_lr(learning_rate(self._optimizer, self._num_steps))
+        self.backend.set_lr(learning_rate(self._config.optimizer, self._num_steps))
         result = self.backend.optimizer_step()
         totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")
         if result.is_skipped:

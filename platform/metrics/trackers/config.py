@@ -22,9 +22,15 @@ class TensorboardTrackerConfig(TrackerSection):
 
 
 class WandbTrackerConfig(TrackerSection):
-    """Weights & Biases. Without an API key it logs offline into the run directory."""
+    """Weights & Biases. Without an API key it logs offline into the run directory.
 
-    project: str = "penstock"
+    Attributes:
+        project: Project that the run is logged to.
+        entity: Team or user; None is your default.
+        mode: `auto` is online with an API key, else offline.
+    """
+
+    project: str
     entity: str | None = None
     mode: Literal["auto", "online", "offline"] = "auto"
 

@@ -21,6 +21,7 @@ from penstock.trainer.batches.collate import MicroBatch, ModelInputs, empty_micr
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective, can_fuse, fused_settings
 from penstock.trainer.updates import OpenUpdate
+from tests.algorithms import algorithm_config
 from tests.tiers import by_tier, each_of
 
 CORRECTIONS, PROXIMALS = ("none", "decoupled", "tis_token"), ("target", "recompute", "interpolate", "behavior")
@@ -133,7 +134,7 @@ def test_this_process_interprets() -> None:
 @pytest.mark.parametrize(("correction", "kl"), each_of(CORRECTIONS, ["none", "k2", "k3"]))
 def test_loss_gradient_and_everything_measured_are_those_of_the_composed_path(correction, kl) -> None:
     divergence = {} if kl == "none" else {"kl_coefficient": 0.1, "kl_estimator": kl}
-    config = AlgorithmConfig(correction=correction, proximal="recompute", **TIGHT, **divergence)
+    config = algorithm_config(correction=correction, proximal="recompute", **TIGHT, **divergence)
     batch = micro_batch(77, seed=0, has_teacher=True)
     found = check(config, batch, *policy(batch, 0), upstream=2.5)
     sums = dict(zip(SUMS, found.sums, strict=True))
@@ -149,7 +150,7 @@ def test_loss_gradient_and_everything_measured_are_those_of_the_composed_path(co
 )
 def test_any_centre_and_any_update_of_a_batch(proximal, is_first, is_first_epoch) -> None:
     correction = "none" if proximal == "behavior" else "decoupled"
-    config = AlgorithmConfig(correction=correction, proximal=proximal, **TIGHT)
+    config = algorithm_config(correction=correction, proximal=proximal, **TIGHT)
     batch = micro_batch(50, seed=4)
     batch = replace(batch, staleness=batch.staleness.clamp(min=0))  # interpolate knows no other policy
     target, entropies = policy(batch, 4)
@@ -172,7 +173,7 @@ def test_any_centre_and_any_update_of_a_batch(proximal, is_first, is_first_epoch
     cap=st.floats(1.0, 3.0),
 )
 def test_any_number_of_tokens_and_any_settings(num_tokens, seed, correction, kl, clip_low, clip_high, cap) -> None:
-    config = AlgorithmConfig(
+    config = algorithm_config(
         correction=correction, proximal="recompute", clip_low=clip_low, clip_high=clip_high, correction_cap=cap,
         tis_cap=cap, kl_coefficient=0.05, kl_estimator=kl,
     )  # fmt: skip
@@ -195,7 +196,7 @@ def test_log_ratios_beyond_twenty_are_clamped_and_carry_no_gradient(correction) 
         proximal_logprobs=target + far, reference_logprobs=target + far,
     )  # fmt: skip
     for kl in ("k2", "k3"):
-        config = AlgorithmConfig(correction=correction, proximal="recompute", kl_coefficient=0.1, kl_estimator=kl)
+        config = algorithm_config(correction=correction, proximal="recompute", kl_coefficient=0.1, kl_estimator=kl)
         check(config, batch, target, entropies)
 
 
@@ -209,7 +210,7 @@ def test_k3_never_pushes_away_from_the_reference_and_never_explodes(upstream) ->
     reference = torch.tensor(exact + d).float()
     d = reference.double().numpy() - exact
     batch = replace(batch, reference_logprobs=reference, advantages=torch.zeros(len(d)))
-    config = AlgorithmConfig(correction="none", proximal="recompute", kl_coefficient=0.5, kl_estimator="k3")
+    config = algorithm_config(correction="none", proximal="recompute", kl_coefficient=0.5, kl_estimator="k3")
     loss, gradient, found = run(config, batch, target, entropies, upstream=upstream)
     weights, near = batch.token_weights.double().numpy(), np.clip(d, -10, 10)
     terms = np.exp(near) - near - 1
@@ -225,7 +226,7 @@ def test_the_cap_rejects_the_policy_loss_and_leaves_the_divergence(correction, k
     """Of the kernel itself, against a closed form; a token that decoupled masks weighs 1 in the divergence."""
     batch = micro_batch(60, seed=9)
     target, entropies = policy(batch, 9, spread=0.0)  # ρ = 1: the slope of the policy term is −A
-    config = AlgorithmConfig(correction=correction, proximal="recompute", **TIGHT, kl_coefficient=0.5, kl_estimator=kl)
+    config = algorithm_config(correction=correction, proximal="recompute", **TIGHT, kl_coefficient=0.5, kl_estimator=kl)
     _, gradient, found = run(config, batch, target, entropies)
     columns = (target, batch.behavior_logprobs, batch.reference_logprobs, batch.advantages, batch.token_weights)
     c, b, r, a, share = (column.double().numpy() for column in columns)
@@ -245,7 +246,7 @@ def test_all_tokens_masked_give_no_gradient() -> None:
     assert batch.proximal_logprobs is not None
     batch = replace(batch, behavior_logprobs=batch.proximal_logprobs - 3.0)
     target, entropies = policy(batch, 2)
-    config = AlgorithmConfig(proximal="recompute")
+    config = algorithm_config(proximal="recompute")
     found = check(config, batch, target, entropies)
     assert not run(config, batch, target, entropies)[1].any()
     assert found.sums[SUMS.index("masked")] == 40
@@ -270,14 +271,14 @@ def test_what_is_not_finite_reaches_the_loss_and_the_metrics_as_composed(column,
     target, entropies = policy(batch, 5)
     poisoned = (target if column == "target" else getattr(batch, column)).clone()
     poisoned[37] = value
-    config = AlgorithmConfig(proximal="recompute")
+    config = algorithm_config(proximal="recompute")
     target, batch = (poisoned, batch) if column == "target" else (target, replace(batch, **{column: poisoned}))
     check(config, batch, target, entropies)
 
 
 @pytest.mark.parametrize("column", ["behavior_logprobs", "reference_logprobs", "proximal_logprobs", "teacher_logprobs"])
 def test_a_recorded_logprob_that_is_not_finite_reaches_the_loss_even_if_nothing_reads_it(column) -> None:
-    config, batch = AlgorithmConfig(correction="none"), micro_batch(40, seed=5, has_teacher=True)
+    config, batch = algorithm_config(correction="none"), micro_batch(40, seed=5, has_teacher=True)
     target, entropies = policy(batch, 5)
     assert fused_settings(config) is not None
     assert can_fuse(target)
@@ -291,7 +292,7 @@ def test_an_empty_micro_batch_gives_zero_and_measures_nothing() -> None:
     target, entropies = torch.tensor([-1.5]), torch.tensor([0.7])
     for proximal in PROXIMALS:
         loss, gradient, found = run(
-            AlgorithmConfig(proximal=proximal), empty_micro_batch(CPU), target, entropies, is_first=False
+            algorithm_config(proximal=proximal), empty_micro_batch(CPU), target, entropies, is_first=False
         )
         assert float(loss) == 0.0
         assert not gradient.any()
@@ -306,7 +307,7 @@ def clipped_tokens(num_tokens: int) -> ClippedTokens:
 
 def test_gradient_flows_to_the_target_alone() -> None:
     tokens = ClippedTokens(*(each.requires_grad_() if each.is_floating_point() else each for each in clipped_tokens(9)))
-    clipped_policy_loss(tokens, fused_settings(AlgorithmConfig(kl_coefficient=0.1))).loss.backward()
+    clipped_policy_loss(tokens, fused_settings(algorithm_config(kl_coefficient=0.1))).loss.backward()
     assert [column.grad is not None for column in tokens] == [True] + 10 * [False]
 
 

@@ -71,7 +71,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
             ["trainer=lora", "trainer.num_ranks=2", "trainer.tensor_parallel_size=2"],
             ["trainer.lora", "tensor_parallel_size=2", "AutoTP", "trainer.zero_stage=3"],
         ),
-        (["algorithm.kl_coefficient=0.1", "reference.pool=cpus"], ["reference.pool=cpus", "Did you mean cpu?"]),
+        (["algorithm.kl.coefficient=0.1", "reference.pool=cpus"], ["reference.pool=cpus", "Did you mean cpu?"]),
         (["reward.pool=cpus"], ["reward.pool=cpus", "Did you mean cpu?", "Pools: cpu"]),
         (["dataflow.group_sizing=penstock.dataflow.ids:TaskId"], ["has no method group_size"]),
         (["dataflow.length_limiting=penstock.dataflow.ids:TaskId"], ["has no method max_new_tokens"]),
@@ -131,7 +131,7 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
     ("overrides", "words"),
     [
         (
-            ["algorithm.kl_coefficient=0.1"],
+            ["algorithm.kl.coefficient=0.1"],
             ["cluster.pools.train.count=4", "4 for trainers and 1 for references", "5 GPUs in all"],
         ),
         (["rollout.num_engines=5"], ["cluster.pools.generate.count=4", "5 for engines", "GPU"]),
@@ -210,7 +210,7 @@ def test_reward_workers_have_no_place_on_gpus_that_others_fill_in_turns():
     own = "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"
     beside = [own, *one, "reward.pool=judge"]
     compose_config(["experiment=gsm8k_qwen_1gpu", *beside])
-    held = ["algorithm.kl_coefficient=0.1", "reference.pool=judge"]
+    held = ["algorithm.kl.coefficient=0.1", "reference.pool=judge"]
     problem = refused("gsm8k_qwen_1gpu", *beside, *held)
     assert "cluster.pools.judge.count=1 is too small, needed are 1 for references and 1 for reward workers" in problem
 
@@ -239,11 +239,11 @@ def test_a_warm_start_needs_its_section_and_equal_work():
     ("override", "words"),
     [
         ("rollout.engine.max_num_seqs=8", "the engines decode 8 at once"),
-        ("algorithm.correction=none", "biases the gradient"),
+        ("algorithm/correction=none", "biases the gradient"),
         ("dataflow.batch_timeout_s=10", "lost engine"),
         ("weights.codec=delta", "has no effect"),
         (["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"], "every micro-batch is one sequence"),
-        (["trainer=lora", "algorithm.kl_coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
+        (["trainer=lora", "algorithm.kl.coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
     ],
 )
 def test_what_works_but_hurts_is_a_warning(override, words):

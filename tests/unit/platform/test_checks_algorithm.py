@@ -48,17 +48,17 @@ def test_the_warning_of_dapo_is_printed_by_a_dry_run_and_goes_with_the_run():
     assert any("DAPO without its dynamic sampling" in warning for warning in loaded.warnings)
 
 
-def test_the_ramp_in_tokens_is_answered_with_the_name_of_the_share():
-    (problem,) = problems("algorithm.overlong_cache_tokens=64")
-    assert "Did you mean algorithm.overlong_cache_share?" in problem
+def test_an_old_key_is_answered_with_the_new_one():
+    (problem,) = problems("algorithm.overlong_cache_share=0.1")
+    assert "Use algorithm.overlong.ramp_share" in problem
 
 
 def test_presets_that_ask_a_frozen_policy_start_one():
     configs = {one: compose_config(["experiment=arithmetic", *preset_overrides(one)]) for one in PRESETS}
     assert {one for one in PRESETS if configs[one].num_frozen("reference")} == {"online_dpo"}
     assert {one for one in PRESETS if configs[one].num_frozen("teacher")} == {"distill"}
-    assert compose_config(["experiment=arithmetic", "algorithm.kl_coefficient=0.1"]).num_frozen("reference") == 1
-    in_reward = ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1"]
+    assert compose_config(["experiment=arithmetic", "algorithm.kl.coefficient=0.1"]).num_frozen("reference") == 1
+    in_reward = ["algorithm.kl.coefficient=0.1", "algorithm.kl.apply_to=reward", "algorithm.kl.estimator=k1"]
     assert compose_config(["experiment=arithmetic", *in_reward]).num_frozen("reference") == 1
 
 
@@ -73,36 +73,49 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         (["algorithm=topr", "dataflow.on_expiry=trim"], "its newer part only"),
         (["algorithm=online_dpo", "dataflow.on_expiry=trim"], "algorithm.loss=online_dpo"),
         (
-            ["algorithm.correction=[tis_seq]", "algorithm.aggregation=seq_mean_token_sum", "dataflow.on_expiry=trim"],
+            ["algorithm/correction=[tis_seq]", "algorithm.aggregation=seq_mean_token_sum", "dataflow.on_expiry=trim"],
             "algorithm.correction=tis_seq",
         ),
         (["algorithm=gspo", *SEQUENCE_PARALLEL], "algorithm.loss=gspo with trainer.sequence_parallel_size=2"),
-        (["algorithm.correction=[decoupled,opsm]", *SEQUENCE_PARALLEL], "algorithm.correction=opsm"),
+        (["algorithm/correction=[decoupled,opsm]", *SEQUENCE_PARALLEL], "algorithm.correction=opsm"),
         (["algorithm.entropy_top_share=0.2", *SEQUENCE_PARALLEL], "algorithm.entropy_top_share=0.2"),
-        ([f"algorithm.loss={OWN}:squared", *SEQUENCE_PARALLEL], f"algorithm.loss={OWN}:squared with trainer"),
-        (["algorithm.loss=reinforce", "algorithm.proximal=behavior", "algorithm.correction=none"], "has no ρ"),
+        (
+            ["algorithm/loss=custom", f"algorithm.loss.function={OWN}:squared", *SEQUENCE_PARALLEL],
+            f"algorithm.loss={OWN}:squared with trainer",
+        ),
+        (["algorithm/loss=reinforce", "algorithm.proximal=behavior", "algorithm/correction=none"], "has no ρ"),
         (["algorithm=online_dpo", "trainer.max_tokens_per_micro_batch=200"], "below 2 x model.max_context_tokens=128"),
         (
-            ["algorithm=online_dpo", "algorithm.pairs=all", "trainer.max_tokens_per_micro_batch=512"],
+            ["algorithm=online_dpo", "algorithm.loss.pairs=all", "trainer.max_tokens_per_micro_batch=512"],
             "Use at least 1024",
         ),
-        (["algorithm.overlong=penalty", "algorithm.overlong_cache_share=1.5"], "must be in (0, 1]"),
-        (["algorithm.renormalise=true", "model.dtype=bfloat16"], "plain bfloat16 optimizer cannot"),
+        (["algorithm.overlong.mode=penalty", "algorithm.overlong.ramp_share=1.5"], "must be in (0, 1]"),
+        (["algorithm.correction.renormalize=true", "model.dtype=bfloat16"], "plain bfloat16 optimizer cannot"),
         (
-            ["algorithm.renormalise=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
+            ["algorithm.correction.renormalize=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
             "with trainer.zero_stage=1 in model.dtype=bfloat16",
         ),
         (
             ["dataflow.stream_micro_batches=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
             "with trainer.zero_stage=1 in model.dtype=bfloat16",
         ),
-        (["algorithm.loss=gspoo"], "Did you mean gspo?"),
-        (["algorithm.correction=[decoupled,tis_tokens]"], "Did you mean tis_token?"),
-        (["algorithm.advantage=greppo"], "Did you mean grpo?"),
-        (["algorithm.kl_in=rewards"], "loss, reward, off"),
-        ([f"algorithm.loss={OWN}:squard"], "Did you mean 'squared'?"),
-        ([f"algorithm.advantage={OWN}:NOT_A_FUNCTION"], "is not callable"),
-        (["algorithm.loss=value", "algorithm.correction=none"], "what a critic is trained with"),
+        (["algorithm/loss=gspoo"], "Did you mean gspo?"),
+        (["algorithm/correction=[decoupled,tis_tokens]"], "Did you mean tis_token?"),
+        (["algorithm/advantage=greppo"], "Did you mean grpo?"),
+        (["algorithm.kl.apply_to=rewards"], "Choices: loss, reward"),
+        (["algorithm/loss=custom", f"algorithm.loss.function={OWN}:squard"], "Did you mean 'squared'?"),
+        (["algorithm/advantage=custom", f"algorithm.advantage.function={OWN}:NOT_A_FUNCTION"], "is not callable"),
+        (["algorithm.loss=dppo"], "Write algorithm/loss=dppo."),
+        (["algorithm.loss.type=dppo"], "settings of the variant before. Write algorithm/loss=dppo."),
+        (["algorithm.loss=own:f"], "Write algorithm/loss=custom algorithm.loss.function=own:f."),
+        (["algorithm.loss.type=dpo"], "Did you mean dppo?"),
+        (["algorithm/loss=custom"], "algorithm.loss.function is required"),
+        (["algorithm.dppo_delta=0.1"], "Use algorithm.loss.delta, with algorithm/loss=dppo."),
+        (["algorithm.overlong=mask"], "Use algorithm.overlong.mode"),
+        (
+            ["algorithm/loss=dppo", "algorithm/correction=none", "algorithm.loss.clip_low=0.1"],
+            "algorithm.loss: type, delta",
+        ),
         (["critic.path=somewhere"], "which has no critic"),
         (["algorithm=distill"], "teacher.path is not set"),
         (["teacher.path=somewhere"], "which asks no teacher"),
@@ -123,18 +136,18 @@ def test_a_combination_that_cannot_work_is_one_reason(overrides, words):
 
 
 def test_reasons_come_all_at_once():
-    found = problems("algorithm.correction=[decoupled,tis_seq]", "critic.path=x", "algorithm.loss=dppo")
+    found = problems("algorithm/correction=[decoupled,tis_seq]", "critic.path=x", "algorithm/loss=dppo")
     assert len(found) == 5
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm.correction=none"], "biases the gradient"),
-        (["algorithm.correction=[mis_seq_geo]"], "biases the gradient"),
+        (["algorithm/correction=none"], "biases the gradient"),
+        (["algorithm/correction=[mis_seq_geo]"], "biases the gradient"),
         (["algorithm=dr_grpo", "algorithm.aggregation=token_mean"], "Use aggregation=constant_length"),
-        (["algorithm.kl_coefficient=0.1", "algorithm.kl_in=off"], "has no effect"),
-        (["algorithm.loss=sft", "algorithm.correction=none"], "rewards have no effect"),
+        (["algorithm.kl.estimator=k3"], "has no effect"),
+        (["algorithm/loss=sft", "algorithm/correction=none"], "rewards have no effect"),
         (["algorithm.proximal=recompute"], "costs a forward more"),
     ],
 )
@@ -145,17 +158,24 @@ def test_what_is_biased_or_without_effect_is_a_warning(overrides, words):
 
 def test_returns_that_are_not_whitened_may_be_streamed():
     streamed = ["algorithm=reinforce_pp", "dataflow.stream_micro_batches=true"]
-    assert compose_config(["experiment=arithmetic", *streamed, "algorithm.whiten=none"]).algorithm.whiten == "none"
+    assert (
+        compose_config(
+            ["experiment=arithmetic", *streamed, "algorithm.advantage.whiten=none"]
+        ).algorithm.advantage.whiten
+        == "none"
+    )
 
 
 def test_the_preset_ppo_whitens():
-    assert compose_config(["experiment=arithmetic", "algorithm=ppo"]).algorithm.whiten == "batch"
+    assert compose_config(["experiment=arithmetic", "algorithm=ppo"]).algorithm.advantage.whiten == "batch"
 
 
 def test_synchronous_data_needs_no_correction():
-    assert warnings("algorithm.correction=none", "dataflow=synchronous") == []
+    assert warnings("algorithm/correction=none", "dataflow=synchronous") == []
 
 
 def test_a_users_own_loss_is_accepted():
-    config = compose_config(["experiment=arithmetic", f"algorithm.loss={OWN}:squared"])
-    assert config.algorithm.loss == f"{OWN}:squared"
+    config = compose_config(
+        ["experiment=arithmetic", "algorithm/loss=custom", f"algorithm.loss.function={OWN}:squared"]
+    )
+    assert config.algorithm.loss.name == f"{OWN}:squared"

@@ -189,7 +189,7 @@ def test_a_wrong_type_says_what_is_expected(override, words):
     [
         ("dataflow.batch_groups=0", ["dataflow.batch_groups=0", "out of range", ">= 1"]),
         ("rollout.sampling.temperature=0", ["rollout.sampling.temperature=0", "in (0, 10]"]),
-        ("algorithm.clip_low=1.5", ["algorithm.clip_low=1.5", "in (0, 1)"]),
+        ("algorithm.loss.clip_low=1.5", ["algorithm.loss.clip_low=1.5", "in (0, 1)"]),
         ("rollout.engine.journal_interval_tokens=65", ["in [1, 64]"]),
         ("cluster.pools.cpu.count=0", ["cluster.pools.cpu.count=0", ">= 1"]),
     ],
@@ -205,12 +205,12 @@ def test_a_value_out_of_range_states_the_range(override, words):
         ("dataflow.on_expiry=tim", ["Choices: wait, trim, drop", "Did you mean trim?"]),
         ("trainer.backend=deepsped", ['"deepsped"', "Choices: deepspeed, torch", "Did you mean deepspeed?"]),
         ("trainer.zero_stage=4", ["trainer.zero_stage=4", "Choices: 0, 1, 2, 3"]),
-        ("rollout.engine.type=vlm", ['rollout.engine.type="vlm"', "Choices: vllm, torch", "Did you mean vllm?"]),
+        ("rollout.engine.type=vlm", ["Write rollout/engine=CHOICE", "torch, vllm", "Did you mean vllm?"]),
         ("trainer=torhc", ["trainer=torhc", "Choices: deepspeed, lora, torch", "Did you mean torch?"]),
         ("rollout/engine=sglang", ["rollout/engine=sglang", "torch, vllm"]),
         ("tracker=[jsonl,wandbb]", ["tracker=wandbb", "Did you mean wandb?"]),
         ("rollout/engin=torch", ["no config group", "Did you mean rollout/engine?"]),
-        ("rollout.engine=torch", ["Write `rollout/engine=CHOICE`"]),
+        ("rollout.engine=torch", ["Write rollout/engine=torch."]),
     ],
 )
 def test_an_unknown_choice_lists_the_choices(override, words):

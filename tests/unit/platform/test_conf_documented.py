@@ -1,77 +1,87 @@
-"""Every key of the YAML has a comment, and every key of the schema stands in the YAML."""
+"""Every file of conf/ says what it is for and repeats no default; every key of the schema is described."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from penstock.envs.config import EpisodeConfig, RewardConfig
-from penstock.platform.config.field_errors import all_paths
+from penstock.platform.config.field_errors import tags_of
 from penstock.platform.config.overrides import CONF_DIR
+from penstock.platform.config.schema import RunConfig
+from tests.config_page import config_page, inner_sections, undocumented
 
+ROOT = Path(__file__).parents[3]
 FILES = sorted(CONF_DIR.rglob("*.yaml"))
-_KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):(?P<rest>.*)$")
-_KEY_IN_COMMENT = re.compile(r"(\w+): ")
-_PARTNER = re.compile(r"^partner\.(model|optimizer)\.")
-"""Sections that the partner has too, with the same keys."""
-_USER_NAMES = re.compile(r"^(cluster\.pools|env\.streams|reward\.parts)\.[a-z]+")
+PRESETS = [path for path in FILES if path.parent.name != "experiment"]
+"""Experiments may repeat a default: what stands below it may come from another preset than the schema's."""
 
 
-def keys(path: Path) -> Iterator[tuple[str, bool]]:
-    """Dotted key below the file's own package, and whether its line has a comment. `defaults` lists are Hydra's."""
-    parents: list[tuple[int, str]] = []
-    for line in path.read_text().splitlines():
-        match = _KEY.match(line)
-        if not match or match["key"] == "defaults":
-            continue
-        indent = len(match["indent"])
-        parents = [parent for parent in parents if parent[0] < indent] + [(indent, match["key"])]
-        has_own_value = bool(match["rest"].partition("#")[0].strip())
-        dotted = ".".join(key for _, key in parents)
-        yield dotted, " # " in line or not has_own_value
-        if match["key"] == "isolation":  # a word by default: its comment says what may stand there
-            yield from ((f"{dotted}.{inner}", True) for inner in _KEY_IN_COMMENT.findall(line.partition("#")[2]))
-
-
-def package(path: Path) -> str:
+def package(path: Path) -> list[str]:
+    """Keys that the file is composed below."""
     header = re.match(r"# @package (\S+)", path.read_text())
-    if header:
-        return "" if header[1] == "_global_" else header[1]
-    group = path.parent.relative_to(CONF_DIR).as_posix()
-    return "" if group == "." else group.replace("/", ".")
+    group = path.parent.relative_to(CONF_DIR).as_posix().replace("/", ".")
+    name = header[1] if header else group
+    return [] if name in ("_global_", ".", "") else name.split(".")
+
+
+def repeated(values: dict[str, Any], section: type[BaseModel], path: str = "") -> Iterator[str]:
+    """Keys that are set to the default that the schema has."""
+    for key, value in values.items():
+        field = section.model_fields.get(key)
+        if field is None or key == "type":
+            continue
+        default = field.get_default(call_default_factory=True)
+        inner = [one for one in inner_sections(field) if not tags_of(one) or _tag(value) in tags_of(one)]
+        if isinstance(value, dict) and inner and not isinstance(default, dict):
+            yield from repeated(value, inner[0], f"{path}{key}.")
+        elif value == getattr(default, "value", default) and type(value) is type(default):
+            yield f"{path}{key}={value}"
+
+
+def _tag(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else None
+
+
+def whole(path: Path) -> dict[str, Any]:
+    """Values of a file, below the keys of its package."""
+    values = {key: value for key, value in (yaml.safe_load(path.read_text()) or {}).items() if key != "defaults"}
+    for key in reversed(package(path)):
+        values = {key: values}
+    return values
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(CONF_DIR).as_posix())
-def test_every_yaml_key_has_a_comment(path):
-    assert [key for key, is_commented in keys(path) if not is_commented] == []
-    assert "# " in path.read_text().splitlines()[0]
+def test_every_file_begins_with_what_it_is_for(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+    assert re.match(r"# \S", lines[0])
 
 
-def test_every_config_key_stands_in_the_yaml():
-    documented = set()
-    for path in FILES:
-        prefix = package(path)
-        documented.add(prefix)
-        documented |= {f"{prefix}.{key}".lstrip(".") for key, _ in keys(path)}
-    documented = {_USER_NAMES.sub(r"\1.*", key) for key in documented}
-    sections = {path.rpartition(".")[0] for path in all_paths()}
-    missing = [path for path in all_paths() if _PARTNER.sub(_its_section, path) not in documented | sections]
-    assert missing == []
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.relative_to(CONF_DIR).as_posix())
+def test_no_preset_repeats_a_default(path: Path) -> None:
+    assert list(repeated(whole(path), RunConfig)) == []
 
 
-def _its_section(of_partner: re.Match[str]) -> str:
-    return {"model": "model.", "optimizer": "trainer.optimizer."}[of_partner[1]]
+def test_a_repeated_default_is_found() -> None:
+    planted = {"trainer": {"zero_stage": 0, "optimizer": {"eps": 1e-8, "lr": 1.0}}, "rollout": {"max_resumes": 4}}
+    assert list(repeated(planted, RunConfig)) == ["trainer.zero_stage=0", "trainer.optimizer.eps=1e-08"]
+    variant = {"rollout": {"engine": {"type": "vllm", "max_num_seqs": 256, "kv_cache_gib": 4}}}
+    assert list(repeated(variant, RunConfig)) == ["rollout.engine.max_num_seqs=256"]
 
 
-def test_the_comment_check_reads_every_key():
-    path = CONF_DIR / "cluster" / "local_cpu.yaml"
-    read = {key for key, _ in keys(path)}
-    assert set(yaml.safe_load(path.read_text())) <= read
-    assert "pools.cpu.count" in read
+def test_every_key_is_described() -> None:
+    assert list(undocumented()) == []
+
+
+def test_the_reference_page_is_that_of_the_schema() -> None:
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert page == config_page(), "print it with: python -m tests.config_page > docs/reference/configuration.md"
 
 
 def test_only_a_reward_model_may_take_all_memory_by_default() -> None:

@@ -36,10 +36,11 @@ def test_every_file_that_the_index_names_exists():
 
 @pytest.mark.parametrize("kind", ["advantage", "loss", "correction", "aggregation", "proximal"])
 def test_settings_are_what_a_configuration_takes(kind):
-    for entry in (one for one in ALGORITHMS if one.kind == kind):
-        assert setting(entry) == f"{kind}={entry.name}"
+    for entry in (one for one in ALGORITHMS if one.kind == kind and one.name != "value"):
+        separator = "/" if kind in ("advantage", "loss", "correction") else "."
+        assert setting(entry) == f"algorithm{separator}{kind}={entry.name}"
     synchronous = ["experiment=arithmetic", "dataflow=synchronous"]
-    assert compose_config([*synchronous, "algorithm.overlong=penalty"]).algorithm.overlong == "penalty"
+    assert compose_config([*synchronous, "algorithm.overlong.mode=penalty"]).algorithm.overlong.mode == "penalty"
 
 
 def test_every_preset_is_in_the_guide():

@@ -70,7 +70,7 @@ def test_engines_come_after_the_ranks_in_a_shared_pool():
 
 
 def test_references_run_where_they_are_told_and_only_if_the_loss_needs_them():
-    held = ["experiment=math_qwen_8gpu", "algorithm.kl_coefficient=0.01", "reference.num_workers=2"]
+    held = ["experiment=math_qwen_8gpu", "algorithm.kl.coefficient=0.01", "reference.num_workers=2"]
     config = compose_config([*held, "cluster.pools.train.count=6"])
     assert slots(config, "reference") == [("train", 4, 1.0), ("train", 5, 1.0)]
     config = compose_config([*held, "reference.pool=generate", "rollout.num_engines=2"])

@@ -145,19 +145,19 @@ def test_a_sink_that_never_opens_loses_everything_and_says_how_much(caplog) -> N
     ],
 )
 def test_wandb_is_online_with_a_key_and_offline_without(mode, environ, expected, tmp_path: Path) -> None:
-    assert resolve_mode(WandbTrackerConfig(mode=mode), {"HOME": str(tmp_path), **environ}) == expected
+    assert resolve_mode(WandbTrackerConfig(project="p", mode=mode), {"HOME": str(tmp_path), **environ}) == expected
 
 
 def test_wandb_finds_a_key_in_netrc(tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert resolve_mode(WandbTrackerConfig(), {"HOME": str(tmp_path)}) == "online"
+    assert resolve_mode(WandbTrackerConfig(project="penstock"), {"HOME": str(tmp_path)}) == "online"
     elsewhere = {"HOME": str(tmp_path), "WANDB_BASE_URL": "https://wandb.example.org"}
-    assert resolve_mode(WandbTrackerConfig(), elsewhere) == "offline"
+    assert resolve_mode(WandbTrackerConfig(project="penstock"), elsewhere) == "offline"
 
 
 def test_wandb_online_without_a_key_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tracker\.wandb\.mode"):
-        resolve_mode(WandbTrackerConfig(mode="online"), {"HOME": str(tmp_path)})
+        resolve_mode(WandbTrackerConfig(project="p", mode="online"), {"HOME": str(tmp_path)})
 
 
 @pytest.mark.full
@@ -165,7 +165,7 @@ def test_all_three_sinks_really_write(tmp_path: Path, monkeypatch, caplog) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
-    config = TrackerConfig(wandb=WandbTrackerConfig(), tensorboard=TensorboardTrackerConfig())
+    config = TrackerConfig(wandb=WandbTrackerConfig(project="penstock"), tensorboard=TensorboardTrackerConfig())
     run_dir = tmp_path / "run"
     trackers = build_trackers(config, run_dir, "test", {"seed": 0, "model": {"path": None}})
     for tracker in trackers:

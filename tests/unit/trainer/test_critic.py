@@ -9,9 +9,10 @@ import torch
 from penstock.dataflow.errors import ConfigError, TrainingError
 from penstock.dataflow.trajectory import GroupPayload
 from penstock.trainer.build import build_trainer
-from penstock.trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.value_model import load_value_model
 from penstock.trainer.spec import TrainerSpec
+from tests.algorithms import algorithm_config
 from tests.unit.trainer.torch_trainer import MODEL, trainer_of
 
 # ε of AdamW far above the gradient: updates are proportional to it, so that weights compare gradients.
@@ -144,7 +145,7 @@ def test_a_critic_is_needed_and_wants_whole_batches(policy, judge, batch) -> Non
     with pytest.raises(ConfigError, match="needs a critic"):
         build_trainer(
             TrainerSpec(
-                model_path=policy, model=MODEL, trainer=trainer, algorithm=AlgorithmConfig(advantage="gae"),
+                model_path=policy, model=MODEL, trainer=trainer, algorithm=algorithm_config(advantage="gae"),
                 device="cpu", threads=1, seed=0, temperature=1.0, max_new_tokens=8,
             )
         )  # fmt: skip

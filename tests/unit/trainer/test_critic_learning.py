@@ -48,7 +48,7 @@ def test_a_return_that_the_prompt_decides_is_foreseen_and_the_critic_goes_on_fro
     policy: str, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(3)
-    settings = {"critic": PPO.critic, **PPO.algorithm.model_dump()}
+    settings = {"critic": PPO.critic, "preset": PPO.algorithm}
     trainer = trainer_of(policy, 1000, **settings)
     explained = trained_on(trainer, 30, rng)
     assert explained[0] == 0.0, "a head of zeros"
@@ -68,7 +68,7 @@ def test_a_critic_begins_with_the_scores_of_a_reward_model(policy: str, tmp_path
     judge.preference_step([Preference((5, 6), (7, 3), (7, 4))])
     save_policy(judge, str(tmp_path / "reward_model"), policy)
     critic = PPO.critic.model_copy(update={"path": str(tmp_path / "reward_model")})
-    values = trainer_of(policy, 400, critic=critic, **PPO.algorithm.model_dump()).critic.values(
+    values = trainer_of(policy, 400, critic=critic, preset=PPO.algorithm).critic.values(
         fresh_batch(np.random.default_rng(0))
     )
     assert all(np.abs(one).max() > 0 for one in values)

@@ -74,10 +74,13 @@ def test_weights_and_metrics_are_those_without_early_logprobs(policy, batch, kin
         assert_equal_training(mine, plain, reports)
         tokens = [sum(one.num_sampled_tokens for one in group.trajectories) for group in batch]
         share = sum(tokens[index] for index in ahead) / sum(tokens)
-        assert reports[0].metrics["trainer/prefetched_token_share"] == pytest.approx(share)
-        assert (reports[0].metrics["trainer/prefetch_used_s"] > 0) == bool(ahead)
-        assert reports[0].metrics["trainer/prefetch_unused_s"] == pytest.approx(0.0, abs=1e-9)
-        assert reports[0].busy_s >= reports[0].metrics["trainer/step_s"] + reports[0].metrics["trainer/prefetch_used_s"]
+        assert reports[0].metrics["trainer/early_logprobs_token_share"] == pytest.approx(share)
+        assert (reports[0].metrics["trainer/early_logprobs_used_s"] > 0) == bool(ahead)
+        assert reports[0].metrics["trainer/early_logprobs_unused_s"] == pytest.approx(0.0, abs=1e-9)
+        assert (
+            reports[0].busy_s
+            >= reports[0].metrics["trainer/step_s"] + reports[0].metrics["trainer/early_logprobs_used_s"]
+        )
 
 
 @pytest.mark.parametrize("kind", ["critic", "proximal", "both", "reference below adapters"])
@@ -126,9 +129,9 @@ def test_another_versions_numbers_are_computed_anew(policy, batch, kind) -> None
     spoil(mine)
     reports = mine.step(batch, 4), plain.step(batch, 4)
     assert_equal_training(mine, plain, reports)
-    assert reports[0].metrics["trainer/prefetched_token_share"] == 0.0
-    assert reports[0].metrics["trainer/prefetch_used_s"] == 0.0
-    assert reports[0].metrics["trainer/prefetch_unused_s"] > 0
+    assert reports[0].metrics["trainer/early_logprobs_token_share"] == 0.0
+    assert reports[0].metrics["trainer/early_logprobs_used_s"] == 0.0
+    assert reports[0].metrics["trainer/early_logprobs_unused_s"] > 0
 
 
 def test_nothing_outlives_a_step_that_was_skipped(policy, batch) -> None:
@@ -146,7 +149,7 @@ def test_nothing_outlives_a_step_that_was_skipped(policy, batch) -> None:
     after = weights_of(mine)
     assert any(not np.array_equal(before[name], after[name]) for name in after if name.startswith("critic"))
     reports = mine.step(batch, 0), plain.step(batch, 0)
-    assert reports[0].metrics["trainer/prefetched_token_share"] == 0.0
+    assert reports[0].metrics["trainer/early_logprobs_token_share"] == 0.0
     assert_equal_training(mine, plain, reports)
 
 
@@ -156,7 +159,7 @@ def test_nor_other_updates_of_the_weights(policy, batch) -> None:
     for trainer in (mine, plain):
         trainer.supervised_step([([2, 3], [4, 5, 1])])
     reports = mine.step(batch, 0), plain.step(batch, 0)
-    assert reports[0].metrics["trainer/prefetched_token_share"] == 0.0
+    assert reports[0].metrics["trainer/early_logprobs_token_share"] == 0.0
     assert_equal_training(mine, plain, reports)
 
 
@@ -193,9 +196,9 @@ def test_accounts_are_of_one_step(batch) -> None:
     metrics, seconds = prefetched.forget()
     tokens = [sum(one.num_sampled_tokens for one in group.trajectories) for group in batch]
     assert metrics == {
-        "trainer/prefetched_token_share": tokens[0] / (tokens[0] + tokens[1]),
-        "trainer/prefetch_used_s": 1.0,
-        "trainer/prefetch_unused_s": 6.0,
+        "trainer/early_logprobs_token_share": tokens[0] / (tokens[0] + tokens[1]),
+        "trainer/early_logprobs_used_s": 1.0,
+        "trainer/early_logprobs_unused_s": 6.0,
     }
     assert seconds == 7.0
     assert prefetched.forget() == (dict.fromkeys(metrics, 0.0), 0.0)

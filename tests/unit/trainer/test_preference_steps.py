@@ -12,9 +12,9 @@ from penstock.trainer.batches.collate import collate
 from penstock.trainer.batches.packing import MicroBatchPlan
 from penstock.trainer.batches.sequences import Preference, preference_sequences
 from penstock.trainer.build import save_policy
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.updates import OpenUpdate
+from tests.algorithms import algorithm_config
 
 from .torch_trainer import VOCAB, logprobs_of, trainer_of, trajectory
 
@@ -77,7 +77,7 @@ def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     length, rng = 32_768, np.random.default_rng(3)
     pairs = [Preference((7,), (8,) * length, (9,) * (length - 5))]
     references = [rng.normal(-3, 2, len(one)).astype(np.float32) for one in (pairs[0].chosen, pairs[0].rejected)]
-    algorithm = AlgorithmConfig(**PAIRS)
+    algorithm = algorithm_config(**PAIRS)
     sequences = preference_sequences(pairs, "policy", algorithm, references)
     rows = MicroBatchPlan(((0,), (1,)), length)
     micro_batch = collate(rows, sequences, device=torch.device("cpu"), needs_mask=False)
@@ -88,7 +88,7 @@ def test_pairs_of_long_answers_are_compared_token_by_token() -> None:
     loss = PolicyObjective(algorithm)(target, torch.zeros_like(target), micro_batch, update)
     margin = drifts[0] - drifts[1]
     assert abs(margin) > 0.1
-    found = -np.log(np.expm1(float(loss))) / algorithm.pair_beta  # Δ of −log σ(β Δ)
+    found = -np.log(np.expm1(float(loss))) / algorithm.loss.beta  # Δ of −log σ(β Δ)
     assert found == pytest.approx(margin, abs=2e-4)
 
 

@@ -122,7 +122,7 @@ def test_trimmed_tokens_take_their_logprobs_with_them(policy: str, batch: list[G
 
 def test_missing_or_misfitting_logprobs_are_refused(policy: str, batch: list[GroupPayload]) -> None:
     trainer = trainer_of(policy, kl_coefficient=0.1)
-    with pytest.raises(TrainingError, match=r"kl_coefficient=0\.1, but the groups came without"):
+    with pytest.raises(TrainingError, match=r"kl\.coefficient=0\.1, but the groups came without"):
         trainer.step(batch, 0)
     with pytest.raises(ShapeError, match="reference logprobs for"):
         trainer.step(scored(batch, [one[:-1] for one in scores(policy, batch)]), 0)

@@ -17,6 +17,7 @@ from penstock.dataflow.versions import Span, concatenate_spans
 from penstock.trainer.batches.sequences import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.models.frozen_policy import FrozenPolicy
+from tests.algorithms import algorithm_config
 
 from .test_policy_trainer import gradient_of
 from .torch_trainer import MODEL, TEMPERATURE, VOCAB, logprobs_of, scored, trainer_of, trajectory
@@ -141,7 +142,7 @@ def test_sampled_tokens_keep_their_order_versions_and_scores(policy, threads) ->
 def test_the_baseline_counts_a_reward_once(threads) -> None:
     payload = group(*(joined(member) for member in threads))
     for estimator in ("dr_grpo", "rloo", "grpo"):
-        config = AlgorithmConfig(advantage=estimator)
+        config = algorithm_config(advantage=estimator)
         found = [one.advantages[0] for one in policy_sequences([payload], config, 30)]
         alone = [one.advantages[0] for one in policy_sequences([group(*(member[0] for member in threads))], config, 30)]
         assert found == pytest.approx([alone[0]] * 3 + [alone[1]] + [alone[2]] * 3)
@@ -149,7 +150,7 @@ def test_the_baseline_counts_a_reward_once(threads) -> None:
 
 def test_the_overlong_penalty_is_of_the_longest_thread(threads) -> None:
     longest = max(one.num_sampled_tokens for one in threads[0])
-    config = AlgorithmConfig(advantage="dr_grpo", overlong="penalty", overlong_cache_share=4 / (longest + 4))
+    config = algorithm_config(advantage="dr_grpo", overlong="penalty", overlong_ramp_share=4 / (longest + 4))
     assert longest < sum(one.num_sampled_tokens for one in threads[0])
     payload = group(joined(threads[0]), joined(threads[1]))
     mild = [one.advantages[0] for one in policy_sequences([payload], config, longest + 4)]
@@ -159,8 +160,8 @@ def test_the_overlong_penalty_is_of_the_longest_thread(threads) -> None:
 def test_what_makes_no_sense_with_threads_is_refused(policy, threads) -> None:
     payload = group(*(joined(member, {"plan": 1.0}) for member in threads))
     with pytest.raises(TrainingError, match=r"group 0 has rewards by thread .* Use reward_weights"):
-        policy_sequences([payload], AlgorithmConfig(reward_weights={"a": 1.0}), 30)
-    pairs = AlgorithmConfig(loss="online_dpo")
+        policy_sequences([payload], algorithm_config(reward_weights={"a": 1.0}), 30)
+    pairs = algorithm_config(loss="online_dpo")
     with pytest.raises(TrainingError, match=r"0/0 of task t has threads \('plan', ...\), so it is no single answer"):
         policy_sequences([payload], pairs, 30)
 

@@ -12,6 +12,7 @@ from penstock.dataflow.trajectory import GroupPayload
 from penstock.dataflow.versions import Span
 from penstock.trainer.batches.sequences import loss_tokens, policy_sequences
 from penstock.trainer.config import AlgorithmConfig
+from tests.algorithms import algorithm_config
 
 from .torch_trainer import scored, trainer_of
 
@@ -36,7 +37,7 @@ def test_only_tokens_at_or_above_the_floor_are_loss_tokens(aged: list[GroupPaylo
 
 
 def test_the_normaliser_counts_what_is_trained(aged: list[GroupPayload]) -> None:
-    sequences = policy_sequences(scored(aged, min_versions=[4, 0, 6]), AlgorithmConfig(aggregation="token_mean"), 30)
+    sequences = policy_sequences(scored(aged, min_versions=[4, 0, 6]), algorithm_config(aggregation="token_mean"), 30)
     num_tokens = sum(len(sequence.targets) for sequence in sequences)
     assert sum(sequence.token_weight * len(sequence.targets) for sequence in sequences) == pytest.approx(1.0)
     assert all(sequence.token_weight == pytest.approx(1 / num_tokens) for sequence in sequences[:6])

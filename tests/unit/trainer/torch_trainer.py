@@ -15,6 +15,7 @@ from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, O
 from penstock.trainer.policy_trainer import PolicyTrainer
 from penstock.trainer.spec import TrainerSpec
 from penstock.weights.model_config import ModelConfig
+from tests.algorithms import algorithm_config
 from tests.tiny_policy import tiny_shape
 
 VOCAB, TEMPERATURE = 20, 0.8
@@ -32,6 +33,8 @@ def trainer_of(
     kind: str = "policy",
     lora: LoraConfig | None = None,
     share_prompts: bool = False,
+    preset: AlgorithmConfig | None = None,
+    value_clip: float = 0.2,
     **algorithm,
 ) -> PolicyTrainer:
     spec = TrainerSpec(
@@ -44,14 +47,15 @@ def trainer_of(
             share_prompts=share_prompts,
             optimizer=OptimizerConfig(lr=lr, warmup_steps=warmup_steps, eps=adam_epsilon),
         ),
-        algorithm=AlgorithmConfig(**algorithm),
+        algorithm=preset or algorithm_config(**algorithm),
         device="cpu",
         threads=1,
         seed=0,
         temperature=TEMPERATURE,
         max_new_tokens=30,
         kind=kind,
-        critic=critic or CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon)),
+        critic=critic
+        or CriticConfig(path=critic_path, optimizer=OptimizerConfig(lr=lr, eps=adam_epsilon), value_clip=value_clip),
     )
     return build_trainer(spec)
 

@@ -191,7 +191,7 @@ def corrected(name: str, d: Data, k) -> list[tuple[np.longdouble, bool]]:
                 "mis_seq_geo": (Real(1), not k.geo_low <= exp20(mean(log_w)) <= k.geo_high),
                 "opsm": (Real(1), bad and drift > k.opsm_delta),
                 "f_tis": (min(w, Real(k.tis_cap)), bad and drift > k.f_tis_max_kl),
-                "veto": (Real(1), any(exp20(one) < k.veto_floor for one in log_w)),
+                "veto": (Real(1), any(exp20(one) < k.veto_min for one in log_w)),
             }[name]
     return result
 

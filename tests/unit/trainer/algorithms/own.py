@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from penstock.trainer.algorithms.config import Custom
 from penstock.trainer.algorithms.tokens import LossTokens, PolicyLoss, unclipped
-from penstock.trainer.config import AlgorithmConfig
 
 
-def half_of_the_reward(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+def half_of_the_reward(rewards: np.ndarray, config: Custom) -> np.ndarray:
     return rewards / 2
 
 
-def one_number(rewards: np.ndarray, config: AlgorithmConfig) -> float:
+def one_number(rewards: np.ndarray, config: Custom) -> float:
     return float(rewards.mean())
 
 
-def squared(tokens: LossTokens, config: AlgorithmConfig) -> PolicyLoss:
+def squared(tokens: LossTokens, config: Custom) -> PolicyLoss:
     return unclipped(tokens.advantages * tokens.target.square())
 
 
-def a_tensor(tokens: LossTokens, config: AlgorithmConfig) -> torch.Tensor:
+def a_tensor(tokens: LossTokens, config: Custom) -> torch.Tensor:
     return tokens.target
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from penstock.trainer.algorithms.catalog import find, names
 from penstock.trainer.algorithms.corrections import correct
-from penstock.trainer.config import AlgorithmConfig
+from tests.algorithms import correction_config
 
 from . import oracle
 from .micro_batches import LENGTHS, data, far_apart, tokens_of
 
-CONFIG = AlgorithmConfig(
-    correction_cap=1.6, tis_cap=1.4, mis_low=0.7, mis_high=1.5, geo_low=0.85, geo_high=1.1, opsm_delta=0.05,
-    f_tis_max_kl=0.1, veto_floor=0.5,
-)  # fmt: skip
+SETTINGS = {
+    "correction_cap": 1.6, "tis_cap": 1.4, "mis_low": 0.7, "mis_high": 1.5, "geo_low": 0.85, "geo_high": 1.1,
+    "opsm_delta": 0.05, "f_tis_max_kl": 0.1, "veto_min": 0.5,
+}  # fmt: skip
+CONFIG = SimpleNamespace(**SETTINGS)
 CASES = {
     **{f"{shape}-{seed}": data(lengths, seed) for shape, lengths in LENGTHS.items() for seed in range(4)},
     "sequence-advantages": data(LENGTHS["ragged"], 7, advantages="sequence"),
@@ -31,7 +35,9 @@ CHAINS = [
 
 
 def chain_of(chain: tuple[str, ...], d: oracle.Data, dtype: torch.dtype = torch.float64):
-    return correct([find("correction", name).load() for name in chain], tokens_of(d, dtype), CONFIG)
+    sections = correction_config(chain, **SETTINGS).chain
+    functions = [partial(find("correction", name).load(), config=sections[name]) for name in chain]
+    return correct(functions, tokens_of(d, dtype))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,7 +56,7 @@ def test_a_chain_multiplies_weights_and_masks_what_any_masks(chain: tuple[str, .
     assert np.linalg.norm(small.weights.double() - weights) <= 1e-5 * np.linalg.norm(weights)
 
 
-@pytest.mark.parametrize("name", [name for name in names("correction") if name not in ("none", "tis_token", "tis_seq")])
+@pytest.mark.parametrize("name", [name for name in names("correction") if name not in ("tis_token", "tis_seq")])
 def test_the_cases_reach_kept_and_masked_tokens(name: str) -> None:
     masked = np.concatenate([chain_of((name,), d).is_masked for d in CASES.values()])
     assert 0.05 < masked.mean() < 0.95
@@ -71,5 +77,6 @@ def test_no_gradient_flows_through_a_weight_of_the_policy_itself() -> None:
     tokens = type(tokens)(
         **{f: getattr(tokens, f) for f in tokens.__slots__ if f != "proximal"}, proximal=tokens.target
     )
+    sections = correction_config(names("correction"), **SETTINGS).chain
     for name in names("correction"):
-        assert not find("correction", name).load()(tokens, CONFIG).weights.requires_grad, name
+        assert not find("correction", name).load()(tokens, sections[name]).weights.requires_grad, name

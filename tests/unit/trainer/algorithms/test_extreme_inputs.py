@@ -28,6 +28,7 @@ from penstock.trainer.batches.sequences import policy_sequences
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import PolicyObjective
 from penstock.trainer.updates import OpenUpdate
+from tests.algorithms import algorithm_config
 from tests.tiers import by_tier
 from tests.unit.trainer.torch_trainer import scored, trajectory
 
@@ -42,27 +43,27 @@ POOLS = {
     "just past the clamps": np.array([0.0, -9.999, -10.001, -19.999, -20.001]),
 }
 CHAINS = (
-    *((name,) for name in names("correction")), ("opsm",), ("decoupled", "opsm"), ("tis_token", "mis_seq_geo", "veto"),
+    (), *((name,) for name in names("correction")), ("decoupled", "opsm"), ("tis_token", "mis_seq_geo", "veto"),
     ("mis_token", "veto"), ("tis_seq", "opsm"), ("mis_seq_geo", "veto"),
 )  # fmt: skip
 CHOICES = {
     "loss": [name for name in names("loss") if name != "value"],
     "correction": CHAINS,
     "advantage": names("advantage"),
-    "kl": [("off", "k2", 0.0), ("loss", "k2", 0.1), ("loss", "k3", 0.1), ("reward", "k1", 0.1)],
+    "kl": [("loss", "k2", 0.0), ("loss", "k2", 0.1), ("loss", "k3", 0.1), ("reward", "k1", 0.1)],
     "aggregation": names("aggregation"),
     "proximal": names("proximal"),
     "advantage_std": ["sample", "population", "none"],
     "pairs": ["best_worst", "all"],
     "ipo_length": ["mean", "sum"],
     "cispo_low": [None, 0.2],
-    "lag_decay": [1.0, 1.0, 0.5],
+    "staleness_decay": [1.0, 1.0, 0.5],
     "entropy_top_share": [1.0, 1.0, 0.2],
-    "overlong": ["off", "mask", "penalty"],
+    "overlong": ["keep", "mask", "penalty"],
 }
 OF_PAIRS = {
-    "correction": ("none",), "advantage": "grpo", "kl": ("off", "k2", 0.0), "aggregation": "token_mean",
-    "proximal": "target", "lag_decay": 1.0, "entropy_top_share": 1.0,
+    "correction": (), "advantage": "grpo", "kl": ("loss", "k2", 0.0), "aggregation": "token_mean",
+    "proximal": "target", "staleness_decay": 1.0, "entropy_top_share": 1.0,
 }  # fmt: skip
 """All that goes with a loss of pairs: rarely drawn otherwise."""
 
@@ -78,8 +79,8 @@ def sound_combinations(seed: int) -> Iterator[AlgorithmConfig]:
             continue
         seen.add(tuple(chosen.values()))
         kl_in, kl_estimator, kl_coefficient = chosen.pop("kl")
-        config = AlgorithmConfig(
-            **chosen, kl_in=kl_in, kl_estimator=kl_estimator, kl_coefficient=kl_coefficient, overlong_cache_share=0.3
+        config = algorithm_config(
+            **chosen, kl_in=kl_in, kl_estimator=kl_estimator, kl_coefficient=kl_coefficient, overlong_ramp_share=0.3
         )
         if not algorithm_violations(config):
             yield config
@@ -180,12 +181,12 @@ def test_losses_and_gradients_of_all_combinations_are_finite() -> None:
 
 def test_the_combinations_hold_everything_there_is() -> None:
     drawn = list(islice(sound_combinations(seed=18), 500))
-    assert {one.loss for one in drawn} == set(CHOICES["loss"])
-    assert {one.correction for one in drawn} == set(CHAINS)
-    assert {one.advantage for one in drawn} == set(names("advantage"))
+    assert {one.loss.type for one in drawn} == set(CHOICES["loss"])
+    assert {frozenset(one.correction.chain) for one in drawn} == set(map(frozenset, CHAINS))
+    assert {one.advantage.type for one in drawn} == set(names("advantage"))
     assert {one.aggregation for one in drawn} == set(names("aggregation"))
     assert {one.proximal for one in drawn} == set(names("proximal"))
-    assert {(one.kl_in, one.kl_estimator) for one in drawn} == {kl[:2] for kl in CHOICES["kl"]}
+    assert {(one.kl.apply_to, one.kl.estimator) for one in drawn} == {kl[:2] for kl in CHOICES["kl"]}
 
 
 def test_the_inputs_hold_rows_without_and_with_one_loss_token_and_ratios_of_90_nats() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from penstock.kernels.gpu.dispatch import is_interpreted
 from penstock.kernels.policy_loss import ClippedLoss
-from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.micro_batch_loss import can_fuse, fused_settings
+from tests.algorithms import algorithm_config
 
 FUSED = (
     {},
@@ -16,7 +16,7 @@ FUSED = (
     {"correction": "tis_token", "proximal": "recompute", "mini_batches": 4},
     {"kl_coefficient": 0.1, "kl_estimator": "k3"},
     {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
-    {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "off", "aggregation": "constant_length"},
+    {"aggregation": "constant_length"},
 )
 COMPOSED = (
     {"loss": "dual_clip"},
@@ -26,25 +26,26 @@ COMPOSED = (
     {"correction": "mis_token"},
     {"correction": "none", "proximal": "behavior", "kl_coefficient": 0.1},
     {"kl_coefficient": 0.1, "kl_estimator": "k1"},
-    {"lag_decay": 0.9},
+    {"staleness_decay": 0.9},
     {"entropy_top_share": 0.2},
 )
 
 
 @pytest.mark.parametrize("keys", FUSED, ids=str)
 def test_these_have_a_kernel(keys) -> None:
-    assert fused_settings(AlgorithmConfig(**keys)) is not None
+    assert fused_settings(algorithm_config(**keys)) is not None
 
 
 @pytest.mark.parametrize("keys", COMPOSED, ids=str)
 def test_these_are_composed(keys) -> None:
-    assert fused_settings(AlgorithmConfig(**keys)) is None
+    assert fused_settings(algorithm_config(**keys)) is None
 
 
 def test_the_kernel_is_told_what_the_algorithm_says() -> None:
-    config = AlgorithmConfig(clip_low=0.1, clip_high=0.3, correction_cap=4.0, tis_cap=3.0, kl_coefficient=0.05)
+    clips = {"clip_low": 0.1, "clip_high": 0.3, "correction_cap": 4.0, "tis_cap": 3.0}
+    config = algorithm_config(**clips, kl_coefficient=0.05)
     assert fused_settings(config) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "decoupled", 4.0, "k2", 0.05)
-    truncated = config.model_copy(update={"correction": ("tis_token",), "kl_in": "off"})
+    truncated = algorithm_config(**clips, correction="tis_token")
     assert fused_settings(truncated) == ClippedLoss(0.1, 0.3, 20.0, 10.0, "tis_token", 3.0, "none", 0.0)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,16 +14,17 @@ from penstock.trainer.algorithms.aggregation import token_weights
 from penstock.trainer.algorithms.catalog import ALGORITHMS, find
 from penstock.trainer.algorithms.losses import online_dpo, pair_margins, preference_pairs
 from penstock.trainer.algorithms.tokens import LossTokens, clamped_exp
-from penstock.trainer.config import AlgorithmConfig
+from penstock.trainer.config import CriticConfig
+from tests.algorithms import loss_config
 
 from . import oracle
 from .micro_batches import LENGTHS, data, far_apart, tokens_of
 
 NAMES = [entry.name for entry in ALGORITHMS if entry.kind == "loss"]
-CONFIG = AlgorithmConfig(
-    clip_low=0.15, clip_high=0.3, dual_clip=1.6, cispo_low=0.25, dppo_delta=0.05, dppo_cap=1.3, pair_beta=0.3,
-    value_clip=0.15, sapo_tau_negative=1.4, correction=("none",),
-)  # fmt: skip
+SETTINGS = {
+    "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.6, "cispo_low": 0.25, "dppo_delta": 0.05, "dppo_cap": 1.3,
+    "pair_beta": 0.3, "value_clip": 0.15, "sapo_tau_positive": 1.0, "sapo_tau_negative": 1.4, "ipo_length": "mean",
+}  # fmt: skip
 OTHER_SETTINGS = {
     "ipo by sums": ("ipo", {"ipo_length": "sum"}),
     "dppo without a cap": ("dppo", {"dppo_cap": 1e9}),
@@ -34,11 +38,16 @@ CASES = {
 }
 
 
+def settings_of(name: str, settings: dict) -> Any:
+    """The section of a loss; that of the critic's is `critic`."""
+    return CriticConfig(value_clip=settings["value_clip"]) if name == "value" else loss_config(name, **settings)
+
+
 def ours(
-    name: str, d: oracle.Data, weights: np.ndarray, dtype: torch.dtype, config: AlgorithmConfig = CONFIG
+    name: str, d: oracle.Data, weights: np.ndarray, dtype: torch.dtype, settings: dict = SETTINGS
 ) -> tuple[float, np.ndarray, np.ndarray]:
     tokens = tokens_of(d, dtype)
-    loss = find("loss", name).load()(tokens, config)
+    loss = find("loss", name).load()(tokens, settings_of(name, settings))
     total = (loss.terms * torch.tensor(weights.astype(np.float64), dtype=dtype)).sum()
     total.backward()
     return float(total.detach()), tokens.target.grad.double().numpy(), loss.terms.detach().double().numpy()
@@ -49,14 +58,15 @@ def ours(
 def test_value_and_gradient_are_those_of_the_definition(variant: str, case: str) -> None:
     d = CASES[case]
     name, settings = OTHER_SETTINGS.get(variant, (variant, {}))
-    config = CONFIG.model_copy(update=settings)
+    settings = SETTINGS | settings
+    config = SimpleNamespace(**settings)
     weights = np.random.default_rng(1).random(len(d.c)).astype(oracle.Real)
     terms = np.array(oracle.LOSSES[name](d.c, d.c, d, config), dtype=np.float64)
     gradient = oracle.gradient(name, d, config, weights).astype(np.float64)
-    _, found_gradient, found_terms = ours(name, d, weights, torch.float64, config)
+    _, found_gradient, found_terms = ours(name, d, weights, torch.float64, settings)
     np.testing.assert_allclose(found_terms, terms, rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(found_gradient, gradient, rtol=1e-9, atol=1e-9)
-    _, small_gradient, small_terms = ours(name, d, weights, torch.float32, config)
+    _, small_gradient, small_terms = ours(name, d, weights, torch.float32, settings)
     assert np.linalg.norm(small_terms - terms) <= 1e-5 * np.linalg.norm(terms) + 1e-12
     assert np.linalg.norm(small_gradient - gradient) <= 1e-5 * np.linalg.norm(gradient) + 1e-12
 
@@ -78,7 +88,7 @@ def test_clips_are_told_apart_by_side(name: str, low: list[int], high: list[int]
     d = oracle.Data(target, behavior, behavior, behavior, np.array([2.0, 2.0, -2.0, -2.0, 3.0]), np.arange(5), 5,
                     extra=dict.fromkeys(("teacher", "old_values", "returns"), target))  # fmt: skip
     settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "cispo_low": 0.25, "dppo_delta": 0.1}
-    loss = find("loss", name).load()(tokens_of(d), AlgorithmConfig(**settings))
+    loss = find("loss", name).load()(tokens_of(d), settings_of(name, settings))
     assert loss.is_clipped_low.int().tolist() == low
     assert loss.is_clipped_high.int().tolist() == high
 
@@ -88,7 +98,7 @@ def test_the_cases_reach_every_branch() -> None:
     for name in ("ppo_clip", "dual_clip", "gspo", "gspo_token", "cispo", "dppo", "value"):
         low = high = free = 0
         for d in CASES.values():
-            loss = find("loss", name).load()(tokens_of(d), CONFIG)
+            loss = find("loss", name).load()(tokens_of(d), settings_of(name, SETTINGS))
             low, high = low + int(loss.is_clipped_low.sum()), high + int(loss.is_clipped_high.sum())
             free += int((~loss.is_clipped_low & ~loss.is_clipped_high).sum())
         assert min(low, high, free) > 5, name
@@ -130,15 +140,14 @@ def test_the_weight_of_dppo_is_capped_where_probabilities_allow_any_ratio(
     c, b = np.log([target]), np.log([behavior])
     d = oracle.Data(c, b, b, b, np.array([advantage]), np.zeros(1, int), 1,
                     extra=dict.fromkeys(("teacher", "old_values", "returns"), c))  # fmt: skip
-    config = AlgorithmConfig(loss="dppo", correction="none", dppo_cap=cap)
-    value, gradient, _ = ours("dppo", d, np.ones(1), torch.float64, config)
+    value, gradient, _ = ours("dppo", d, np.ones(1), torch.float64, {"dppo_cap": cap})
     assert gradient == pytest.approx([slope], rel=1e-12)
     assert value == pytest.approx(slope, rel=1e-12)
 
 
 def test_the_preset_of_dppo_caps_at_3() -> None:
     config = compose_config(["experiment=arithmetic", "algorithm=dppo"]).algorithm
-    assert (config.dppo_delta, config.dppo_cap) == (0.2, 3.0)
+    assert (config.loss.delta, config.loss.max_weight) == (0.2, 3.0)
 
 
 def test_long_answers_keep_the_digits_of_their_margin() -> None:
@@ -155,7 +164,7 @@ def test_long_answers_keep_the_digits_of_their_margin() -> None:
         )  # fmt: skip
         expected = of_member(drift[:length]) - of_member(drift[length:])
         assert float(pair_margins(tokens, per_token=per_token).detach()) == pytest.approx(expected, abs=1e-9)
-    loss = online_dpo(tokens, AlgorithmConfig(loss="online_dpo", correction="none", pair_beta=0.1)).terms
+    loss = online_dpo(tokens, loss_config("online_dpo", pair_beta=0.1)).terms
     assert loss.dtype == torch.float32
     margin = drift[:length].sum() - drift[length:].sum()
     assert 2 * float(loss[0].detach()) == pytest.approx(np.log1p(np.exp(-0.1 * margin)), rel=1e-6)
@@ -177,7 +186,7 @@ def test_the_preset_of_sapo_averages_the_gate_within_each_answer_first() -> None
     slopes = -4 * gate * (1 - gate) * ratio * a / counts[d.segments] / 4
     weights = token_weights(counts, config.aggregation, max_new_tokens=99)[d.segments]
     at_behavior = oracle.Data(d.c, d.b, d.b, d.r, d.advantage, d.segments, 4, extra=d.extra)
-    value, gradient, _ = ours("sapo", at_behavior, weights, torch.float64, config)
+    value, gradient, _ = ours("sapo", at_behavior, weights, torch.float64, {})
     assert value == pytest.approx(np.mean(of_answer), rel=1e-9)
     np.testing.assert_allclose(gradient, slopes, rtol=1e-9, atol=1e-12)
 
@@ -189,8 +198,7 @@ class TestIdentities:
 
     def gradient(self, name: str, d: oracle.Data, **settings) -> np.ndarray:
         tokens = tokens_of(d)
-        config = CONFIG.model_copy(update=settings)
-        find("loss", name).load()(tokens, config).terms.sum().backward()
+        find("loss", name).load()(tokens, settings_of(name, SETTINGS | settings)).terms.sum().backward()
         return tokens.target.grad.numpy()
 
     def on_policy(self, **changes) -> oracle.Data:
@@ -231,12 +239,12 @@ class TestPairs:
         ],
     )
     def test_which_pairs_there_are(self, pairs: str, margin: float, expected: list[tuple[int, int]]) -> None:
-        config = AlgorithmConfig(pairs=pairs, pair_margin=margin)
+        config = loss_config("online_dpo", pairs=pairs, pair_margin=margin)
         assert preference_pairs(self.REWARDS, range(5), config) == expected
 
     @pytest.mark.parametrize("pairs", ["best_worst", "all"])
     def test_equal_rewards_and_empty_answers_make_none(self, pairs: str) -> None:
-        config = AlgorithmConfig(pairs=pairs)
+        config = loss_config("online_dpo", pairs=pairs)
         assert preference_pairs(np.ones(4), range(4), config) == []
         assert preference_pairs(self.REWARDS, [1], config) == []
         assert preference_pairs(self.REWARDS, [], config) == []
@@ -245,7 +253,7 @@ class TestPairs:
     @pytest.mark.parametrize("pairs", ["best_worst", "all"])
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
     def test_rounding_makes_no_pair_and_a_difference_beyond_it_does(self, pairs: str, scale: float) -> None:
-        config = AlgorithmConfig(pairs=pairs)
+        config = loss_config("online_dpo", pairs=pairs)
         rounded = scale * np.array([0.3, 0.1 + 0.2])
         assert rounded[1] > rounded[0], "so these differ in the last digit"
         assert preference_pairs(rounded, range(2), config) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from penstock.dataflow.errors import ConfigError, ShapeError
 from penstock.trainer.algorithms.objective import Objective
 from penstock.trainer.batches.collate import MicroBatch, ModelInputs
 from penstock.trainer.config import AlgorithmConfig
+from tests.algorithms import algorithm_config
 
 from . import oracle
 from .micro_batches import LENGTHS, data
@@ -44,7 +47,7 @@ def composed(d: oracle.Data, config: AlgorithmConfig, staleness: np.ndarray, ent
 
 
 @pytest.mark.parametrize("proximal", ["target", "behavior"])
-@pytest.mark.parametrize("chain", [("none",), ("decoupled", "opsm"), ("tis_seq",), ("mis_token",), ("f_tis",)])
+@pytest.mark.parametrize("chain", [(), ("decoupled", "opsm"), ("tis_seq",), ("mis_token",), ("f_tis",)])
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
     proximal: str, chain: tuple[str, ...], estimator: str
@@ -53,11 +56,20 @@ def test_term_is_the_corrected_loss_plus_the_weighed_divergence(
     d = oracle.Data(d.c, d.c if proximal == "target" else d.b, d.b, d.r, d.advantage, d.segments, d.num_segments)
     rng = np.random.default_rng(6)
     staleness, entropies = rng.integers(0, 4, 16), rng.random(16)
-    config = AlgorithmConfig(
-        proximal=proximal, correction=chain, correction_cap=1.5, opsm_delta=0.05, f_tis_max_kl=0.05, lag_decay=0.7,
-        entropy_top_share=0.6, kl_coefficient=0.3, kl_estimator=estimator,
+    flat = {
+        "correction_cap": 1.5, "tis_cap": 2.0, "mis_low": 0.5, "mis_high": 5.0, "opsm_delta": 0.05,
+        "f_tis_max_kl": 0.05, "clip_low": 0.2, "clip_high": 0.2, "geo_low": 0.99, "geo_high": 1.01, "veto_min": 1e-4,
+    }  # fmt: skip
+    found, gradient = composed(
+        d,
+        algorithm_config(
+            **flat, proximal=proximal, correction=chain, staleness_decay=0.7, entropy_top_share=0.6,
+            kl_coefficient=0.3, kl_estimator=estimator,
+        ),
+        staleness,
+        entropies,
     )  # fmt: skip
-    found, gradient = composed(d, config, staleness, entropies)
+    config = SimpleNamespace(**flat)
 
     weights, is_masked, factors = np.ones(16), np.zeros(16, bool), 0.7**staleness
     for name in chain:
@@ -98,7 +110,7 @@ def test_masks_reject_the_policy_loss_and_leave_the_divergence(chain, kept: list
     c, advantage = np.array([-1.0, -2.0, -0.5, -4.0, -3.0]), np.array([1.0, 1.0, 1.0, -1.0, -1.0])
     r = c + np.array([0.3, -0.4, 0.5, -0.6, 12.0])
     d = oracle.Data(c, c, c - np.log(w), r, advantage, np.array([0, 0, 0, 1, 1]), 2)
-    config = AlgorithmConfig(correction=chain, geo_low=0.5, geo_high=3.0, veto_floor=0.1, kl_coefficient=0.5,
+    config = algorithm_config(correction=chain, geo_low=0.5, geo_high=3.0, veto_min=0.1, kl_coefficient=0.5,
                              kl_estimator=estimator)  # fmt: skip
     found, gradient = composed(d, config, np.zeros(5, np.int64), np.ones(5))
     assert found.is_masked.tolist() == [not one for one in kept]
@@ -112,8 +124,8 @@ def test_decoupled_is_ppo_clip_where_the_behavior_policy_is_the_proximal_one() -
     d = data(LENGTHS["ragged"], 2)
     same = oracle.Data(d.c, d.c, d.c, d.r, d.advantage, d.segments, d.num_segments)
     args = (np.zeros(16, np.int64), np.ones(16))
-    _, plain = composed(same, AlgorithmConfig(correction="none"), *args)
-    _, decoupled = composed(same, AlgorithmConfig(correction="decoupled"), *args)
+    _, plain = composed(same, algorithm_config(correction="none"), *args)
+    _, decoupled = composed(same, algorithm_config(correction="decoupled"), *args)
     np.testing.assert_array_equal(plain, decoupled)
 
 
@@ -122,8 +134,8 @@ def test_weighing_by_w_at_the_target_is_the_ratio_against_behavior_where_nothing
     d = data(LENGTHS["ragged"], 2)
     args = (np.zeros(16, np.int64), np.ones(16))
     wide = {"clip_low": 0.999, "clip_high": 1e9}
-    _, weighed = composed(d, AlgorithmConfig(correction="decoupled", correction_cap=1e9, **wide), *args)
-    _, ratio = composed(d, AlgorithmConfig(correction="none", proximal="behavior", **wide), *args)
+    _, weighed = composed(d, algorithm_config(correction="decoupled", correction_cap=1e9, **wide), *args)
+    _, ratio = composed(d, algorithm_config(correction="none", proximal="behavior", **wide), *args)
     np.testing.assert_allclose(weighed, ratio, rtol=1e-12)
 
 
@@ -132,13 +144,13 @@ class TestOwnLoss:
 
     def test_it_is_named_by_import_path(self) -> None:
         d = data(LENGTHS["ragged"], 2)
-        config = AlgorithmConfig(loss=f"{self.OWN}:squared", correction="none")
+        config = algorithm_config(loss=f"{self.OWN}:squared", correction="none")
         _, gradient = composed(d, config, np.zeros(16, np.int64), np.ones(16))
         np.testing.assert_allclose(gradient, (2 * d.advantage * d.c).astype(np.float64), rtol=1e-12)
 
     def test_what_is_not_a_policy_loss_is_refused(self) -> None:
         d = data(LENGTHS["ragged"], 2)
-        config = AlgorithmConfig(loss=f"{self.OWN}.a_tensor", correction="none")
+        config = algorithm_config(loss=f"{self.OWN}.a_tensor", correction="none")
         with pytest.raises(ShapeError, match="it gave Tensor for 16 tokens"):
             composed(d, config, np.zeros(16, np.int64), np.ones(16))
 
@@ -147,4 +159,4 @@ class TestOwnLoss:
     )
     def test_what_does_not_resolve_is_named(self, name: str, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
-            Objective(AlgorithmConfig(loss=f"{self.OWN}:{name}"))
+            Objective(algorithm_config(loss=f"{self.OWN}:{name}"))

@@ -19,6 +19,7 @@ from penstock.trainer.algorithms.catalog import ALGORITHMS
 from penstock.trainer.batches.sequences import batch_members, policy_sequences, reward_batch
 from penstock.trainer.config import AlgorithmConfig
 from penstock.trainer.policy_trainer import PolicyTrainer
+from tests.algorithms import algorithm_config
 from tests.tiers import some_of
 from tests.unit.trainer.torch_trainer import logprobs_of, scored, trainer_of
 
@@ -39,11 +40,11 @@ VARIANTS = {
     "f_tis": {"correction": "f_tis", "f_tis_max_kl": 0.01},
     "own": {"loss": "tests.unit.trainer.algorithms.own:squared", "correction": "none"},
     "own_advantage": {"advantage": "tests.unit.trainer.algorithms.own:half_of_the_reward"},
-    "lag_and_entropy": {"lag_decay": 0.6, "entropy_top_share": 0.3},
+    "lag_and_entropy": {"staleness_decay": 0.6, "entropy_top_share": 0.3},
     "heads": {"reward_weights": {"right": 1.0, "short": 0.5}},
     "overlong_mask": {"overlong": "mask"},
     "overlong_drop": {"overlong": "drop"},
-    "overlong_penalty": {"overlong": "penalty", "overlong_cache_share": 2 / 3},
+    "overlong_penalty": {"overlong": "penalty", "overlong_ramp_share": 2 / 3},
 }
 
 
@@ -51,7 +52,12 @@ def settings_of(name: str) -> dict:
     if name in VARIANTS:
         return VARIANTS[name]
     chosen = [f"algorithm={name}", *(["teacher.path=somewhere"] if name == "distill" else [])]
-    return compose_config(["experiment=arithmetic", *chosen]).algorithm.model_dump()
+    return {"preset": compose_config(["experiment=arithmetic", *chosen]).algorithm}
+
+
+def algorithm_of(name: str) -> AlgorithmConfig:
+    settings = settings_of(name)
+    return settings.get("preset") or algorithm_config(**settings)
 
 
 def gradient(trainer: PolicyTrainer, parts: list[tuple[list, list]]) -> torch.Tensor:
@@ -89,7 +95,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_ranks_or_parts(name
             trainer.backend.data_parallel_rank, trainer.backend.data_parallel_size = rank, world_size
             total += gradient(trainer, [(aged, references)])
         splits[f"{world_size} ranks"] = total
-    if not settings.get("advantage", "").startswith(("reinforce_pp", "gae")):
+    if not algorithm_of(name).advantage.name.startswith(("reinforce_pp", "gae")):
         parts = [(aged[:1], references[:1]), (aged[1:], references[1:])]
         splits["in parts"] = gradient(trainer_of(policy, 60, **settings), parts)
     assert {split: close(found, whole) for split, found in splits.items()} == dict.fromkeys(splits, True)
@@ -109,11 +115,9 @@ def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, r
 
 
 def test_every_loss_advantage_and_correction_that_can_train_is_trained_here() -> None:
-    trained = [settings_of(name) for name in (*PRESETS, *VARIANTS)]
-    seen = {("loss", one.get("loss", "ppo_clip")) for one in trained}
-    seen |= {("advantage", one.get("advantage", "grpo")) for one in trained}
-    chains = [one.get("correction", "decoupled") for one in trained]
-    seen |= {("correction", name) for chain in chains for name in ([chain] if isinstance(chain, str) else chain)}
+    trained = [algorithm_of(name) for name in (*PRESETS, *VARIANTS)]
+    seen = {("loss", one.loss.name) for one in trained} | {("advantage", one.advantage.name) for one in trained}
+    seen |= {("correction", name) for one in trained for name in one.correction.chain}
     wanted = {(e.kind, e.name) for e in ALGORITHMS if e.kind in ("loss", "advantage", "correction")}
     assert wanted - {("loss", "value")} <= seen, "value is the loss of gae's critic"
 
@@ -144,7 +148,7 @@ def test_a_batch_without_pairs_is_a_step_without_gradient(policy, aged, referenc
 
 
 def test_pairs_beyond_the_token_budget_are_refused_with_both_numbers(policy, aged, references) -> None:
-    trainer = trainer_of(policy, 32, **(settings_of("online_dpo") | {"pairs": "all"}))
+    trainer = trainer_of(policy, 32, loss="online_dpo", correction="none", pairs="all")
     with pytest.raises(
         ShapeError,
         match=r"max_tokens_per_micro_batch=32 is below 40 tokens: .* in parts of 8, 8, 24 tokens, .* at least 40",
@@ -212,7 +216,7 @@ def test_staleness_is_counted_per_token_from_the_version_of_the_step(policy, age
 
 
 def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) -> None:
-    config = AlgorithmConfig(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
+    config = algorithm_config(**VARIANTS["reinforce_pp_kl"], advantage_std="none")
     whole = policy_sequences(scored(aged, references), config, 30)
     trimmed = policy_sequences(scored(aged, references, min_versions=[4] * 3), config, 30)
     pairs = [(a.advantages, b.advantages) for a, b in zip(whole, trimmed, strict=True) if len(b.targets) > 2]
@@ -223,7 +227,7 @@ def test_trimmed_tokens_take_their_own_advantages_with_them(aged, references) ->
 
 
 def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None:
-    config = AlgorithmConfig(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
+    config = algorithm_config(**VARIANTS["overlong_penalty"], advantage="dr_grpo")
     members = batch_members(aged, config)
     found = reward_batch(members, config, max_new_tokens=30)
     lengths = [one.trajectory.num_sampled_tokens for one in members]
@@ -234,11 +238,11 @@ def test_the_overlong_penalty_is_in_the_reward_before_the_baseline(aged) -> None
 
 def test_renormalising_divides_by_the_share_that_was_kept(policy, aged) -> None:
     chain = {"correction": ["decoupled"], "correction_cap": 1.2, "aggregation": "token_mean"}
-    plain, renormalised = trainer_of(policy, 60, **chain), trainer_of(policy, 60, renormalise=True, **chain)
+    plain, renormalised = trainer_of(policy, 60, **chain), trainer_of(policy, 60, renormalize=True, **chain)
     before = gradient(plain, [(aged, [])])
     after = gradient(renormalised, [(aged, [])])
     masked = trainer_of(policy, 60, **chain).step(aged, 5).metrics["ratio/masked_share"]
     assert 0.1 < masked < 0.9
     assert close(after, before / (1 - masked))
-    parts = gradient(trainer_of(policy, 60, renormalise=True, **chain), [(aged[:2], []), (aged[2:], [])])
+    parts = gradient(trainer_of(policy, 60, renormalize=True, **chain), [(aged[:2], []), (aged[2:], [])])
     assert close(parts, after)

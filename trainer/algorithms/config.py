@@ -1,0 +1,409 @@
+"""The variants of an algorithm: each loss, advantage estimator and correction has a section with its own settings only.
+
+A configuration chooses a variant by a config group (`algorithm/loss=dppo`), which replaces the whole section, so that
+no setting of another variant can stay behind. Formulas and papers of all names: catalog.py, `penstock algorithms`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from penstock.trainer.algorithms.catalog import is_import_path, known
+
+
+def _import_path(value: str) -> str:
+    if not is_import_path(value):
+        raise ValueError("name a function as package.module:function")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_import_path)]
+
+
+class Variant(BaseModel):
+    """Base of all sections here: unknown keys are errors, values never change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Named(Variant):
+    """A variant of the catalog."""
+
+    type: str
+
+    @property
+    def name(self) -> str:
+        """Its name in the catalog."""
+        return self.type
+
+
+class Custom(Variant):
+    """A function of the user's own.
+
+    Attributes:
+        type: Always `custom`.
+        function: Import path of the function, `package.module:function`.
+        args: Settings of the function, which it finds in `config.args`.
+    """
+
+    type: Literal["custom"] = "custom"
+    function: ImportPath
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The import path, which the catalog takes for a name."""
+        return self.function
+
+
+# -- Policy losses ----------------------------------------------------------------------------------------------------
+
+
+class ClippedConfig(Named):
+    """`max(−A ρ, −A clip(ρ, 1 − ε_lo, 1 + ε_hi))` of the ratio of a token (ppo_clip) or a sequence (gspo, gspo_token).
+
+    Attributes:
+        type: Which ratio is clipped.
+        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo.
+        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi.
+    """
+
+    type: Literal["ppo_clip", "gspo", "gspo_token"] = "ppo_clip"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+
+
+class DualClipConfig(Named):
+    """`ppo_clip` whose loss is bounded where the advantage is negative.
+
+    Attributes:
+        type: Always `dual_clip`.
+        clip_low: ε_lo: the ratio is clipped below 1 − ε_lo.
+        clip_high: ε_hi: the ratio is clipped above 1 + ε_hi.
+        max_ratio: c_dual: largest ratio that counts where the advantage is negative.
+    """
+
+    type: Literal["dual_clip"] = "dual_clip"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.2, gt=0)
+    max_ratio: float = Field(default=3.0, gt=1)
+
+
+class CispoConfig(Named):
+    """Policy gradient whose importance weight is clipped, not its gradient.
+
+    Attributes:
+        type: Always `cispo`.
+        clip_low: The weight is at least 1 − clip_low; null is no lower bound.
+        clip_high: The weight is at most 1 + clip_high.
+    """
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float | None = Field(default=None, gt=0, lt=1)
+    clip_high: float = Field(default=4.0, gt=0)
+
+
+class SapoConfig(Named):
+    """A soft gate around ratio 1 instead of a clip.
+
+    Attributes:
+        type: Always `sapo`.
+        tau_positive: τ⁺, steepness of the gate for positive advantages.
+        tau_negative: τ⁻, steepness of the gate for negative advantages.
+    """
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    tau_negative: float = Field(default=1.05, gt=0)
+
+
+class DppoConfig(Named):
+    """A trust region in probability instead of in ratio.
+
+    Attributes:
+        type: Always `dppo`.
+        delta: δ, largest change of a token's probability.
+        max_weight: Largest weight exp(c − b): 3 in the authors' recipes, 10 in their function.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    delta: float = Field(default=0.2, gt=0, lt=1)
+    max_weight: float = Field(default=3.0, ge=1)
+
+
+class PlainConfig(Named):
+    """A loss without settings.
+
+    Attributes:
+        type: Which loss.
+    """
+
+    type: Literal["reinforce", "topr", "distill", "sft"]
+
+
+class PairsConfig(Named):
+    """A loss of pairs of answers to one task.
+
+    Attributes:
+        type: Always `online_dpo`.
+        pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
+        margin: A pair needs rewards that differ by more than this, and by more than rounding does.
+        beta: β: how strongly the reference holds the policy.
+    """
+
+    type: Literal["online_dpo"] = "online_dpo"
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    margin: float = Field(default=0.0, ge=0)
+    beta: float = Field(default=0.1, gt=0)
+
+
+class IpoConfig(PairsConfig):
+    """A loss of pairs that aims at a finite margin.
+
+    Attributes:
+        type: Always `ipo`.
+        pairs: Which pairs of a group are compared: the best with the worst answer, or all of different reward.
+        margin: A pair needs rewards that differ by more than this, and by more than rounding does.
+        beta: β: how strongly the reference holds the policy.
+        length: Whether an answer counts by the mean or by the sum of the logprobs of its tokens.
+    """
+
+    type: Literal["ipo"] = "ipo"  # type: ignore[assignment]
+    length: Literal["mean", "sum"] = "mean"
+
+
+LossConfig = Annotated[
+    ClippedConfig | DualClipConfig | CispoConfig | SapoConfig | DppoConfig | PlainConfig | PairsConfig | IpoConfig
+    | Custom,
+    Field(discriminator="type"),
+]  # fmt: skip
+
+
+# -- Advantage estimators ---------------------------------------------------------------------------------------------
+
+Deviation = Literal["sample", "population", "none"]
+
+
+class GrpoConfig(Named):
+    """`(R − mean R) / (std R + ε)` within a group.
+
+    Attributes:
+        type: Always `grpo`.
+        std: Which standard deviation divides; `none` only subtracts the mean.
+        epsilon: ε added to that deviation.
+    """
+
+    type: Literal["grpo"] = "grpo"
+    std: Deviation = "sample"
+    epsilon: float = Field(default=1e-4, gt=0)
+
+
+class CentredConfig(Named):
+    """A baseline of the group without a scale.
+
+    Attributes:
+        type: The mean of the group (`dr_grpo`), or of its other members (`rloo`).
+    """
+
+    type: Literal["dr_grpo", "rloo"]
+
+
+class WhitenedConfig(Named):
+    """Returns whitened over all loss tokens of the batch.
+
+    Attributes:
+        type: Without (`reinforce_pp`) or with (`reinforce_pp_baseline`) the mean of the group subtracted first.
+        whiten: `batch` subtracts the mean over all loss tokens of the batch and divides by the deviation; `none` leaves
+            the returns as they are.
+        std: Which standard deviation divides; `none` only subtracts the mean.
+        epsilon: ε added to that deviation.
+    """
+
+    type: Literal["reinforce_pp", "reinforce_pp_baseline"]
+    whiten: Literal["none", "batch"] = "batch"
+    std: Deviation = "sample"
+    epsilon: float = Field(default=1e-4, gt=0)
+
+
+class GaeConfig(Named):
+    """Generalised advantage estimation with a critic (section `critic`).
+
+    Attributes:
+        type: Always `gae`.
+        gamma: γ, discount per token.
+        lam: λ: 1 learns from whole returns; below 1 (PPO's paper: 0.95) the critic's own estimates replace a part of
+        them.
+        whiten: `batch` subtracts the mean over all loss tokens of the batch and divides by the deviation; `none` leaves
+            the advantages as they are.
+        std: Which standard deviation divides; `none` only subtracts the mean.
+        epsilon: ε added to that deviation.
+    """
+
+    type: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
+    whiten: Literal["none", "batch"] = "batch"
+    std: Deviation = "sample"
+    epsilon: float = Field(default=1e-4, gt=0)
+
+
+AdvantageConfig = Annotated[
+    GrpoConfig | CentredConfig | WhitenedConfig | GaeConfig | Custom, Field(discriminator="type")
+]
+
+
+# -- Corrections of off-policy data -----------------------------------------------------------------------------------
+
+
+class DecoupledConfig(Variant):
+    """Weight w = exp(p − b); larger ones are masked.
+
+    Attributes:
+        max_weight: Tokens of a larger weight are masked.
+    """
+
+    max_weight: float = Field(default=5.0, ge=1)
+
+
+class TruncatedConfig(Variant):
+    """Truncated importance weight, of tokens or of whole sequences.
+
+    Attributes:
+        max_weight: C: larger weights are cut to it.
+    """
+
+    max_weight: float = Field(default=2.0, ge=1)
+
+
+class MisTokenConfig(Variant):
+    """Weight w of tokens within a band; the others are masked.
+
+    Attributes:
+        min_weight: Tokens of a smaller weight are masked.
+        max_weight: Tokens of a larger weight are masked.
+    """
+
+    min_weight: float = Field(default=0.5, gt=0, le=1)
+    max_weight: float = Field(default=5.0, ge=1)
+
+
+class MisSeqGeoConfig(Variant):
+    """Mask of sequences by the geometric mean of their weights.
+
+    Attributes:
+        min_weight: Sequences of a smaller geometric mean are masked.
+        max_weight: Sequences of a larger geometric mean are masked.
+    """
+
+    min_weight: float = Field(default=0.99, gt=0, le=1)
+    max_weight: float = Field(default=1.01, ge=1)
+
+
+class OpsmConfig(Variant):
+    """Mask of answers of negative advantage that the policy has moved away from.
+
+    Attributes:
+        delta: δ: answers whose mean b − c is larger are masked, nat per token.
+    """
+
+    delta: float = Field(default=0.1, gt=0)
+
+
+class FTisConfig(Variant):
+    """Truncated weight of tokens, and a mask of distant answers of negative advantage.
+
+    Attributes:
+        max_weight: C: larger weights are cut to it.
+        max_kl: Answers of negative advantage whose mean b − c is larger are masked, nat per token.
+    """
+
+    max_weight: float = Field(default=2.0, ge=1)
+    max_kl: float = Field(default=0.1, gt=0)
+
+
+class VetoConfig(Variant):
+    """Mask of sequences that hold a token the policy would not sample.
+
+    Attributes:
+        min_weight: Sequences with any smaller weight are masked.
+    """
+
+    min_weight: float = Field(default=1e-4, gt=0, lt=1)
+
+
+class CorrectionConfig(Variant):
+    """A chain of corrections: those that have a section, at most one of which weighs; all others mask.
+
+    Attributes:
+        decoupled: Weight w; masked above a bound.
+        tis_token: Truncated weight per token.
+        tis_seq: Truncated weight per sequence.
+        mis_token: Weight w; masked outside a band.
+        f_tis: Truncated weight per token; distant answers of negative advantage are masked.
+        mis_seq_geo: Mask of sequences by their geometric mean weight.
+        opsm: Mask of distant answers of negative advantage.
+        veto: Mask of sequences with an impossible token.
+        renormalize: Divide by what the masks kept instead of by the whole batch; not with a divergence in the loss.
+    """
+
+    decoupled: DecoupledConfig | None = None
+    tis_token: TruncatedConfig | None = None
+    tis_seq: TruncatedConfig | None = None
+    mis_token: MisTokenConfig | None = None
+    f_tis: FTisConfig | None = None
+    mis_seq_geo: MisSeqGeoConfig | None = None
+    opsm: OpsmConfig | None = None
+    veto: VetoConfig | None = None
+    renormalize: bool = False
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_on(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out corrections that are off, so that a printed configuration shows the chain."""
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        """As it is chosen: `none`, `decoupled` or `[tis_token,veto]`."""
+        names = list(self.chain)
+        return "none" if not names else names[0] if len(names) == 1 else f"[{','.join(names)}]"
+
+    @property
+    def chain(self) -> dict[str, Variant]:
+        """Name -> settings of each correction that is on."""
+        found = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: section for name, section in found if isinstance(section, Variant)}
+
+
+# -- Everything else --------------------------------------------------------------------------------------------------
+
+
+class KlConfig(Variant):
+    """Divergence from a frozen reference (section `reference`).
+
+    Attributes:
+        coefficient: β; 0 needs no reference and starts none.
+        apply_to: Whether it is added to the loss or subtracted from the reward.
+        estimator: `k2` (gradient of the reverse KL) or `k3` (of the forward KL) in the loss, `k1` in the reward.
+        max_weight: C: in the loss, the divergence of a token is weighed by min(exp(c − b), C) where the policy loss
+            itself looks at the behavior policy.
+    """
+
+    coefficient: float = Field(default=0.0, ge=0)
+    apply_to: Literal["loss", "reward"] = "loss"
+    estimator: Annotated[str, AfterValidator(known("kl"))] = "k2"
+    max_weight: float = Field(default=2.0, ge=1)
+
+
+class OverlongConfig(Variant):
+    """What happens to answers that were cut off at the length limit.
+
+    Attributes:
+        mode: `keep` treats them as any other; `penalty` lowers the reward of long answers (DAPO); `mask` gives them no
+            loss; `drop` leaves them out of the baseline too.
+        ramp_share: Length of the ramp of the penalty as a share of `rollout.sampling.max_new_tokens`; the paper has
+            4096 of 20480 tokens.
+    """
+
+    mode: Literal["keep", "penalty", "mask", "drop"] = "keep"
+    ramp_share: float = Field(default=0.2, gt=0, le=1)
