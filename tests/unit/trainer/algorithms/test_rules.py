@@ -75,11 +75,11 @@ UNSOUND = [
     ({"loss": "gspo", "correction": "none"}, "would count by its length"),
     ({"loss": "gspo", "correction": "none", "aggregation": "seq_mean_token_sum"}, "would count by its length"),
     ({"loss": "gspo_token", "correction": "none"}, "sequences, so they are what is averaged"),
-    ({"correction": ["tis_seq"]}, "algorithm/correction=tis_seq"),
+    ({"correction": ["tis_seq"]}, "algorithm.correction=tis_seq"),
     ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "zero mean"),
     ({"kl_coefficient": 0.1, "kl_in": "reward"}, "only k1 gives"),
     ({"kl_coefficient": 0.1, "renormalize": True}, "the coefficient would grow"),
-    ({"reward_weights": {"a": 1.0}, "advantage": "reinforce_pp"}, "algorithm/advantage=reinforce_pp"),
+    ({"reward_weights": {"a": 1.0}, "advantage": "reinforce_pp"}, "algorithm.advantage=reinforce_pp"),
     ({"reward_weights": {"a": 1.0}, "overlong": "penalty"}, "algorithm.overlong.mode=penalty"),
     ({"loss": "ipo", "correction": "none", "staleness_decay": 0.9}, "staleness_decay=0.9"),
     (
