@@ -206,7 +206,7 @@ class OldVersionsStart(EnginePool):
 class QuotasForgotten(TaskQueue):
     """A stream takes all the room there is."""
 
-    def _has_room(self, _stream: TaskStream, _ledger: Ledger) -> bool:
+    def _is_below_quota(self, _stream: TaskStream, _ledger: Ledger) -> bool:
         return True
 
 
