@@ -53,7 +53,7 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES),dppo,topr,online_dpo \
 		dataflow.max_staleness=0,1,4,8,16 seeds=$(SEED) --folder runs/sweep-staleness
 	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES) dataflow.max_staleness=1,4,8,16 seeds=$(SEED) \
-		algorithm.correction=none algorithm.proximal=target --folder runs/sweep-staleness-uncorrected
+		algorithm/correction=none algorithm.proximal=target --folder runs/sweep-staleness-uncorrected
 
 # Tests that start Ray, vLLM or DeepSpeed (marked `integration`) run one after the other, beside the others, of which two
 # run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over. A pytest that
