@@ -6,7 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sweep test test-full soak coverage lint format bench clean
+.PHONY: help setup demo docs sweep test test-full soak coverage lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -55,6 +55,10 @@ sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; day
 	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES) dataflow.max_staleness=1,4,8,16 seeds=$(SEED) \
 		algorithm/correction=none algorithm.proximal=target --folder runs/sweep-staleness-uncorrected
 
+docs: setup  ## Build the documentation into site/; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 # Tests that start Ray, vLLM or DeepSpeed (marked `integration`) run one after the other, beside the others, of which two
 # run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over. A pytest that
 # Ctrl-C has ended exits with 2.
@@ -101,5 +105,5 @@ bench: setup  ## Compare a step of the demo with TRL's GRPOTrainer
 	@$(BIN)/python benchmarks/vs_trl.py
 
 clean:  ## Remove caches and build output; keeps .venv and runs/
-	@rm -rf build dist outputs multirun .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf build dist site outputs multirun .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -109,6 +109,8 @@ def _choose(group: str, value: object, groups: Groups) -> str:
     """What to write to choose `value` of a group."""
     if value in groups[group]:
         return f"Write {group}={value}."
+    if isinstance(value, list) and value and all(one in groups[group] for one in value):
+        return f"Write {group}=[{','.join(value)}]."
     if "custom" in groups[group] and isinstance(value, str) and ("." in value or ":" in value):
         return f"Write {group}=custom {group.replace('/', '.')}.function={value}."
     hint = nearest_choice(str(value), groups[group])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.platform.config.compose import compose_all
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -75,6 +77,44 @@ def test_every_command_in_a_document_exists(path: Path) -> None:
 def test_every_relative_link_in_a_document_leads_to_a_file(path: Path) -> None:
     targets = [target for target in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in target]
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+CONFIGURED = ("train", "sft", "rm", "dpo", "eval", "sample", "sweep")
+"""Commands that take overrides of a configuration."""
+
+
+def overrides(words: list[str]) -> list[str]:
+    """The overrides of a command; of several values of a sweep the first."""
+    typed = [word for word in words[2:] if "=" in word and not word.startswith(("-", "seeds="))]
+    if words[1] != "sweep":
+        return typed
+    return [re.sub(r"^([^=\[{]+=[^,\[{]+),.*", r"\1", word) for word in typed]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_configuration_in_a_document_is_valid(path: Path) -> None:
+    """Keys and values only: files and modules that a page tells its reader to write are not here."""
+    shown = [words for words in commands(path.read_text(encoding="utf-8")) if Path(words[0]).name == "penstock"]
+    typed = [overrides(words) for words in shown if len(words) > 1 and words[1] in CONFIGURED]
+    own_folder = [words for words in shown if "--config-dir" in words]
+    wrong = [compose_all(one).problems for one in typed if one and not own_folder]
+    assert [problems for problems in wrong if problems] == []
+
+
+def test_a_planted_configuration_that_is_wrong_is_found() -> None:
+    (words,) = commands("```bash\npenstock train experiment=arithmetic algorithm.clip_hihg=0.3\n```\n")
+    assert compose_all(overrides(words)).problems
+    (words,) = commands("```bash\npenstock sweep experiment=arithmetic algorithm=grpo,rloo seeds=0:3\n```\n")
+    assert overrides(words) == ["experiment=arithmetic", "algorithm=grpo"]
+
+
+@pytest.mark.full
+def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert (tmp_path / "reference" / "configuration" / "index.html").exists()
 
 
 def test_planted_commands_that_do_not_exist_are_found() -> None:
