@@ -153,7 +153,7 @@ class ActorWeightPublisher:
                 if not self._pool.num_returning:
                     raise
                 logger.warning("%s Engines are being started anew, and get v%d then.", error, version)
-            await self._pool.one_returned()
+            await self._pool.wait_one_returned()
         every = self._config.probe_every
         if self._probe is None or not every or version % every:
             return report

@@ -50,11 +50,11 @@ class EngineRestarts:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Restart engines while the context is open."""
-        self._pool.when_fenced(self._request_restart)
+        self._pool.set_restart_hook(self._request_restart)
         try:
             yield
         finally:
-            self._pool.when_fenced(lambda _engine_id: False)
+            self._pool.set_restart_hook(lambda _engine_id: False)
             jobs = list(self._jobs.values())
             for job in jobs:
                 job.cancel()
@@ -89,4 +89,4 @@ class EngineRestarts:
             logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced off again", number)
         del self._jobs[engine_id]
         if not is_back:
-            self._pool.gave_up(engine_id)
+            self._pool.abandon_return(engine_id)

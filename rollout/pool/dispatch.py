@@ -1,14 +1,15 @@
-"""Who gets which slot, and who waits: the pool's decisions without asyncio, so that they are tested as plain calls.
+"""The decisions of the pool: which request gets which slot, and which requests wait. No asyncio: tests call it
+directly.
 
-Invariants, after every call: slots in use = slots of the granted tickets; nobody waits whom an engine with room may
-take; what waits is served first come, first served, with three exceptions that are bounded.
- - A resumed trajectory goes first: its tokens are the oldest, its group is due the soonest.
- - A ticket whose prefix is on another engine waits for that one, if the line there is shorter than its slots. It is
-   served elsewhere once nobody else wants the room.
- - A gang at the head claims the next engine that could hold it: that engine gives nothing out until the gang fits.
-   The others serve those behind. So a gang waits at most for one engine to empty.
+Invariants, after every call: slots in use = slots of the granted requests; no request waits while an engine with free
+slots may take it; waiting requests are served in order of submission, with three bounded exceptions:
+ - A resumed trajectory goes first: its tokens are the oldest, and its group has the nearest deadline.
+ - A request whose prefix is cached on another engine waits for that engine while the line there is shorter than its
+   slots. It is served elsewhere as soon as slots would otherwise stay free.
+ - A gang at the head of the queue claims the next engine that can hold it. That engine grants nothing until the gang
+   fits, while other engines serve the requests behind it. So a gang waits for at most one engine to empty.
 
-Cost per event: O(1) while engines are full, O(engines with room, at most 32) otherwise; no waiter is looked at twice.
+Cost per event: O(1) while all engines are full, else O(engines with free slots, at most 32).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Granted = list[SlotRequest]
 
 
 class Dispatcher:
-    """Engines, tickets and waiting lines.
+    """Engines, requests and queues of waiting requests.
 
     Attributes:
-        views: Every engine, also those out of service.
-        floor: Engines below this version get nothing.
-        num_waiting: Tickets in all waiting lines.
+        views: State of every engine, including those out of service.
+        min_version: Engines below this version get no requests.
+        num_waiting: Requests in all queues.
         num_serving: Engines in service.
         newest: Version of the newest engine in service, when last looked.
     """
@@ -44,65 +45,65 @@ class Dispatcher:
         self._open: list[EngineView] = []
         self._queue: OrderedDict[SlotRequest, None] = OrderedDict()
         self._resumes: OrderedDict[SlotRequest, None] = OrderedDict()
-        self._lined: OrderedDict[EngineView, None] = OrderedDict()
+        self._engines_with_lines: OrderedDict[EngineView, None] = OrderedDict()
         self._claims: OrderedDict[SlotRequest, None] = OrderedDict()
         self._serials = itertools.count()
 
     def serving(self) -> Iterator[EngineView]:
-        """Engines in service, in the order they joined."""
+        """Engines in service, in the order in which they joined."""
         return (view for view in self.views.values() if view.fenced is None)
 
     def waiting(self) -> Iterator[SlotRequest]:
-        """Everything that waits."""
-        lines = (view.line for view in self._lined)
+        """All waiting requests."""
+        lines = (view.line for view in self._engines_with_lines)
         return itertools.chain(self._resumes, self._claims, self._queue, *lines)
 
     def stalled(self) -> list[SlotRequest]:
-        """Those who wait for a version that no engine in service has."""
-        self._look()
+        """Requests that wait for a version that no engine in service has."""
+        self._update_newest()
         if self.newest < self.min_version:
             return list(self.waiting())
-        return [ticket for ticket in self._resumes if ticket.min_version > self.newest]
+        return [request for request in self._resumes if request.min_version > self.newest]
 
     @property
     def max_gang(self) -> int:
         """Slots of the largest engine in service."""
         return max((view.max_slots for view in self.serving()), default=0)
 
-    def submit(self, ticket: SlotRequest) -> bool:
-        """Grant it at once, or let it wait; says which."""
-        ticket.serial = next(self._serials)
+    def submit(self, request: SlotRequest) -> bool:
+        """Grant a request or queue it. Returns whether it was granted."""
+        request.serial = next(self._serials)
         if self._open:
             views: list[EngineView] = self._open
-            if ticket.slots > 1 or ticket.min_version >= 0 or ticket.avoid is not None:
-                views = [view for view in self._open if view.may_take(ticket)]
-                if not views and ticket.avoid is not None and not self._may_avoid(ticket):
-                    ticket.avoid = None
-                    views = [view for view in self._open if view.may_take(ticket)]
+            if request.slots > 1 or request.min_version >= 0 or request.avoid is not None:
+                views = [view for view in self._open if view.may_take(request)]
+                if not views and request.avoid is not None and not self._may_avoid(request):
+                    request.avoid = None
+                    views = [view for view in self._open if view.may_take(request)]
             if views:
-                self._grant(ticket, self.policy.choose(views, ticket))
+                self._grant(request, self.policy.choose(views, request))
                 return True
         self.num_waiting += 1
-        is_resume = ticket.min_version >= 0 or ticket.avoid is not None
-        self._stand(ticket, self._resumes if is_resume else self._queue)
-        return ticket.slots > 1 and self._claim_best(ticket)
+        is_resume = request.min_version >= 0 or request.avoid is not None
+        self._enqueue(request, self._resumes if is_resume else self._queue)
+        return request.slots > 1 and self._claim_best(request)
 
-    def withdraw(self, ticket: SlotRequest) -> Granted:
-        """It waits no more."""
-        self._leave(ticket)
-        claimed = [view for view in self.serving() if view.gang is ticket] if ticket.slots > 1 else []
+    def withdraw(self, request: SlotRequest) -> Granted:
+        """Remove a waiting request. Returns the requests that are granted in consequence."""
+        self._dequeue(request)
+        claimed = [view for view in self.serving() if view.gang is request] if request.slots > 1 else []
         for view in claimed:
             view.gang = None
         return self._refill(claimed, [])
 
-    def release(self, ticket: SlotRequest) -> Granted:
-        """It gives its slots back; says who got them."""
-        view = ticket.view
+    def release(self, request: SlotRequest) -> Granted:
+        """Return the slots of a request. Returns the requests that they are granted to."""
+        view = request.view
         assert view is not None, "released without a grant"
-        ticket.view = None
-        del view.tickets[ticket]
-        view.in_use -= ticket.slots
-        view.outstanding_tokens -= ticket.tokens
+        request.view = None
+        del view.requests[request]
+        view.in_use -= request.slots
+        view.outstanding_tokens -= request.tokens
         granted: Granted = []
         if self.num_waiting:
             self._fill(view, granted)
@@ -110,19 +111,19 @@ class Dispatcher:
             self._sync(view)
         return granted
 
-    def join(self, ticket: SlotRequest, view: EngineView) -> None:
-        """Grant a ticket that takes no slot of its own."""
-        ticket.serial = next(self._serials)
-        self._grant(ticket, view)
+    def join(self, request: SlotRequest, view: EngineView) -> None:
+        """Grant the request of a gang member, which takes no slot of its own."""
+        request.serial = next(self._serials)
+        self._grant(request, view)
 
-    def assume(self, speed: float) -> None:
-        """The first engine was measured: the others are as fast until they are measured themselves."""
+    def assume_speed(self, speed: float) -> None:
+        """Use the first measured speed for every engine until it is measured itself."""
         for view in self.serving():
             if not view.is_measured:
                 view.speed = speed
 
     def add(self, view: EngineView) -> Granted:
-        """An engine joins, or comes back."""
+        """Add an engine, or return a fenced one to service."""
         known = [other.speed for other in self.serving() if other.is_measured]
         view.speed = sum(known) / len(known) if known else 1.0
         self.views[view.engine_id] = view
@@ -130,16 +131,16 @@ class Dispatcher:
         return self.refresh()
 
     def fence(self, view: EngineView, reason: str) -> Granted:
-        """It is out of service: who waited for it waits for any."""
+        """Take an engine out of service. Requests that waited for it wait for any engine."""
         view.fenced = reason
         self.num_serving -= 1
-        self._disband(view)
+        self._requeue_waiters(view)
         return self.refresh()
 
     def pause(self, view: EngineView) -> Granted:
-        """It keeps its requests and gets nothing new until `resume`."""
+        """Grant no new requests to an engine until `resume`; running ones continue."""
         view.is_paused = True
-        self._disband(view)
+        self._requeue_waiters(view)
         return self.refresh()
 
     def resume(self, view: EngineView) -> Granted:
@@ -147,41 +148,43 @@ class Dispatcher:
         return self._refill([view], [])
 
     def set_limit(self, view: EngineView, limit: int) -> Granted:
-        """Requests it may hold from now on; within 1..max_slots. More than that may still run."""
+        """Limit the concurrent requests of an engine, within 1..max_slots. Running requests above the limit
+        continue.
+        """
         view.limit = min(max(limit, 1), view.max_slots)
         return self._refill([view], [])
 
     def set_min_version(self, version: int) -> Granted:
-        """From now on only engines at `version` or newer get anything. It never falls."""
+        """Grant requests only to engines at `version` or newer. The bound never decreases."""
         self.min_version = max(self.min_version, version)
         for view in self.serving():
             if not self._serves(view):
-                self._disband(view)
+                self._requeue_waiters(view)
         return self.refresh()
 
     def refresh(self) -> Granted:
-        """Some engine may have another version than before."""
-        self._look()
+        """Re-evaluate all waiters after an engine may have changed its version."""
+        self._update_newest()
         return self._refill(list(self.serving()), [])
 
-    def _grant(self, ticket: SlotRequest, view: EngineView) -> None:
-        ticket.view = view
-        view.tickets[ticket] = None
-        view.in_use += ticket.slots
-        view.outstanding_tokens += ticket.tokens
-        self.policy.placed(ticket, view)
+    def _grant(self, request: SlotRequest, view: EngineView) -> None:
+        request.view = view
+        view.requests[request] = None
+        view.in_use += request.slots
+        view.outstanding_tokens += request.tokens
+        self.policy.record_grant(request, view)
         if view.in_use >= view.limit:
             self._sync(view)
 
-    def _stand(self, ticket: SlotRequest, line: OrderedDict[SlotRequest, None]) -> None:
-        ticket.waits_at = line
-        line[ticket] = None
+    def _enqueue(self, request: SlotRequest, line: OrderedDict[SlotRequest, None]) -> None:
+        request.waits_at = line
+        line[request] = None
 
-    def _leave(self, ticket: SlotRequest) -> None:
-        line = ticket.waits_at
-        assert line is not None, "it does not wait"
-        del line[ticket]
-        ticket.waits_at = None
+    def _dequeue(self, request: SlotRequest) -> None:
+        line = request.waits_at
+        assert line is not None, "the request does not wait"
+        del line[request]
+        request.waits_at = None
         self.num_waiting -= 1
 
     def _refill(self, views: Iterable[EngineView], granted: Granted) -> Granted:
@@ -192,16 +195,16 @@ class Dispatcher:
         return granted
 
     def _fill(self, view: EngineView, granted: Granted) -> None:
-        """Give its room to those who wait."""
+        """Grant free slots of an engine to waiting requests."""
         if self._serves(view):
-            while (view.in_use < view.limit or view.gang is not None) and (ticket := self._next(view)) is not None:
-                self._leave(ticket)
-                self._grant(ticket, view)
-                granted.append(ticket)
+            while (view.in_use < view.limit or view.gang is not None) and (request := self._next(view)) is not None:
+                self._dequeue(request)
+                self._grant(request, view)
+                granted.append(request)
         self._sync(view)
 
     def _next(self, view: EngineView) -> SlotRequest | None:
-        """Who is to get room on `view`; still waiting when this returns."""
+        """The waiting request that gets the next free slot of `view`."""
         if self._resumes and view.in_use < view.limit and (resume := self._next_resume(view)) is not None:
             return resume
         if view.gang is not None:
@@ -216,88 +219,88 @@ class Dispatcher:
         return self._next_elsewhere() if other is None else other
 
     def _claim_best(self, gang: SlotRequest) -> bool:
-        """Claim the engine that is nearest to holding it; says whether that one is empty and takes it at once."""
+        """Claim the engine with the most free slots. Returns whether the gang was granted at once."""
         large_enough = (view for view in self._open if view.max_slots >= gang.slots)
         view = max(large_enough, key=lambda view: view.limit - view.in_use, default=None)
         if view is None:
             return False
         self._claim(view, gang)
         if self._next_of_gang(view, gang) is not None:
-            self._leave(gang)
+            self._dequeue(gang)
             self._grant(gang, view)
         self._sync(view)
         return gang.view is not None
 
     def _claim(self, view: EngineView, gang: SlotRequest) -> None:
         del self._queue[gang]
-        self._stand(gang, self._claims)
+        self._enqueue(gang, self._claims)
         view.gang = gang
 
     def _next_of_gang(self, view: EngineView, gang: SlotRequest) -> SlotRequest | None:
-        """A limit below the gang's size holds nobody back for ever: an empty engine takes it."""
+        """The gang, if it fits. A limit below its size does not block it: an empty engine takes it."""
         if view.in_use + gang.slots > max(view.limit, gang.slots):
             return None
         view.gang = None
         return gang
 
     def _next_resume(self, view: EngineView) -> SlotRequest | None:
-        for ticket in self._resumes:
-            is_avoided = ticket.avoid == view.engine_id and self._may_avoid(ticket)
-            if ticket.min_version <= view.version and not is_avoided:
-                return ticket
+        for request in self._resumes:
+            is_avoided = request.avoid == view.engine_id and self._may_avoid(request)
+            if request.min_version <= view.version and not is_avoided:
+                return request
         return None
 
-    def _may_avoid(self, ticket: SlotRequest) -> bool:
-        """Whether another engine than the one to avoid takes it now, or once it has a free slot."""
+    def _may_avoid(self, request: SlotRequest) -> bool:
+        """Whether an engine other than the one to avoid can serve the request, now or once a slot is free."""
         return any(
-            self._serves(view) and view.version >= ticket.min_version
+            self._serves(view) and view.version >= request.min_version
             for view in self.views.values()
-            if view.engine_id != ticket.avoid
+            if view.engine_id != request.avoid
         )
 
     def _next_elsewhere(self) -> SlotRequest | None:
-        """The first of another engine's line: room is better used without the prefix than not at all."""
-        while self._lined:
-            view = next(iter(self._lined))
+        """The first request in the line of another engine: a slot without its prefix beats an idle slot."""
+        while self._engines_with_lines:
+            view = next(iter(self._engines_with_lines))
             if view.line:
                 return next(iter(view.line))
-            del self._lined[view]
+            del self._engines_with_lines[view]
         return None
 
     def _next_unbound(self, view: EngineView) -> SlotRequest | None:
-        """The first of the queue, after sending those with their prefix elsewhere to wait there."""
+        """The first request of the queue, after moving those whose prefix is on another engine to its line."""
         found: SlotRequest | None = None
         leaving: list[tuple[SlotRequest, EngineView]] = []
-        for ticket in self._queue:
-            home = self.policy.home(ticket) if ticket.slots == 1 else None  # lines hold no gangs
+        for request in self._queue:
+            home = self.policy.home(request) if request.slots == 1 else None  # lines hold no gangs
             is_elsewhere = home is not None and home is not view and self._serves(home)
             if home is not None and is_elsewhere and len(home.line) + len(leaving) < home.limit:
-                leaving.append((ticket, home))
-            elif ticket.slots <= view.max_slots:
-                found = ticket
+                leaving.append((request, home))
+            elif request.slots <= view.max_slots:
+                found = request
                 break
-        for ticket, home in leaving:
-            del self._queue[ticket]
-            self._stand(ticket, home.line)
-            self._lined[home] = None
+        for request, home in leaving:
+            del self._queue[request]
+            self._enqueue(request, home.line)
+            self._engines_with_lines[home] = None
         return found
 
-    def _disband(self, view: EngineView) -> None:
-        """Those who waited for this engine wait for any, at the head of the queue."""
+    def _requeue_waiters(self, view: EngineView) -> None:
+        """Move the requests that waited for this engine to the head of the common queue."""
         self._sync(view)
         back = [*([view.gang] if view.gang is not None else []), *view.line]
         view.gang = None
-        for ticket in reversed(back):
-            self._leave(ticket)
+        for request in reversed(back):
+            self._dequeue(request)
             self.num_waiting += 1
-            self._stand(ticket, self._queue)
-            self._queue.move_to_end(ticket, last=False)
+            self._enqueue(request, self._queue)
+            self._queue.move_to_end(request, last=False)
 
     def _serves(self, view: EngineView) -> bool:
         return view.fenced is None and not view.is_paused and view.version >= self.min_version
 
     def _sync(self, view: EngineView) -> None:
-        """Keep the list of engines with room: O(1), the last one moves into a gap."""
+        """Update the list of engines with free slots, in O(1): the last entry moves into a gap."""
         is_open = view.in_use < view.limit and view.gang is None and self._serves(view)
         if is_open and view.open_index < 0:
             view.open_index = len(self._open)
@@ -309,5 +312,5 @@ class Dispatcher:
                 last.open_index = view.open_index
             view.open_index = -1
 
-    def _look(self) -> None:
+    def _update_newest(self) -> None:
         self.newest = max((view.version for view in self.serving()), default=-1)

@@ -1,12 +1,12 @@
-"""The engines as one pool: slots of engines, leased to trajectories.
+"""The pool of rollout engines: leases give trajectories concurrency slots on engines.
 
-A lease is the right to run one request on one engine, for as long as a context is open, so a slot cannot leak. While a
-request runs under it, the lease is also where it can be interrupted: silence and fencing end it from outside.
+A lease allows one request on one engine while its context is open, so a slot cannot leak. A running request is
+interrupted through its lease when the engine falls silent or is fenced.
 
-Consumes: leases. Waits for: an engine with a free slot, new enough. Unblocked by: a lease given back, an engine that
-joins or gets newer weights, the loss of the last engine that serves or is coming back (then every waiter gets the
-error), the time limit for a version that no engine has. Who gets what is decided in rollout/pool/dispatch.py; here are
-only the futures.
+Consumes: leases. Waits for: an engine with a free slot and a version that is new enough. Unblocked by: a released
+lease, an engine that joins or receives newer weights, the loss of the last engine that serves or restarts (every waiter
+then gets the error), or the time limit for a version that no engine has. rollout/pool/dispatch.py decides which lease
+is granted; this file only holds the futures.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.rollout.pool.routing import EngineView, LeastLoaded, PrefixAware, 
 logger = logging.getLogger(__name__)
 
 LOSSES_IN_A_ROW = 8
-"""An engine that loses so many requests without delivering a token in between is fenced off, if they were of at least
-`LOSING_GROUPS`: what only one group loses, wherever it goes, may be its own fault."""
+"""An engine is fenced after losing this many requests in a row without delivering a token, if they belong to at least
+`LOSING_GROUPS` groups. Requests of a single group may be lost because of the group's own prompt."""
 LOSING_GROUPS = 2
 
 
@@ -38,25 +38,25 @@ InterruptionKind = Literal["lost", "aborted", "silent", "fenced"]
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """Why an engine will not finish a request; the trajectory can go on from its tokens."""
+    """Why an engine will not finish a request. The trajectory can resume from its tokens."""
 
     kind: InterruptionKind
     reason: str
     view: EngineView
 
     @property
-    def may_be_the_requests_fault(self) -> bool:
-        """Whether the engine died with it or stood still over it; not if it went out of service for other reasons."""
+    def may_be_caused_by_request(self) -> bool:
+        """Whether the engine died or hung while it processed the request, as opposed to an unrelated fencing."""
         return self.kind == "silent" or (self.kind == "lost" and self.view.fenced is not None)
 
 
 class Lease(SlotRequest):
-    """One slot, from `acquire` to `release` or under `async with`; afterwards it cannot be used again.
+    """One slot, held from `acquire` to `release` or within `async with`. A lease is used once.
 
     Attributes:
-        granted: Resolved with the grant of a lease that waits.
-        heard_at: When the engine last delivered tokens, or the lease was granted or began to wait; seconds.
-        interruption: Why it was interrupted from outside, if it was.
+        granted: Future of a waiting lease; resolved when it is granted.
+        last_token_at: Time of the last tokens, else of the grant, else of the submission; seconds of the loop's clock.
+        interruption: Why the request was interrupted; None if it was not.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Lease(SlotRequest):
     ) -> None:
         super().__init__(tokens, prefix, min_version, avoid, slots)
         self.granted: asyncio.Future[None] | None = None
-        self.heard_at = 0.0
+        self.last_token_at = 0.0
         self.interruption: Interruption | None = None
         self._pool = pool
         self._gang = gang
@@ -79,8 +79,8 @@ class Lease(SlotRequest):
         self._cancelling = 0
 
     async def acquire(self) -> None:
-        """Wait for the slot. If that fails or is cancelled there is nothing to release."""
-        self.heard_at = _now()
+        """Wait for a slot. After an exception or a cancellation there is nothing to release."""
+        self.last_token_at = _now()
         if self._gang is not None:
             self._gang.join(self)
             return
@@ -91,10 +91,10 @@ class Lease(SlotRequest):
             except BaseException:
                 self._pool.cancel_lease(self)
                 raise
-            self.heard_at = _now()
+            self.last_token_at = _now()
 
     def release(self) -> None:
-        """Give the slot back; nothing under it can be interrupted any more."""
+        """Return the slot. The request can no longer be interrupted."""
         self._holder = None
         if self._gang is not None:
             self._gang.num_members -= 1
@@ -113,47 +113,51 @@ class Lease(SlotRequest):
         return self.view.engine
 
     def received(self, num_tokens: int) -> None:
-        """Count new tokens: for the load and the speed of the engine, and as a sign of life."""
+        """Record new tokens: they update the load and the speed of the engine, and show that it is alive."""
         now = _now()
         assert self.view is not None, "tokens without a grant"
-        if self.view.delivered(self, num_tokens, now - self.heard_at):
-            self._pool.assume(self.view.speed)
-        self.heard_at = now
+        if self.view.delivered(self, num_tokens, now - self.last_token_at):
+            self._pool.assume_speed(self.view.speed)
+        self.last_token_at = now
 
     def lost(self, error: EngineLostError, group: Hashable) -> None:
-        """The engine lost the request, or was silent; one that is dead, or loses many in a row, is fenced off.
+        """Report that the engine lost the request or was silent. A dead engine, or one that loses many, is fenced.
 
         Args:
-            error: Why.
-            group: Whose request it was: one group alone may be the cause of all that it loses.
+            error: Cause of the loss.
+            group: Group of the request. Losses of a single group do not fence an engine.
         """
-        self._holder = None  # fencing interrupts the others on this engine, not the one that tells
+        # Fencing interrupts all requests of this engine; the one that reports the loss handles it already.
+        self._holder = None
         assert self.view is not None, "reported while held"
         self._pool.lost(self.view, error, group)
 
-    def hold(self) -> None:
-        """Until `let_go` the present task may be interrupted, by a cancellation that `was_interrupted` tells."""
+    def start_interruptible(self) -> None:
+        """Allow `interrupt` to cancel the current task until `stop_interruptible`."""
         self._holder = holder = asyncio.current_task()
         assert holder is not None, "called in a task"
         self._cancelling = holder.cancelling()
 
-    def let_go(self) -> None:
+    def stop_interruptible(self) -> None:
         self._holder = None
 
     @property
-    def is_held(self) -> bool:
-        """Whether a request runs under it that can be interrupted."""
+    def is_interruptible(self) -> bool:
+        """Whether a running request can be interrupted."""
         return self._holder is not None
 
     def interrupt(self, kind: InterruptionKind, reason: str) -> None:
-        """End the request under this lease from outside; only the first reason counts."""
+        """Cancel the running request. Only the first reason is kept."""
         if self._holder is not None and self.interruption is None:
             assert self.view is not None, "a request runs"
             self.interruption = Interruption(kind, reason, self.view)
             self._holder.cancel()
 
     def was_interrupted(self) -> bool:
-        """Whether a CancelledError that was just caught is ours alone. It is then used up (as in asyncio.timeout)."""
+        """Whether the CancelledError that was just caught came from `interrupt` alone; it is then consumed.
+
+        As in `asyncio.timeout`: a cancellation from elsewhere that arrives at the same time must still propagate.
+        """
         if self.interruption is None:
             return False
         task = asyncio.current_task()
@@ -162,10 +166,10 @@ class Lease(SlotRequest):
 
 
 class Gang:
-    """Slots of one engine, held together; members lease from it at once.
+    """Slots of one engine that are held together; the members of a group lease from them without waiting.
 
     Attributes:
-        num_members: Leases of it that are held.
+        num_members: Leases that are held at present.
     """
 
     def __init__(self, pool: EnginePool, held: Lease) -> None:
@@ -181,14 +185,14 @@ class Gang:
     def lease(
         self, tokens: int = 1, prefix: str | None = None, min_version: int = -1, avoid: EngineId | None = None
     ) -> Lease:
-        """One of the gang's slots; if its engine is gone, or the gang has ended, any slot."""
+        """Lease one of the slots; after the engine is fenced or the gang has ended, a slot of any engine."""
         view = self._held.view
         if view is None or view.fenced is not None or avoid == view.engine_id:
             return self._pool.lease(tokens=tokens, prefix=prefix, min_version=min_version, avoid=avoid)
         return Lease(self._pool, tokens, prefix, min_version, slots=0, gang=self)
 
     def join(self, lease: Lease) -> None:
-        """Grant a lease of a member."""
+        """Grant the lease of a member."""
         assert self.num_members < self._held.slots, f"a gang of {self._held.slots} slots has no more"
         assert self._held.view is not None, "leased inside the gang's context"
         self.num_members += 1
@@ -199,9 +203,9 @@ class EnginePool:
     """Routes requests to engines.
 
     Attributes:
-        max_per_engine: Requests one engine holds at once; more wait here, not yet bound to a version.
-        version_timeout_s: Longest wait for an engine with a version that none in service has.
-        num_returned: Times that an engine which had been fenced off came back.
+        max_per_engine: Concurrent requests per engine. Further requests wait in the pool, not yet bound to a version.
+        version_timeout_s: Longest wait for a version that no engine in service has, seconds.
+        num_returned: Number of times that a fenced engine has returned to service.
     """
 
     def __init__(
@@ -222,99 +226,104 @@ class EnginePool:
         self._idle = asyncio.Event()
         self._idle.set()
         self._idle_events: dict[EngineView, asyncio.Event] = {}
-        self._brings_back: Callable[[EngineId], bool] | None = None
+        self._restart_hook: Callable[[EngineId], bool] | None = None
         self._returning: set[EngineId] = set()
         self._joined = asyncio.Event()
         self.num_returned = 0
         self._stall: asyncio.TimerHandle | None = None
 
     def engines(self) -> list[Engine]:
-        """Engines that may serve, in the order they joined."""
+        """Engines in service, in the order in which they joined."""
         return [view.engine for view in self._dispatcher.serving()]
 
     def views(self) -> list[EngineView]:
-        """What is known of the engines in service; to be read only."""
+        """State of the engines in service. Read only."""
         return list(self._dispatcher.serving())
 
     @property
     def fenced(self) -> dict[EngineId, str]:
-        """Engines taken out of service, with the reason."""
+        """Engine -> reason, for engines that were taken out of service."""
         views = self._dispatcher.views.items()
         return {engine_id: view.fenced for engine_id, view in views if view.fenced is not None}
 
     @property
     def num_waiting(self) -> int:
-        """Leases that wait for a slot."""
+        """Number of leases that wait for a slot."""
         return self._dispatcher.num_waiting
 
     def leases(self) -> Iterator[Lease]:
         """Leases that hold a slot."""
         for view in self._dispatcher.views.values():
-            yield from _leases(view.tickets)
+            yield from _leases(view.requests)
 
     def add(self, engine: Engine, max_requests: int | None = None) -> None:
-        """An engine joins, or one that was fenced off comes back; it serves once its version is the pool's."""
+        """Add an engine, or return a fenced one to service. It serves once its version is new enough."""
         known = self._dispatcher.views.get(engine.engine_id)
         assert known is None or known.fenced is not None, f"{engine.engine_id} is in service already"
         self._returning.discard(engine.engine_id)
         self.num_returned += known is not None
         self._joined.set()
         slots = self.max_per_engine if max_requests is None else max_requests
-        self._settle(self._dispatcher.add(EngineView(engine, slots, slots)))
+        self._wake_granted(self._dispatcher.add(EngineView(engine, slots, slots)))
 
-    def when_fenced(self, brings_back: Callable[[EngineId], bool]) -> None:
-        """Ask `brings_back` about every engine that is fenced off from now on: True promises `add` or `gave_up`."""
-        self._brings_back = brings_back
+    def set_restart_hook(self, brings_back: Callable[[EngineId], bool]) -> None:
+        """Call `brings_back` for every engine that is fenced from now on; True promises a later `add` or
+        `abandon_return`.
+        """
+        self._restart_hook = brings_back
 
-    def gave_up(self, engine_id: EngineId) -> None:
-        """An engine that was to come back does not."""
+    def abandon_return(self, engine_id: EngineId) -> None:
+        """Report that the restart of an engine was abandoned."""
         self._returning.discard(engine_id)
         self._joined.set()
-        self._fail_if_hopeless()
+        self._fail_unservable()
 
     @property
     def num_returning(self) -> int:
-        """Engines that were fenced off and are coming back."""
+        """Number of fenced engines that are being restarted."""
         return len(self._returning)
 
     async def wait_available(self) -> None:
-        """Wait until an engine is in service, or none is coming back."""
+        """Wait until an engine is in service, or no engine is being restarted."""
         while self._returning and not self._dispatcher.num_serving:
-            await self.one_returned()
+            await self.wait_one_returned()
 
-    async def one_returned(self) -> None:
-        """Wait until one of the engines that are coming back has come, or has been given up."""
+    async def wait_one_returned(self) -> None:
+        """Wait until a restarting engine has rejoined the pool, or its restart was abandoned."""
         if self._returning:
             self._joined.clear()
             await self._joined.wait()
 
     def fence(self, engine_id: EngineId, reason: str, kind: Literal["fenced", "lost"] = "fenced") -> None:
-        """Take an engine out of service: nothing new is routed to it, its trajectories resume elsewhere.
+        """Take an engine out of service: no new requests are routed to it, and its trajectories resume elsewhere.
 
-        Of kind `lost` it has taken its requests with it.
+        Args:
+            engine_id: The engine.
+            reason: Shown in logs and errors.
+            kind: `lost` if the engine process is gone, and its requests with it.
         """
         view = self._dispatcher.views[engine_id]
         if view.fenced is not None:
             return
-        logger.warning("%s is fenced off and gets no more work: %s", engine_id, reason)
-        if self._brings_back is not None and self._brings_back(engine_id):
+        logger.warning("%s is fenced and gets no more requests: %s", engine_id, reason)
+        if self._restart_hook is not None and self._restart_hook(engine_id):
             self._returning.add(engine_id)
-        self._settle(self._dispatcher.fence(view, reason))
-        for lease in _leases(view.tickets):
-            lease.interrupt(kind, f"{engine_id} was fenced off: {reason}")
+        self._wake_granted(self._dispatcher.fence(view, reason))
+        for lease in _leases(view.requests):
+            lease.interrupt(kind, f"{engine_id} was fenced: {reason}")
         if (quiet := self._idle_events.pop(view, None)) is not None:
             quiet.set()
         if self._dispatcher.stalled():
             self._watch_stall(_now() + self.version_timeout_s)
-        self._fail_if_hopeless()
+        self._fail_unservable()
 
-    def _fail_if_hopeless(self) -> None:
-        """Fail who waits for what no engine can give, neither one in service nor one that is coming back."""
+    def _fail_unservable(self) -> None:
+        """Fail the waiters that no engine can serve, now or after a restart."""
         if self._returning:
             return
         largest = self._dispatcher.max_gang
         if largest == 0:
-            self._fail(self._dispatcher.waiting(), EngineLostError(self._nobody()))
+            self._fail(self._dispatcher.waiting(), EngineLostError(self._no_engine_left()))
         self._fail([t for t in self._dispatcher.waiting() if t.slots > largest], PlacementError(_too_large(largest)))
 
     def lease(
@@ -324,13 +333,13 @@ class EnginePool:
         min_version: int = -1,
         avoid: EngineId | None = None,
     ) -> Lease:
-        """Hold one slot of an engine: `async with pool.lease(...) as lease`, then `lease.engine`.
+        """Lease one slot of an engine: `async with pool.lease(...) as lease`, then `lease.engine`.
 
         Args:
-            tokens: What may be sampled under it; routing balances their sum.
-            prefix: Name of what the prompt begins with; equal names go to one engine while that is not too busy.
+            tokens: Tokens that may still be sampled. Routing balances their sum over engines.
+            prefix: Name of the shared prompt prefix. Equal names go to one engine while it is not too busy.
             min_version: The engine must have acknowledged this version or a newer one.
-            avoid: Not this engine, while another serves that is new enough.
+            avoid: Engine to avoid while another one can serve the request.
 
         Raises:
             EngineLostError: If no engine is left.
@@ -340,7 +349,7 @@ class EnginePool:
 
     @asynccontextmanager
     async def gang(self, prefix: str | None, slots: int) -> AsyncIterator[Gang]:
-        """Hold `slots` slots of one engine, all or none, in the order of asking.
+        """Hold `slots` slots of one engine, all or none, in order of submission.
 
         Raises:
             PlacementError: If no engine has that many.
@@ -348,37 +357,37 @@ class EnginePool:
         """
         largest = self._dispatcher.max_gang
         if self.engines() and slots > largest:
-            raise PlacementError(f"rollout: {slots} trajectories on one engine were asked for. {_too_large(largest)}")
+            raise PlacementError(f"rollout: {slots} trajectories were requested on one engine. {_too_large(largest)}")
         async with Lease(self, 0, prefix, slots=slots) as held:
             yield Gang(self, held)
 
     def pause(self, engine_id: EngineId) -> None:
-        """Route nothing new to an engine; what it has goes on."""
-        self._settle(self._dispatcher.pause(self._dispatcher.views[engine_id]))
+        """Route no new requests to an engine; running ones continue."""
+        self._wake_granted(self._dispatcher.pause(self._dispatcher.views[engine_id]))
 
     def resume(self, engine_id: EngineId) -> None:
         """Undo `pause`."""
-        self._settle(self._dispatcher.resume(self._dispatcher.views[engine_id]))
+        self._wake_granted(self._dispatcher.resume(self._dispatcher.views[engine_id]))
 
     def set_limit(self, engine_id: EngineId, limit: int) -> None:
-        """Requests one engine may hold from now on (adaptive concurrency)."""
-        self._settle(self._dispatcher.set_limit(self._dispatcher.views[engine_id], limit))
+        """Limit the concurrent requests of one engine (adaptive concurrency)."""
+        self._wake_granted(self._dispatcher.set_limit(self._dispatcher.views[engine_id], limit))
 
     def set_min_version(self, version: int) -> None:
-        """Engines below `version` get no new work from now on."""
-        self._settle(self._dispatcher.set_min_version(version))
+        """Route no new requests to engines below `version`."""
+        self._wake_granted(self._dispatcher.set_min_version(version))
 
     def refresh(self) -> None:
-        """Some engine has got another version."""
-        self._settle(self._dispatcher.refresh())
+        """Re-evaluate the waiters after an engine changed its version."""
+        self._wake_granted(self._dispatcher.refresh())
 
     async def wait_idle(self) -> None:
-        """Wait until no request holds a slot, and no context of `in_use` is open."""
+        """Wait until no request holds a slot and no `in_use` context is open."""
         await self._idle.wait()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Not idle until the context ends: for work of several requests, which holds no slot between them."""
+        """Keep the pool busy within the context, for work that holds no slot between its requests."""
         self._num_leases += 1
         self._idle.clear()
         try:
@@ -389,68 +398,70 @@ class EnginePool:
                 self._idle.set()
 
     async def wait_engine_idle(self, engine_id: EngineId) -> None:
-        """Wait until one engine has no request, or is out of service."""
+        """Wait until an engine has no requests or is out of service."""
         view = self._dispatcher.views[engine_id]
         while view.in_use and view.fenced is None:
             await self._idle_events.setdefault(view, asyncio.Event()).wait()
 
-    # What leases call.
+    # Called by leases.
 
     def submit(self, lease: Lease) -> None:
-        """Grant it at once, or let it wait for `lease.granted`."""
+        """Grant the lease, or queue it and let it wait for `lease.granted`."""
         dispatcher = self._dispatcher
         if not dispatcher.num_serving and not self._returning:
-            raise EngineLostError(self._nobody())
+            raise EngineLostError(self._no_engine_left())
         if dispatcher.submit(lease):
             self._num_leases += 1
             self._idle.clear()
             return
         lease.granted = asyncio.get_running_loop().create_future()
         if lease.min_version > dispatcher.newest or dispatcher.newest < dispatcher.min_version:
-            self._watch_stall(lease.heard_at + self.version_timeout_s)
+            self._watch_stall(lease.last_token_at + self.version_timeout_s)
 
     def join(self, lease: Lease, view: EngineView) -> None:
-        """Grant a lease that takes no slot of its own."""
+        """Grant a lease of a gang, which holds the slots already."""
         self._dispatcher.join(lease, view)
         self._num_leases += 1
 
     def release_lease(self, lease: Lease) -> None:
         view = lease.view
-        assert view is not None, "given back twice"
+        assert view is not None, "released twice"
         granted = self._dispatcher.release(lease)
         self._num_leases -= 1
         if granted:
-            self._settle(granted)
+            self._wake_granted(granted)
         elif not self._num_leases:
             self._idle.set()
         if self._idle_events and not view.in_use and (quiet := self._idle_events.pop(view, None)) is not None:
             quiet.set()
 
     def cancel_lease(self, lease: Lease) -> None:
-        """Its waiter was cancelled, before or just after the grant."""
+        """Withdraw a lease whose waiter was cancelled, before or just after the grant."""
         if lease.view is not None:
             self.release_lease(lease)
         elif lease.waits_at is not None:
-            self._settle(self._dispatcher.withdraw(lease))
+            self._wake_granted(self._dispatcher.withdraw(lease))
 
-    def assume(self, speed: float) -> None:
-        """The first engine was measured."""
-        self._dispatcher.assume(speed)
+    def assume_speed(self, speed: float) -> None:
+        """Use the first measured speed for all engines that are not measured yet."""
+        self._dispatcher.assume_speed(speed)
 
     def lost(self, view: EngineView, error: EngineLostError, group: Hashable) -> None:
-        """The engine of `view` lost a request of `group`."""
-        view.losses += 1
-        view.losers.add(group)
+        """Record that the engine of `view` lost a request of `group`; fence it if it is dead or loses many."""
+        view.num_losses += 1
+        view.losing_groups.add(group)
         if view.fenced is not None:
             return
         if error.is_final:
             self.fence(view.engine_id, str(error), "lost")
-        elif view.losses >= LOSSES_IN_A_ROW and len(view.losers) >= LOSING_GROUPS:
-            lost = f"it lost {view.losses} requests in a row, of {len(view.losers)} groups"
+        elif view.num_losses >= LOSSES_IN_A_ROW and len(view.losing_groups) >= LOSING_GROUPS:
+            lost = f"it lost {view.num_losses} requests in a row, of {len(view.losing_groups)} groups"
             self.fence(view.engine_id, f"{lost}; the last one: {error}")
 
-    def _settle(self, granted: Iterable[SlotRequest]) -> None:
-        """Wake those who got a slot. One that was cancelled meanwhile gives it back when it runs (`cancel_lease`)."""
+    def _wake_granted(self, granted: Iterable[SlotRequest]) -> None:
+        """Wake the waiters of granted leases. A waiter that was cancelled meanwhile releases its slot
+        (`cancel_lease`).
+        """
         for lease in _leases(granted):
             self._num_leases += 1
             self._idle.clear()
@@ -460,23 +471,23 @@ class EnginePool:
 
     def _fail(self, waiting: Iterable[SlotRequest], error: Exception) -> None:
         for lease in _leases(waiting):
-            self._settle(self._dispatcher.withdraw(lease))
+            self._wake_granted(self._dispatcher.withdraw(lease))
             assert lease.granted is not None, "it waits"
             if not lease.granted.done():
                 lease.granted.set_exception(error)
 
     def _watch_stall(self, at: float) -> None:
-        """Look for stalled leases at a time of the loop's clock, or earlier if that is due already."""
+        """Schedule `_fail_stalled` at a time of the loop's clock, unless it is scheduled already."""
         if self._stall is None:
-            self._stall = asyncio.get_running_loop().call_at(at, self._end_stalled)
+            self._stall = asyncio.get_running_loop().call_at(at, self._fail_stalled)
 
-    def _end_stalled(self) -> None:
-        """Fail those whose time is up; they wait for a version that no engine has."""
+    def _fail_stalled(self) -> None:
+        """Fail the leases that have waited too long for a version that no engine has."""
         self._stall = None
         stalled, now = _leases(self._dispatcher.stalled()), _now()
-        # One sum says who is late and when to look again: with two that round differently, a look may find nobody late
-        # and ask for another at once, without end.
-        deadlines = {lease: lease.heard_at + self.version_timeout_s for lease in stalled}
+        # The same sum decides which lease is late and when to check again. Two sums that round differently could find
+        # no late lease and schedule the next check at once, in an endless loop.
+        deadlines = {lease: lease.last_token_at + self.version_timeout_s for lease in stalled}
         late = [lease for lease, deadline in deadlines.items() if deadline <= now]
         have = ", ".join(f"{view.engine_id} at v{view.version}" for view in self.views())
         for lease in late:
@@ -486,22 +497,22 @@ class EnginePool:
         if len(late) < len(stalled):
             self._watch_stall(min(deadline for deadline in deadlines.values() if deadline > now))
 
-    def _nobody(self) -> str:
+    def _no_engine_left(self) -> str:
         return f"no rollout engine is left in service: {self.fenced}"
 
 
-def _leases(tickets: Iterable[SlotRequest]) -> list[Lease]:
-    """Tickets of the pool's dispatcher, all of which the pool has submitted."""
-    return cast("list[Lease]", list(tickets))
+def _leases(requests: Iterable[SlotRequest]) -> list[Lease]:
+    """Requests of the dispatcher as leases: the pool submits only leases."""
+    return cast("list[Lease]", list(requests))
 
 
 def _now() -> float:
-    """Seconds, by the clock of the event loop."""
+    """Time of the event loop's clock, seconds."""
     return asyncio.get_running_loop().time()
 
 
 def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int) -> EnginePool:
-    """The pool that the configuration describes."""
+    """Build the pool of a configuration."""
     return EnginePool(
         engines,
         config.engine.max_num_seqs,
@@ -512,6 +523,6 @@ def make_pool(engines: Sequence[Engine], config: RolloutConfig, seed: int) -> En
 
 def _too_large(largest: int) -> str:
     return (
-        f"The largest engine in service has {largest} slots, so it would wait for ever. Use a smaller "
+        f"The largest engine in service has {largest} slots, so the group would never start. Use a smaller "
         "dataflow.group_size, or a larger rollout.engine.max_num_seqs."
     )

@@ -1,9 +1,9 @@
-"""Which engine takes a request: pure policies over the pool's view of its engines.
+"""Routing policies: which engine takes a request. Pure functions of the pool's view of its engines.
 
-Symbols: `tokens` of a request = what it may still sample; `outstanding_tokens` of an engine = their sum over its
-requests; `speed` = tokens/s that one of its requests gets. Load of an engine = outstanding_tokens ÷ speed. Speed is
-taken per request and not per engine: an engine with few requests would look slow by its total, get even less work,
-and stay so; by what one request gets it looks fast and fills up again.
+Symbols: `tokens` of a request = tokens it may still sample; `outstanding_tokens` of an engine = their sum over its
+requests; `speed` = tokens/s of one of its requests. Load of an engine = outstanding_tokens ÷ speed. Speed is measured
+per request and not per engine: by its total throughput an engine with few requests would look slow, get fewer requests
+and stay so.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from penstock.dataflow.ports import Engine
 RoutingName = Literal["prefix_aware", "least_loaded"]
 
 FULL_SCAN = 32
-"""Up to so many engines with room, the best of all is taken; above, the better of two drawn at random.
+"""With up to this many engines with free slots, the least loaded of all is chosen; with more, the better of two random
+ones.
 
-A second draw is what balances; a third changes little (Mitzenmacher, The Power of Two Choices, 2001).
+Two choices balance almost as well as all (Mitzenmacher, The Power of Two Choices, 2001).
 """
 MAX_LEAD = 0.25
-"""How much busier than the best engine the one with the prefix may be, as a share of its slots."""
+"""How much busier than the least loaded engine the engine with the prefix may be, as a share of its slots."""
 MAX_HOMES = 1 << 16
-"""Prefixes remembered; the one used longest ago is forgotten first."""
+"""Remembered prefixes; the least recently used one is forgotten first."""
 SPEED_DECAY = 0.98
 """Weight of the past in the measured speed, per report of new tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineView:
-    """An engine as routing sees it. Written by the dispatcher only; policies read.
+    """State of one engine as routing sees it. Only the dispatcher writes it.
 
     Attributes:
-        max_slots: Requests it can hold at once.
-        limit: Requests it may hold now, 1 ≤ limit ≤ max_slots (adaptive concurrency).
-        in_use: Slots taken.
-        outstanding_tokens: What its requests may still sample.
-        speed: Tokens/s of one request, an exponential average; 1 until anything was measured anywhere.
-        losses: Requests it lost, or was silent over, since it last delivered a token.
-        losers: Groups that lost them.
-        fenced: Why it is out of service, if it is.
-        is_paused: It keeps its requests and gets no new ones.
-        open_index: Where it stands in the dispatcher's list of engines with room; -1 if it has none.
-        tickets: What holds its slots, in the order of their grants.
-        line: Those who wait for this engine, because their prefix is here; first come, first served.
-        gang: Waits for several slots at once; nobody else gets one before.
+        max_slots: Largest number of concurrent requests.
+        limit: Present limit of concurrent requests, 1 ≤ limit ≤ max_slots (adaptive concurrency).
+        in_use: Slots in use.
+        outstanding_tokens: Tokens that its requests may still sample.
+        speed: Tokens/s of one request, an exponential average; 1 until any engine has been measured.
+        num_losses: Requests lost, or interrupted for silence, since the last delivered token.
+        losing_groups: Groups of those requests.
+        fenced: Reason why the engine is out of service; None if it is in service.
+        is_paused: Running requests continue, new ones are routed elsewhere.
+        open_index: Index in the dispatcher's list of engines with free slots; -1 without free slots.
+        requests: Requests that hold its slots, in order of their grants.
+        line: Requests that wait for this engine because it has their prefix, in order of submission.
+        gang: Request for several slots that has claimed the engine; no other request is granted before it.
     """
 
     engine: Engine
@@ -59,12 +60,12 @@ class EngineView:
     in_use: int = 0
     outstanding_tokens: int = 0
     speed: float = 1.0
-    losses: int = 0
-    losers: set[Hashable] = field(default_factory=set, repr=False)
+    num_losses: int = 0
+    losing_groups: set[Hashable] = field(default_factory=set, repr=False)
     fenced: str | None = None
     is_paused: bool = False
     open_index: int = -1
-    tickets: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
+    requests: dict[SlotRequest, None] = field(default_factory=dict, repr=False)
     line: OrderedDict[SlotRequest, None] = field(default_factory=OrderedDict, repr=False)
     gang: SlotRequest | None = None
     _tokens: float = field(default=0.0, repr=False)
@@ -82,25 +83,25 @@ class EngineView:
     def is_measured(self) -> bool:
         return self._seconds > 0
 
-    def may_take(self, ticket: SlotRequest) -> bool:
-        """Whether it has room for `ticket` and is new enough, and no engine to avoid."""
+    def may_take(self, request: SlotRequest) -> bool:
+        """Whether it has free slots for `request`, is new enough, and is not the engine to avoid."""
         return (
             self.open_index >= 0
-            and self.in_use + ticket.slots <= self.limit
-            and (ticket.min_version < 0 or self.version >= ticket.min_version)
-            and self.engine_id != ticket.avoid
+            and self.in_use + request.slots <= self.limit
+            and (request.min_version < 0 or self.version >= request.min_version)
+            and self.engine_id != request.avoid
         )
 
-    def delivered(self, ticket: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
-        """One of its requests got `num_tokens` in `elapsed_s`; says whether that is the first measure of its speed.
+    def delivered(self, request: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
+        """Record `num_tokens` of one request in `elapsed_s`. Returns whether it is the first measurement of its speed.
 
-        Speed is a ratio of averages: short intervals weigh little.
+        Speed is a ratio of two exponential averages, so that short intervals weigh little.
         """
-        fewer = min(num_tokens, ticket.tokens)
-        ticket.tokens -= fewer
+        fewer = min(num_tokens, request.tokens)
+        request.tokens -= fewer
         self.outstanding_tokens -= fewer
-        self.losses = 0
-        self.losers.clear()
+        self.num_losses = 0
+        self.losing_groups.clear()
         if elapsed_s <= 0:
             return False
         is_first = not self.is_measured
@@ -116,14 +117,14 @@ class SlotRequest:
     """A request for slots, from its submission to its release.
 
     Attributes:
-        tokens: What it may still sample; falls as tokens arrive.
-        prefix: What its prompt begins with, by name: the task of a group, a dialogue. None shares nothing.
-        min_version: Oldest version it may be served by; -1 is any.
-        avoid: An engine to stay away from while another serves that is new enough.
-        slots: Slots on one engine, all or none: 1, or more for a gang; 0 for a member of one, whose gang holds them.
+        tokens: Tokens it may still sample; decreases as tokens arrive.
+        prefix: Name of the prompt prefix that it shares: the task of a group, or a conversation; None shares nothing.
+        min_version: Oldest version that may serve it; -1 is any.
+        avoid: Engine to avoid while another one can serve it.
+        slots: Slots on one engine, all or none: 1, more for a gang, 0 for a gang member (the gang holds the slots).
         serial: Order of submission.
-        view: The engine it was granted, while it holds it.
-        waits_at: The waiting line it stands in.
+        view: Engine that was granted, while the slots are held.
+        waits_at: Queue that it waits in.
     """
 
     tokens: int = 1
@@ -137,17 +138,14 @@ class SlotRequest:
 
 
 class LeastLoaded:
-    """Takes the engine that would be least loaded with the request; ties are broken at random.
-
-    It decides; the dispatcher keeps the books.
-    """
+    """Chooses the engine that would be least loaded with the request; ties are broken at random."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = random.Random(seed)
 
-    def choose(self, views: Sequence[EngineView], ticket: SlotRequest) -> EngineView:
-        """One of `views`, which is not empty and all of which may take it."""
-        tokens, num_views = ticket.tokens, len(views)
+    def choose(self, views: Sequence[EngineView], request: SlotRequest) -> EngineView:
+        """Choose one of `views`, a non-empty list of engines that may take the request."""
+        tokens, num_views = request.tokens, len(views)
         if num_views > FULL_SCAN:
             one, other = views[int(self._rng.random() * num_views)], views[int(self._rng.random() * num_views)]
             is_other = (other.outstanding_tokens + tokens) * one.speed < (one.outstanding_tokens + tokens) * other.speed
@@ -163,18 +161,19 @@ class LeastLoaded:
                     best = view
         return best
 
-    def home(self, ticket: SlotRequest) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
-        """The engine that holds its prefix, if any and if that matters."""
+    def home(self, request: SlotRequest) -> EngineView | None:  # noqa: ARG002 - prefixes do not matter here
+        """The engine that has the prefix of the request; None if there is none or the policy ignores prefixes."""
         return None
 
-    def placed(self, ticket: SlotRequest, view: EngineView) -> None:
-        """It was granted."""
+    def record_grant(self, request: SlotRequest, view: EngineView) -> None:
+        """Remember where a request was granted."""
 
 
 class PrefixAware(LeastLoaded):
-    """Least loaded, but the members of a group and the turns of a dialogue follow the first to its engine.
+    """Least loaded, but members of a group and turns of a conversation follow the first one to its engine.
 
-    Sticky until that engine leads the best one by more than `max_lead` of its slots, counted in requests of this size.
+    They do so until that engine is busier than the least loaded one by more than `max_lead` of its slots, counted in
+    requests of this size.
     """
 
     def __init__(self, seed: int = 0, max_lead: float = MAX_LEAD) -> None:
@@ -182,32 +181,32 @@ class PrefixAware(LeastLoaded):
         self._max_lead = max_lead
         self._homes: OrderedDict[str, EngineView] = OrderedDict()
 
-    def choose(self, views: Sequence[EngineView], ticket: SlotRequest) -> EngineView:
-        home = self.home(ticket)
-        if home is None or not home.may_take(ticket):
-            return super().choose(views, ticket)
-        allowed = self._max_lead * home.max_slots * ticket.tokens
+    def choose(self, views: Sequence[EngineView], request: SlotRequest) -> EngineView:
+        home = self.home(request)
+        if home is None or not home.may_take(request):
+            return super().choose(views, request)
+        allowed = self._max_lead * home.max_slots * request.tokens
         if home.outstanding_tokens <= allowed:
             return home  # it cannot lead by more than it has
-        best = super().choose(views, ticket)
+        best = super().choose(views, request)
         lead = home.outstanding_tokens - best.outstanding_tokens * home.speed / best.speed
         return best if lead > allowed else home
 
-    def home(self, ticket: SlotRequest) -> EngineView | None:
-        if ticket.prefix is None:
+    def home(self, request: SlotRequest) -> EngineView | None:
+        if request.prefix is None:
             return None
-        view = self._homes.get(ticket.prefix)
+        view = self._homes.get(request.prefix)
         return None if view is None or view.fenced is not None else view
 
-    def placed(self, ticket: SlotRequest, view: EngineView) -> None:
-        if ticket.prefix is None:
+    def record_grant(self, request: SlotRequest, view: EngineView) -> None:
+        if request.prefix is None:
             return
-        self._homes[ticket.prefix] = view
-        self._homes.move_to_end(ticket.prefix)
+        self._homes[request.prefix] = view
+        self._homes.move_to_end(request.prefix)
         if len(self._homes) > MAX_HOMES:
             self._homes.popitem(last=False)
 
 
 def make_policy(name: RoutingName, seed: int) -> LeastLoaded:
-    """The policy that the configuration names."""
+    """Build the policy of a configuration."""
     return PrefixAware(seed) if name == "prefix_aware" else LeastLoaded(seed)

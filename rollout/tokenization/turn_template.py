@@ -1,7 +1,7 @@
 """What stands between two turns: an observation as the chat template renders it, from the end of the answer before it.
 
 The history is never rendered again: a template may strip or rewrite what the policy said, and sampled tokens must stay
-as they are. A dialogue with a marker in the place of the answer is rendered, and what follows the marker is kept:
+as they are. A conversation with a marker in the place of the answer is rendered, and what follows the marker is kept:
 
     …<|im_start|>assistant\\nMARKER<|im_end|>\\n<|im_start|>user\\nobservation<|im_end|>\\n<|im_start|>assistant\\n
                                    └────────────────── this ─────────────────────────────────────────────┘
@@ -27,7 +27,7 @@ _OPENING = [{"role": "user", "content": "?"}]
 
 
 class TurnTemplate:
-    """The chat template of one tokenizer, checked once, with dialogues of our own.
+    """The chat template of one tokenizer, checked once, with conversations of our own.
 
     What it makes of the messages of a task, an environment or an agent program is data: a `TrajectoryError`.
 

@@ -1,14 +1,14 @@
 """The exact tokens of one thread of a trajectory: p, y_1, o_1, y_2, o_2, … y_n.
 
-p is the prompt, y_k what the policy sampled in turn k as the engine gave it, o_k the observation behind it, rendered
-once. The request of turn k + 1 is exactly p, y_1, o_1 … y_k, o_k, so what the trainer sees is what the engines saw. The
-loss mask is 1 on y_k and 0 elsewhere, behavior logprobs are 0 elsewhere, spans cover the y_k only (I4, I7). An
-observation after which nothing is sampled is left out. A fork has all of it so far as its p: mask 0, for these tokens
-carry their loss where they were sampled (docs/concepts/threads.md).
+p is the prompt, y_k the tokens that the policy sampled in turn k exactly as the engine returned them, o_k the
+observation after them, rendered once. The request of turn k + 1 is exactly p, y_1, o_1 … y_k, o_k, so the trainer sees
+what the engines saw. The loss mask is 1 on y_k and 0 elsewhere, behavior logprobs are 0 elsewhere, and spans cover the
+y_k only (I4, I7). An observation after the last turn is left out. A fork has all earlier tokens as its p, with mask 0,
+because they carry their loss in the thread that sampled them (docs/concepts/threads.md).
 
-A turn may be interrupted. Of one that has m = `max_new_tokens` and n tokens so far, the request for the rest is all
-tokens up to the n-th, with m − n new ones. A causal model draws the next from the same distribution whether it sampled
-those before itself or was given them, so nothing but time is lost (docs/concepts/partial-rollouts.md).
+A turn may be interrupted after n of its m = `max_new_tokens` tokens. The request for the rest has the n tokens appended
+to its prompt and asks for m − n new ones. A causal model samples the next token from the same distribution whether it
+sampled the tokens before or was given them, so an interruption costs time only (docs/concepts/partial-rollouts.md).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from penstock.envs.reasoning import Spoken
 
 @dataclass(slots=True)
 class PartialTurn:
-    """Tokens of a turn received so far, delta by delta. They are never sampled again.
+    """The tokens of a turn that have been received so far. They are never sampled again.
 
     Attributes:
-        min_start_version: Oldest version that may begin it: the newest that sampled an earlier turn of its thread, the
-            oldest of the episode so far; -1 is any.
-        on_delta: Called with each delta when it is kept; may `cut`.
-        num_tokens: Sampled so far.
-        resumed_with: Tokens it had when it was last resumed; 0 if it never was.
-        num_interruptions: So far, those of earlier turns included.
-        is_cut: It was ended before its engine ended it.
+        min_start_version: Oldest version that may start the turn: at least the newest version of earlier turns of its
+            thread, and the oldest version of the episode; -1 is any.
+        on_delta: Called with each delta after it was added; it may call `cut`.
+        num_tokens: Sampled tokens so far.
+        resumed_with: Tokens at the last resume; 0 if it was never resumed.
+        num_interruptions: Interruptions so far, including those of earlier turns.
+        is_cut: The turn was ended by a stop text, before the engine ended it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class PartialTurn:
     _deltas: list[TokenDelta] = field(default_factory=list)
 
     def joined(self) -> TokenDelta:
-        """All that was sampled, as if it had come at once."""
+        """All deltas as one."""
         deltas = self._deltas
         return TokenDelta(
             tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
@@ -63,31 +63,31 @@ class PartialTurn:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All sampled ids, in order."""
+        """Sampled token ids."""
         return self.joined().token_ids
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Behavior logprob of each."""
+        """Behavior logprobs of the sampled tokens."""
         return self.joined().logprobs
 
     @property
     def spans(self) -> Spans:
-        """Version spans of all of them."""
+        """Version spans of the sampled tokens."""
         return self.joined().spans
 
     def remaining(self) -> int:
-        """Tokens it may still sample."""
+        """Number of tokens that may still be sampled."""
         return self.sampling.max_new_tokens - self.num_tokens
 
     def min_version(self) -> int:
-        """Oldest version that may go on with it (I4): that of its newest token, before the first its floor."""
+        """Oldest version that may continue the turn (I4): that of its newest token, before it `min_start_version`."""
         return next(
             (delta.spans[-1].version for delta in reversed(self._deltas) if delta.spans), self.min_start_version
         )
 
     def extend(self, delta: TokenDelta) -> None:
-        """Keep what an engine reported; `is_cut` says whether that is enough, and the engine is to stop."""
+        """Add a delta of the engine. Afterwards `is_cut` tells whether the engine should stop."""
         self._deltas.append(delta)
         self.num_tokens += len(delta.token_ids)
         self.finish_reason = delta.finish_reason
@@ -95,14 +95,16 @@ class PartialTurn:
             self.on_delta(delta)
 
     def request(self, request_id: RequestId) -> GenerateRequest:
-        """Ask for all of it, or for what is missing."""
+        """The request for the whole turn, or for its missing tokens."""
         if not self.num_tokens:
             return GenerateRequest(request_id, self.prompt_ids, self.sampling)
         prompt = (*self.prompt_ids, *self.token_ids)
         return GenerateRequest(request_id, prompt, replace(self.sampling, max_new_tokens=self.remaining()))
 
-    def settle(self) -> bool:
-        """After an interruption: say whether nothing is missing, because only the engine's last word was lost."""
+    def finish_if_complete(self) -> bool:
+        """After an interruption: finish the turn if only the final message of the engine was lost. Returns whether it
+        is.
+        """
         self.finish_reason = None
         if self.num_tokens and self.token_ids[-1] in self.sampling.stop_token_ids:
             self.finish_reason = "stop"
@@ -111,24 +113,27 @@ class PartialTurn:
         return self.finish_reason is not None
 
     def cut(self, num_tokens: int) -> None:
-        """End it behind its first `num_tokens` tokens: they are on-policy if the rule looked at these alone."""
+        """End the turn after its first `num_tokens` tokens.
+
+        They stay on-policy as long as the rule that ends it looks at these tokens only.
+        """
         logprobs = self.logprobs[:num_tokens]
         self._deltas = [TokenDelta(self.token_ids[:num_tokens], logprobs, first_tokens(self.spans, num_tokens))]
         self.num_tokens, self.finish_reason, self.is_cut = num_tokens, "stop", True
 
 
 SampleTurn = Callable[[PartialTurn], Awaitable[None]]
-"""Samples one turn to its end, whatever engines it takes."""
+"""Samples one turn to its end, over as many engines as needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBudget:
-    """When an episode ends although the environment did not say so.
+    """Limits that end an episode before the environment does.
 
     Attributes:
-        max_turns: Turns of the policy, over all threads.
-        max_tokens: Of prompt, turns and observations of one thread together.
-        max_threads: More are an error of the environment.
+        max_turns: Turns of the policy over all threads.
+        max_tokens: Tokens of prompt, turns and observations of one thread.
+        max_threads: Threads of the episode; more are an error of the environment.
     """
 
     max_turns: int
@@ -137,23 +142,23 @@ class EpisodeBudget:
 
 
 class Conversation:
-    """Grows turn by turn.
+    """The tokens of one thread, extended turn by turn.
 
     Args:
-        prompt_ids: What it begins with.
-        opening: Text of that; of a fork, of what is new in it.
-        sampling: Of its turns.
-        name: Of the thread.
-        is_chat: What it hears goes through the chat template, as its prompt did.
-        fork_of: The thread whose tokens `prompt_ids` begins with.
+        prompt_ids: Prompt; of a fork, all tokens of the forked thread and the new ones.
+        opening: Text of the prompt; of a fork, of the new tokens.
+        sampling: Sampling parameters of its turns.
+        name: Name of the thread.
+        is_chat: Observations are rendered by the chat template, as the prompt was.
+        fork_of: Conversation that this one forks.
 
     Attributes:
-        turns: Finished ones.
-        num_interruptions: Of all turns.
-        token_ids: All of it.
-        loss_mask: Of each token, whether it was sampled here.
-        logprobs: Behavior logprob of each token; 0 where not sampled.
-        spans: Version spans of the sampled ones.
+        turns: Finished turns.
+        num_interruptions: Interruptions of all turns.
+        token_ids: All tokens.
+        loss_mask: For each token, whether it was sampled in this thread.
+        logprobs: Behavior logprob of each token; 0 where it was not sampled.
+        spans: Version spans of the sampled tokens.
     """
 
     def __init__(
@@ -185,13 +190,13 @@ class Conversation:
 
     @property
     def newest_text(self) -> str:
-        """What was said last, which the next turn goes on from."""
+        """Text of the newest observation, else of the prompt: the next turn continues from it."""
         return self.turns[-1].observation if self.turns else self.opening
 
     def next_turn(self, max_tokens: int, max_new_tokens: int | None = None) -> PartialTurn:
-        """What is sampled next; `max_tokens` bounds the whole dialogue, `max_new_tokens` the turn."""
+        """Create the next turn; `max_tokens` limits the whole conversation, `max_new_tokens` the turn."""
         room = max_tokens - self.num_tokens
-        assert room > 0, "asked for with room for a token"
+        assert room > 0, "the caller checks that a token fits"
         longest = min(self.sampling.max_new_tokens, max_new_tokens or self.sampling.max_new_tokens, room)
         return PartialTurn(
             self.token_ids,
@@ -200,9 +205,9 @@ class Conversation:
             min_start_version=self.spans[-1].version if self.spans else self._min_version,
         )
 
-    def sampled(self, partial: PartialTurn, spoken: Spoken) -> None:
-        """Keep a finished turn, as it came."""
-        assert partial.prompt_ids == self.token_ids, "a turn goes on from all tokens before it, unchanged"
+    def add_turn(self, partial: PartialTurn, spoken: Spoken) -> None:
+        """Append a finished turn."""
+        assert partial.prompt_ids == self.token_ids, "a turn continues from all earlier tokens, unchanged"
         assert partial.finish_reason is not None, "it ended"
         answer = partial.joined()
         self.token_ids += answer.token_ids
@@ -222,36 +227,36 @@ class Conversation:
             )
         )
 
-    def observed(self, token_ids: tuple[int, ...], text: str) -> None:
-        """Put an observation behind the last turn."""
+    def add_observation(self, token_ids: tuple[int, ...], text: str) -> None:
+        """Append an observation after the last turn."""
         self.token_ids += token_ids
         self.loss_mask += [False] * len(token_ids)
         self.logprobs += [0.0] * len(token_ids)
         self.turns[-1] = replace(self.turns[-1], observation=text, num_observation_tokens=len(token_ids))
 
     def thread(self) -> Thread:
-        """What describes it in a trajectory."""
+        """Describe it for a trajectory."""
         return Thread(self.name, self.num_tokens, self.opening, self._fork_of)
 
 
-def joined(
-    dialogues: Sequence[Conversation], task: Task, trajectory_id: TrajectoryId, episode: Episode | None = None
+def build_trajectory(
+    conversations: Sequence[Conversation], task: Task, trajectory_id: TrajectoryId, episode: Episode | None = None
 ) -> Trajectory:
-    """The trajectory as the trainer gets it: all threads of an episode, one after another, or a single turn."""
-    is_ordinary = [one.name for one in dialogues] == [MAIN_THREAD]
-    turns = dialogues[0].turns if episode is None else episode.turns
+    """Build the trajectory for the trainer: all threads of an episode one after another, or a single turn."""
+    is_ordinary = [one.name for one in conversations] == [MAIN_THREAD]
+    turns = conversations[0].turns if episode is None else episode.turns
     is_whole = turns[-1].finish_reason == "stop" if episode is None else episode.end == "done"
     return Trajectory(
         trajectory_id=trajectory_id,
         task_id=task.task_id,
-        token_ids=np.concatenate([np.array(one.token_ids, np.int32) for one in dialogues]),
-        loss_mask=np.concatenate([np.array(one.loss_mask, np.bool_) for one in dialogues]),
-        behavior_logprobs=np.concatenate([np.array(one.logprobs, np.float32) for one in dialogues]),
-        spans=concatenate_spans([join_spans(one.spans) for one in dialogues]),
-        prompt=dialogues[0].opening,
+        token_ids=np.concatenate([np.array(one.token_ids, np.int32) for one in conversations]),
+        loss_mask=np.concatenate([np.array(one.loss_mask, np.bool_) for one in conversations]),
+        behavior_logprobs=np.concatenate([np.array(one.logprobs, np.float32) for one in conversations]),
+        spans=concatenate_spans([join_spans(one.spans) for one in conversations]),
+        prompt=conversations[0].opening,
         response="".join(turn.response for turn in turns),
         reasoning="".join(turn.reasoning for turn in turns),
         finish_reason="stop" if is_whole else "length",
         episode=episode,
-        threads=() if is_ordinary else tuple(one.thread() for one in dialogues),
+        threads=() if is_ordinary else tuple(one.thread() for one in conversations),
     )

@@ -1,8 +1,8 @@
-"""Plays one episode: the policy says something, the environment answers, until it is done or a budget runs out.
+"""Plays one episode: the policy acts and the environment answers, until it is done or a budget is exhausted.
 
-Consumes: a task with an environment. Waits for: the turns that are sampled, one or several at the same time, then the
-environment. Unblocked by: the trajectory runner; the environment's reply, or its time-out. No engine slot is held while
-the environment thinks.
+Consumes: a task with an environment. Waits for: the sampled turns, one or several concurrently, then the environment.
+Unblocked by: the trajectory runner; the reply or the time-out of the environment. No engine slot is held while the
+environment works.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from penstock.envs.endpoint.server import Endpoint
 from penstock.envs.threads import take_turns
 from penstock.envs.workers.episode_host import PlayedEpisode
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn, SampleTurn, joined
+from penstock.rollout.trajectory.conversation import EpisodeBudget, PartialTurn, SampleTurn, build_trajectory
 from penstock.rollout.trajectory.recording import Recording
 from penstock.rollout.trajectory.threads import Threads
 
 
 class EpisodeSource(Protocol):
-    """Where episodes are played (envs/workers/episode_host.py)."""
+    """Opens episodes in environment workers (envs/workers/episode_host.py)."""
 
     def open(self, task: Task) -> AbstractAsyncContextManager[PlayedEpisode]: ...
 
 
 class EpisodePlayer:
-    """Plays episodes of any task whose environment `source` knows.
+    """Plays episodes of tasks that have an environment.
 
     Args:
-        source: Where they are played.
-        codec: Text and tokens of the policy.
-        budget: Of each episode.
-        endpoint: Where agent programs ask; None where there are none.
+        source: Opens episodes in environment workers.
+        codec: Tokenizer and chat template of the policy.
+        budget: Limits of each episode.
+        endpoint: OpenAI-compatible endpoint for agent programs; None if there are none.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class EpisodePlayer:
         """Play one episode.
 
         Raises:
-            TrajectoryError: kind `env`, if the environment raises or hangs, or the prompt leaves no room; and whatever
-                `sample` raises.
+            TrajectoryError: kind `env`, if the environment raises or hangs, or the prompt exceeds the budget; and
+                whatever `sample` raises.
         """
         async with self._source.open(task) as played:
             reply = await played.reset()
@@ -66,23 +66,23 @@ class EpisodePlayer:
                 recording = Recording(self._codec, self._budget, sampling, sample)
                 return await self._run(task, trajectory_id, played, recording)
             threads, replies = Threads(task, self._codec, self._budget, sampling), []
-            end: EpisodeEnd | None = threads.listen(reply)
+            end: EpisodeEnd | None = threads.receive(reply)
             while end is None:
-                await _sample_all([turn for _, turn in threads.speaking], sample)
-                reply = await take_turns(played, reply, threads.spoken())
+                await _sample_all([turn for _, turn in threads.pending_turns], sample)
+                reply = await take_turns(played, reply, threads.take_actions())
                 replies.append(reply)
-                end = threads.listen(reply)
+                end = threads.receive(reply)
         reward = sum(reply.get("reward", 0.0) for reply in replies)
         parts = _summed([reply.get("parts", {}) for reply in replies])
         counts = _summed([reply.get("counts", {}) for reply in replies])
         episode = Episode(threads.turns, end, reward, parts, counts)
-        return joined([*threads.dialogues.values()], task, trajectory_id, episode)
+        return build_trajectory([*threads.conversations.values()], task, trajectory_id, episode)
 
     async def _run(
         self, task: Task, trajectory_id: TrajectoryId, played: PlayedEpisode, recording: Recording
     ) -> Trajectory:
-        """Let an agent program play; one that a budget has cut off may end as it likes."""
-        assert self.endpoint is not None, "tasks of agent programs come with an endpoint"
+        """Run an agent program. After a budget is exhausted, an error of the program does not fail the trajectory."""
+        assert self.endpoint is not None, "agent programs need an endpoint"
         async with self.endpoint.open(task.task_id) as session:
             try:
                 reply = await session.serve(played.run(session.access), recording)
@@ -94,7 +94,7 @@ class EpisodePlayer:
 
 
 def _summed(over_turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What the environment gave, or counted, by name."""
+    """Sum values by name over all turns."""
     sums: defaultdict[str, float] = defaultdict(float)
     for name, value in chain.from_iterable(one.items() for one in over_turns):
         sums[name] += value
@@ -102,7 +102,7 @@ def _summed(over_turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 async def _sample_all(turns: Sequence[PartialTurn], sample: SampleTurn) -> None:
-    """Sample turns at the same time; the first failure ends the others."""
+    """Sample turns concurrently; the first failure cancels the others."""
     if len(turns) == 1:
         await sample(turns[0])
         return

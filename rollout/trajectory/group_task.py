@@ -1,4 +1,4 @@
-"""What the members of a group have in common while they are sampled: the task, its prompt, and how old they are."""
+"""Context of a rollout: what the trajectories of a group share while they are sampled."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class RolloutContext:
-    """A task, and for whom it is answered.
+    """A task and the group that answers it.
 
     Attributes:
-        task: What is asked. Trajectories of one task share a prefix, and so prefer one engine.
-        group: Names the group.
-        name: The same as text; its trajectories are `<name>/<member>`.
-        slots: A gang to lease from while there is one; else the pool.
-        prompts: Its prompt as token ids and as the policy reads it, by the codec of the policy that answers.
-        lost_engines: Those that died or stood still over its prompt before any engine answered it.
-        is_answered: Whether an engine has answered it with a token.
+        task: Its trajectories share a prompt prefix and so prefer one engine.
+        group: Id of the group.
+        name: The id as text; trajectories are named `<name>/<member>`.
+        slots: Gang to lease from; None leases from the pool.
+        prompts: Token ids and decoded text of the prompt, for each codec (one per policy).
+        lost_engines: Engines that died or hung on the prompt before any engine returned a token for it.
+        is_answered: Whether an engine has returned a token for the prompt.
     """
 
     def __init__(self, task: Task, group: GroupId | str, slots: EnginePool | Gang | None = None) -> None:
@@ -36,56 +36,57 @@ class RolloutContext:
         self.is_answered = False
 
     @property
-    def is_harmful(self) -> bool:
-        """Whether two engines were lost over its prompt: a third is not given to it."""
+    def is_suspect(self) -> bool:
+        """Whether two engines were lost on the prompt, so that it is not sent to a third."""
         return not self.is_answered and len(self.lost_engines) > 1
 
     def trajectory_id(self, member: int) -> TrajectoryId:
         return TrajectoryId(f"{self.name}/{member}")
 
     def record_version(self, member: int, version: int) -> None:
-        """Hear which version samples a member: the engine's at dispatch, then that of the first token if it differs.
+        """Called with the version that samples a member: the engine's at dispatch, then the first token's if it
+        differs.
 
-        Here nobody wants to know.
+        The base class ignores it.
         """
 
 
 class OldestTurn:
-    """How old an episode is: as its oldest turn, of which several may be sampled at the same time.
+    """Oldest version of an episode, several turns of which may be sampled concurrently.
 
-    The gate dates a group by what it is told of each member: the version at dispatch, then that of the first token. A
-    turn that begins later begins at `min_version` or newer, so only turns at the same time move the date, and it never
-    falls by a thread that is opened late.
+    The consumption gate computes the deadline of a group from the versions that are recorded for its members. A later
+    turn starts at `min_version` or newer, so only concurrent turns can change the recorded version, and a thread that
+    is opened late never lowers it.
     """
 
-    def __init__(self, asked: RolloutContext, member: int) -> None:
-        self._asked = asked
+    def __init__(self, context: RolloutContext, member: int) -> None:
+        self._context = context
         self._member = member
         self._versions: dict[RolloutContext, int] = {}
 
     @property
     def min_version(self) -> int:
-        """Version of the oldest turn that was dispatched; -1 before the first."""
+        """Oldest version of the dispatched turns; -1 before the first."""
         return min(self._versions.values(), default=-1)
 
     def begin(self) -> RolloutContext:
-        """What a further turn is sampled for."""
-        return _Turn(self._asked, self)
+        """Create the context of one more turn."""
+        return _Turn(self._context, self)
 
-    def turn_at(self, turn: RolloutContext, version: int) -> None:
-        """A turn was dispatched at `version`, or its first token came from it."""
+    def record_turn_version(self, turn: RolloutContext, version: int) -> None:
+        """Record the version of a turn, at dispatch or with its first token."""
         before = self.min_version
         self._versions[turn] = version
         if self.min_version != before:
-            self._asked.record_version(self._member, self.min_version)
+            self._context.record_version(self._member, self.min_version)
 
 
 class _Turn(RolloutContext):
     """One turn of an episode."""
 
-    def __init__(self, asked: RolloutContext, episode: OldestTurn) -> None:
-        super().__init__(asked.task, asked.group, asked.slots)
+    def __init__(self, context: RolloutContext, episode: OldestTurn) -> None:
+        super().__init__(context.task, context.group, context.slots)
         self._episode = episode
 
     def record_version(self, member: int, version: int) -> None:  # noqa: ARG002 - all turns are of one member
-        self._episode.turn_at(self, version)
+        self._episode.record_turn_version(self, version)

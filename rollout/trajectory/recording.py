@@ -1,4 +1,4 @@
-"""The tokens of an agent program's session: each request is the next turn of one dialogue (conversation.py).
+"""The tokens of an agent program's session: each request is the next turn of one conversation (conversation.py).
 
 A program decides when it asks, for how many tokens and up to which stop text; how tokens are drawn is the run's. The
 stop texts of a request are a rule that looks at sampled tokens only, so the turn ends with the token that completes
@@ -26,7 +26,13 @@ from penstock.envs.endpoint.session import Answer, Exchange, Piece, SampledToken
 from penstock.envs.reasoning import ReasoningReader, num_begun
 from penstock.envs.workers.episode_child import EpisodeReply
 from penstock.rollout.tokenization.tokenizers import TokenCodec
-from penstock.rollout.trajectory.conversation import Conversation, EpisodeBudget, PartialTurn, SampleTurn, joined
+from penstock.rollout.trajectory.conversation import (
+    Conversation,
+    EpisodeBudget,
+    PartialTurn,
+    SampleTurn,
+    build_trajectory,
+)
 
 if TYPE_CHECKING:
     from penstock.rollout.trajectory.runner import TrajectoryRunner
@@ -45,7 +51,7 @@ class Recording:
         self._budget = budget
         self._sampling = sampling
         self._sample = sample
-        self._dialogue: Conversation | None = None
+        self._conversation: Conversation | None = None
 
     async def answer(self, part: Part, exchange: Exchange) -> Answer:
         """Sample the next turn.
@@ -54,7 +60,7 @@ class Recording:
             ApiError: If a budget is used up, or no token stands for the text.
             TrajectoryError, PenstockError: From the engines.
         """
-        asked, before = exchange.asked, self._dialogue
+        asked, before = exchange.asked, self._conversation
         if before is not None and len(before.turns) >= self._budget.max_turns:
             self.overrun = self.overrun or "max_turns"
             raise too_many_turns(self._budget.max_turns)
@@ -69,17 +75,17 @@ class Recording:
                 "context_length_exceeded",
             )
         if before is None:
-            dialogue = self._dialogue = Conversation(token_ids, self._codec.decode(token_ids), self._sampling)
+            conversation = self._conversation = Conversation(token_ids, self._codec.decode(token_ids), self._sampling)
         else:
-            dialogue = before
-            dialogue.observed(token_ids, self._codec.decode(token_ids))
-        partial = dialogue.next_turn(self._budget.max_tokens, asked.max_tokens)
-        heard, marks = dialogue.newest_text, self._codec.reasoning if asked.messages is not None else None
+            conversation = before
+            conversation.add_observation(token_ids, self._codec.decode(token_ids))
+        partial = conversation.next_turn(self._budget.max_tokens, asked.max_tokens)
+        heard, marks = conversation.newest_text, self._codec.reasoning if asked.messages is not None else None
         thinking = None if marks is None else ReasoningReader(marks, heard)
         reader = TurnReader(self._codec, exchange, partial, thinking) if asked.is_stream or asked.stop else None
         await self._sample(partial)
         spoken = self._codec.split(partial.token_ids, heard)
-        dialogue.sampled(partial, spoken)
+        conversation.add_turn(partial, spoken)
         sampled = spoken.reasoning + spoken.answer
         text, thought = sampled if reader is None else reader.finish(sampled), None
         if marks is not None:
@@ -106,19 +112,19 @@ class Recording:
         Raises:
             TrajectoryError: kind `env`, if nothing was sampled.
         """
-        dialogue = self._dialogue
-        if dialogue is None:
+        conversation = self._conversation
+        if conversation is None:
             raise TrajectoryError("env", f"{task.task_id}: the agent ended without a request that could be answered")
         reward = reply.get("reward", None if self.overrun is None else 0.0)
-        turns = tuple(dialogue.turns)
+        turns = tuple(conversation.turns)
         episode = Episode(turns, self.overrun or "done", reward, dict(reply.get("parts", {})), counts)
-        return joined([dialogue], task, trajectory_id, episode)
+        return build_trajectory([conversation], task, trajectory_id, episode)
 
     def _encode(self, part: Part, param: str) -> tuple[int, ...]:
         try:
-            if self._dialogue is None:
+            if self._conversation is None:
                 return self._codec.encode_prompt(part)
-            return self._codec.encode_observation(part, self._dialogue.token_ids[-1])
+            return self._codec.encode_observation(part, self._conversation.token_ids[-1])
         except TrajectoryError as error:
             raise bad_request(error.detail, param, "invalid_value") from error
         except ConfigError as error:

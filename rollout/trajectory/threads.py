@@ -1,9 +1,9 @@
-"""The threads of one episode: who speaks next, behind which tokens, and whether there is room.
+"""The threads of one episode: which turns are sampled next, after which tokens, and whether the budget allows them.
 
-    thread: not open --prompt, or fork--> speaks --its turn ended--> waits --an observation--> speaks …
+    thread: new --prompt or fork--> sampling --turn ended--> waiting --observation--> sampling …
 
-Invariant: each sampled token has mask 1 in one thread, that in which it was sampled; in forks of it, it is part of the
-prompt (docs/concepts/threads.md).
+Invariant: a sampled token has loss mask 1 only in the thread in which it was sampled; in forks of that thread it is
+part of the prompt (docs/concepts/threads.md).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from penstock.rollout.trajectory.conversation import Conversation, EpisodeBudget
 
 
 class Threads:
-    """Grows reply by reply.
+    """The conversations of an episode, extended by each reply of the environment.
 
     Attributes:
-        dialogues: By name, in the order in which they were opened.
-        speaking: Turns to be sampled now, each with its thread, in the order of the observations that asked for them.
+        conversations: Thread name -> conversation, in the order in which they were opened.
+        pending_turns: Turns to sample now, each with its conversation, in the order of their observations.
     """
 
     def __init__(self, task: Task, codec: TokenCodec, budget: EpisodeBudget, sampling: SamplingParams) -> None:
-        self.dialogues: dict[str, Conversation] = {}
-        self.speaking: list[tuple[Conversation, PartialTurn]] = []
+        self.conversations: dict[str, Conversation] = {}
+        self.pending_turns: list[tuple[Conversation, PartialTurn]] = []
         self._task = task
         self._codec = codec
         self._budget = budget
@@ -42,15 +42,15 @@ class Threads:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Finished ones of all threads, in the order in which they were asked for."""
-        return tuple(dialogue.turns[index] for dialogue, index in self._order)
+        """Finished turns of all threads, in the order of their observations."""
+        return tuple(conversation.turns[index] for conversation, index in self._order)
 
-    def listen(self, reply: EpisodeReply) -> EpisodeEnd | None:
-        """Take what the environment said; says why the episode ends, or None: there are turns to sample.
+    def receive(self, reply: EpisodeReply) -> EpisodeEnd | None:
+        """Apply a reply of the environment. Returns why the episode ends, or None if there are turns to sample.
 
         Raises:
-            TrajectoryError: kind `env`, if it cannot be said, no token stands for it, or the first prompt leaves no
-                room.
+            TrajectoryError: kind `env`, if the observations are inconsistent or cannot be encoded, or the first prompt
+                exceeds the budget.
         """
         said = self._names.listen(reply)
         if not said:
@@ -60,7 +60,7 @@ class Threads:
             return self._is_over("max_turns", what)
         heard: list[tuple[Observation, Conversation | None, tuple[int, ...]]] = []
         for one in said:
-            before = self.dialogues.get(one.thread if one.fork_of is None else one.fork_of)
+            before = self.conversations.get(one.thread if one.fork_of is None else one.fork_of)
             if before is None:
                 token_ids = self._codec.encode_prompt(one.content)
             else:
@@ -71,37 +71,39 @@ class Threads:
         if longest >= self._budget.max_tokens:
             limit = f"the budget of the episode is {self._budget.max_tokens} (env.episode.max_tokens)"
             return self._is_over("max_tokens", f"the prompt has {longest} tokens, {limit}")
-        # Forks first: they begin with what was there before the thread that they fork hears more.
-        new = [one for one in heard if one[0].thread not in self.dialogues]
+        # Forks come first: they begin with the tokens that their thread had before this reply.
+        new = [one for one in heard if one[0].thread not in self.conversations]
         opened = {one.thread: self._open(one, before, token_ids) for one, before, token_ids in new}
         for one, _, token_ids in heard:
-            if one.thread in self.dialogues:
-                self.dialogues[one.thread].observed(token_ids, self._codec.decode(token_ids))
-        self.dialogues |= opened
-        speakers = [self.dialogues[one.thread] for one in said]
-        self.speaking = [(dialogue, dialogue.next_turn(self._budget.max_tokens)) for dialogue in speakers]
+            if one.thread in self.conversations:
+                self.conversations[one.thread].add_observation(token_ids, self._codec.decode(token_ids))
+        self.conversations |= opened
+        speakers = [self.conversations[one.thread] for one in said]
+        self.pending_turns = [
+            (conversation, conversation.next_turn(self._budget.max_tokens)) for conversation in speakers
+        ]
         return None
 
-    def spoken(self) -> list[Action]:
-        """The turns that were sampled, as the environment gets them."""
+    def take_actions(self) -> list[Action]:
+        """Add the sampled turns to their conversations and return them as actions for the environment."""
         actions = []
-        for dialogue, partial in self.speaking:
-            spoken = self._codec.split(partial.token_ids, dialogue.newest_text)
-            dialogue.sampled(partial, spoken)
+        for conversation, partial in self.pending_turns:
+            spoken = self._codec.split(partial.token_ids, conversation.newest_text)
+            conversation.add_turn(partial, spoken)
             is_truncated = partial.finish_reason != "stop"
             turn = len(self._order)
-            actions.append(Action(spoken.answer, is_truncated, turn, dialogue.name, spoken.reasoning))
-            self._order.append((dialogue, len(dialogue.turns) - 1))
+            actions.append(Action(spoken.answer, is_truncated, turn, conversation.name, spoken.reasoning))
+            self._order.append((conversation, len(conversation.turns) - 1))
         return actions
 
     def _is_over(self, end: EpisodeEnd, why: str) -> EpisodeEnd:
-        """A budget is used up, which is an error where nothing was sampled yet."""
+        """End the episode for an exhausted budget, which is an error if nothing was sampled yet."""
         if not self._order:
             raise TrajectoryError("env", f"reset of {self._task.task_id}: {why}, so nothing could be sampled")
         return end
 
     def _open(self, said: Observation, before: Conversation | None, token_ids: tuple[int, ...]) -> Conversation:
-        """A new thread, with a seed of its own: two with one prompt would else draw the same tokens."""
+        """Open a thread with its own seed: threads with equal prompts would otherwise sample equal tokens."""
         name, opening = said.thread, self._codec.decode(token_ids)
         seed = self._sampling.seed
         if seed is not None and name != MAIN_THREAD:

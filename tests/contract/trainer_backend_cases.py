@@ -22,6 +22,7 @@ from penstock.dataflow.ids import GroupId, TaskId, TrajectoryId
 from penstock.dataflow.ports import StepReport
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.dataflow.versions import Span
+from penstock.trainer.algorithms.config import GaeConfig
 from penstock.trainer.backends.base import Backend
 from penstock.trainer.build import build_trainer, save_policy
 from penstock.trainer.config import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, TrainerConfig
@@ -80,7 +81,7 @@ SEVERAL = algorithm_config(proximal="recompute", mini_batches=2, epochs=2)
 ALGORITHMS = {
     "one": AlgorithmConfig(),
     "several": SEVERAL,
-    "several with a critic": SEVERAL.model_copy(update={"advantage": "gae"}),
+    "several with a critic": SEVERAL.model_copy(update={"advantage": GaeConfig()}),
     "held to a reference": algorithm_config(kl_coefficient=0.1),
 }
 LORA = LoraConfig(rank=3, alpha=5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))

@@ -63,25 +63,25 @@ class Dispatching(RuleBasedStateMachine):
     @precondition(lambda self: self.granted)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.granted, key=lambda ticket: ticket.serial)))
-        self.granted.remove(ticket)
-        self.take(self.dispatcher.release(ticket))
+        request = data.draw(st.sampled_from(sorted(self.granted, key=lambda request: request.serial)))
+        self.granted.remove(request)
+        self.take(self.dispatcher.release(request))
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data(), num_tokens=st.integers(1, 9), elapsed=st.sampled_from([0.0, 0.01, 1.0]))
     def deliver(self, data: st.DataObject, num_tokens: int, elapsed: float) -> None:
-        ticket = data.draw(st.sampled_from(sorted(self.granted, key=lambda ticket: ticket.serial)))
-        view = ticket.view
+        request = data.draw(st.sampled_from(sorted(self.granted, key=lambda request: request.serial)))
+        view = request.view
         assert view is not None
-        if view.delivered(ticket, num_tokens, elapsed):
-            self.dispatcher.assume(view.speed)
+        if view.delivered(request, num_tokens, elapsed):
+            self.dispatcher.assume_speed(view.speed)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.waiting))
-        self.waiting.remove(ticket)
-        self.take(self.dispatcher.withdraw(ticket))
+        request = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(request)
+        self.take(self.dispatcher.withdraw(request))
 
     @precondition(lambda self: self.dispatcher.num_serving > 0)
     @rule(
@@ -109,10 +109,10 @@ class Dispatching(RuleBasedStateMachine):
     @invariant()
     def the_books_agree(self) -> None:
         for view in self.dispatcher.views.values():
-            mine = [ticket for ticket in self.granted if ticket.view is view]
-            assert set(view.tickets) == set(mine)
-            assert view.in_use == sum(ticket.slots for ticket in mine) <= view.max_slots
-            assert view.outstanding_tokens == sum(ticket.tokens for ticket in mine)
+            mine = [request for request in self.granted if request.view is view]
+            assert set(view.requests) == set(mine)
+            assert view.in_use == sum(request.slots for request in mine) <= view.max_slots
+            assert view.outstanding_tokens == sum(request.tokens for request in mine)
         assert set(self.dispatcher.waiting()) == set(self.waiting)
         assert self.dispatcher.num_waiting == len(self.waiting)
 
@@ -124,34 +124,34 @@ class Dispatching(RuleBasedStateMachine):
             if view.gang is not None:
                 continue
             claimed = {other.gang for other in self.dispatcher.serving()}
-            for ticket in self.waiting:
-                if ticket in claimed:
+            for request in self.waiting:
+                if request in claimed:
                     continue  # it waits for the engine that it has claimed
-                others = [other for other in able if other is not view and other.version >= ticket.min_version]
-                is_avoided = ticket.avoid == view.engine_id and bool(others)
-                fits = view.in_use + ticket.slots <= view.limit
-                assert not fits or ticket.min_version > view.version or is_avoided, (view, ticket)
+                others = [other for other in able if other is not view and other.version >= request.min_version]
+                is_avoided = request.avoid == view.engine_id and bool(others)
+                fits = view.in_use + request.slots <= view.limit
+                assert not fits or request.min_version > view.version or is_avoided, (view, request)
 
     def teardown(self) -> None:
-        for ticket in [*self.waiting]:
-            if ticket in self.waiting:
-                self.waiting.remove(ticket)
-                self.take(self.dispatcher.withdraw(ticket))
+        for request in [*self.waiting]:
+            if request in self.waiting:
+                self.waiting.remove(request)
+                self.take(self.dispatcher.withdraw(request))
         while self.granted:
             self.take(self.dispatcher.release(self.granted.pop()))
         for view in getattr(self, "dispatcher", Dispatcher(LeastLoaded())).views.values():
             assert (view.in_use, view.outstanding_tokens, view.gang, len(view.line)) == (0, 0, None, 0)
 
-    def ask(self, ticket: SlotRequest) -> None:
-        if self.dispatcher.submit(ticket):
-            self.granted.add(ticket)
+    def ask(self, request: SlotRequest) -> None:
+        if self.dispatcher.submit(request):
+            self.granted.add(request)
         else:
-            self.waiting.append(ticket)
+            self.waiting.append(request)
 
     def take(self, granted: list[SlotRequest]) -> None:
-        for ticket in granted:
-            self.waiting.remove(ticket)
-            self.granted.add(ticket)
+        for request in granted:
+            self.waiting.remove(request)
+            self.granted.add(request)
 
 
 TestDispatching = Dispatching.TestCase
@@ -176,7 +176,7 @@ async def interleave(steps: list[tuple[str, int]]) -> None:
     for step, choice in steps:
         if step in ("acquire", "gang"):
             ends.append(asyncio.Event())
-            work = hold if step == "acquire" else hold_gang
+            work = start_interruptible if step == "acquire" else hold_gang
             jobs.append(asyncio.create_task(work(pool, ends[-1], choice)))
         elif step == "fence":
             pool.fence(EngineId(f"e{choice % 3}"), "planted")
@@ -197,7 +197,7 @@ async def interleave(steps: list[tuple[str, int]]) -> None:
     assert [(view.in_use, view.outstanding_tokens) for view in pool.views()] == [(0, 0)] * len(pool.engines())
 
 
-async def hold(pool: EnginePool, end: asyncio.Event, choice: int) -> None:
+async def start_interruptible(pool: EnginePool, end: asyncio.Event, choice: int) -> None:
     async with pool.lease(tokens=choice, prefix=f"p{choice % 4}" if choice % 3 else None):
         await end.wait()
 

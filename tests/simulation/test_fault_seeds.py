@@ -8,7 +8,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from penstock.platform.config.schema import DataflowConfig
+from penstock.platform.checks.load import compose_config
 from penstock.platform.simulator.config import parse_simulation
 from penstock.platform.simulator.simulation import simulate
 from penstock.platform.simulator.sweep import Sweep, replay_command, run_seeds
@@ -17,7 +17,7 @@ from tests.tiers import by_tier, each_of
 SMALL = ["profile=short", "sigma=1", "engines=3", "slots=6", "batch=3", "group_size=3", "steps=6"]
 
 SEEDS_PER_MODE = by_tier(15, full=250)
-DEFAULT_ETA = DataflowConfig.model_fields["max_staleness"].default
+DEFAULT_ETA = compose_config(["experiment=arithmetic"]).dataflow.max_staleness
 FAULTS = {
     "engine crash",
     "engine hang",

@@ -282,7 +282,7 @@ class FailingTransport(GatherTransport):
 
 async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is_coming_back() -> None:
     pool = EnginePool([Receiver(EngineId("a")), Receiver(EngineId("b"))], 4)  # type: ignore[list-item]
-    pool.when_fenced(lambda _engine_id: True)
+    pool.set_restart_hook(lambda _engine_id: True)
     pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
     transport = FailingTransport(FakeTrainer(), pool)  # type: ignore[arg-type]
@@ -293,7 +293,7 @@ async def test_an_export_that_fails_ends_the_publish_at_once_though_an_engine_is
 
 async def test_what_the_last_engine_refuses_waits_for_the_next_to_come_back_and_is_not_tried_before() -> None:
     pool = EnginePool([Receiver(EngineId("a"), refuse=9)], 4)  # type: ignore[list-item]
-    pool.when_fenced(lambda _engine_id: True)
+    pool.set_restart_hook(lambda _engine_id: True)
     config = WeightsConfig(timeout_s=5.0)
     transport = CountedTransport(FakeTrainer(), pool)
     publish = ActorWeightPublisher(pool, config, transport)
@@ -320,7 +320,7 @@ class FailsOnce(GatherTransport):
 async def test_what_fails_for_an_engine_is_not_tried_again_before_an_engine_is_back() -> None:
     engines = [Receiver(EngineId("a")), Receiver(EngineId("b"))]
     pool = EnginePool(engines, 4)  # type: ignore[arg-type]
-    pool.when_fenced(lambda _engine_id: True)
+    pool.set_restart_hook(lambda _engine_id: True)
     pool.fence(EngineId("b"), "it is started again")
     config = WeightsConfig(timeout_s=5.0)
     transport = FailsOnce(FakeTrainer(), pool)  # type: ignore[arg-type]

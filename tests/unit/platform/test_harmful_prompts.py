@@ -60,7 +60,7 @@ def trained_but_one(counts: LedgerCounts) -> bool:
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [
-        (TOO_LONG, r"the prompt of t5 has 40 tokens; model.max_context_tokens=20 leaves room for at most 19"),
+        (TOO_LONG, r"the prompt of t5 has 40 tokens; model.max_context_tokens=20 leaves space for at most 19"),
         ("1+1=" * 5, r"the prompt of t5 has 20 tokens"),  # no room for one token
         ("ß", r"it knows no 'ß'"),
         ([{"role": "user", "content": "1+1="}], r"t5: .*the tokenizer has no chat template"),
@@ -177,7 +177,7 @@ async def test_a_prompt_that_kills_engines_gets_two_of_them_and_no_retry(num_eng
     assert trained_but_one(flow.counts())
     assert flow.core.ledger.reasons[GroupState.FAILED, Reason.ENGINE] == 1
     assert len(flow.ports.runner.pool.fenced) == 2
-    with pytest.raises(TrajectoryError, match=r"e\d and e\d died or stood still over its prompt of 40 tokens"):
+    with pytest.raises(TrajectoryError, match=r"e\d and e\d died or hung on its prompt of 40 tokens"):
         raise flow.stats.failures[0]
 
 
@@ -191,7 +191,7 @@ async def test_a_prompt_that_kills_the_only_engine_kills_it_twice_and_the_run_go
         asyncio.get_running_loop().call_soon(pool.add, started[-1])
         return True
 
-    pool.when_fenced(start_anew)
+    pool.set_restart_hook(start_anew)
     async with flow:
         for version in range(1, BATCH * STEPS + 1):
             async for _ in flow.next_batch():

@@ -32,25 +32,25 @@ def dispatcher(policy: LeastLoaded, *slots: int) -> Dispatcher:
 
 
 def place(made: Dispatcher, tokens: int = 10, prefix: str | None = None, slots: int = 1) -> SlotRequest:
-    ticket = SlotRequest(tokens, prefix, slots=slots)
-    made.submit(ticket)
-    return ticket
+    request = SlotRequest(tokens, prefix, slots=slots)
+    made.submit(request)
+    return request
 
 
-def name(ticket: SlotRequest) -> str | None:
-    return None if ticket.view is None else ticket.view.engine_id
+def name(request: SlotRequest) -> str | None:
+    return None if request.view is None else request.view.engine_id
 
 
-def deliver(ticket: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
-    assert ticket.view is not None
-    return ticket.view.delivered(ticket, num_tokens, elapsed_s)
+def deliver(request: SlotRequest, num_tokens: int, elapsed_s: float) -> bool:
+    assert request.view is not None
+    return request.view.delivered(request, num_tokens, elapsed_s)
 
 
 def test_outstanding_tokens_decide_not_the_number_of_requests() -> None:
     made = dispatcher(LeastLoaded(), 8, 8)
     big = place(made, tokens=100)
     small = [place(made, tokens=10) for _ in range(5)]
-    assert {name(ticket) for ticket in small}.isdisjoint({name(big)})
+    assert {name(request) for request in small}.isdisjoint({name(big)})
 
 
 def test_tokens_that_have_arrived_are_no_load() -> None:
@@ -84,9 +84,9 @@ def test_speed_weighs_short_intervals_little_and_forgets_the_past() -> None:
 
 def test_an_engine_that_was_never_measured_counts_as_fast_as_the_others() -> None:
     made = dispatcher(LeastLoaded(), 8, 8)
-    ticket = place(made)
-    assert deliver(ticket, 5, 0.1)
-    made.assume(50.0)
+    request = place(made)
+    assert deliver(request, 5, 0.1)
+    made.assume_speed(50.0)
     assert [view.speed for view in made.serving()] == [50.0, 50.0]
     made.add(EngineView(Named(EngineId("late")), 8, 8))  # type: ignore[arg-type]
     assert made.views[EngineId("late")].speed == 50.0
@@ -122,8 +122,8 @@ def test_least_loaded_spreads_the_same_group() -> None:
 def test_those_who_wait_stay_with_their_group_although_slots_come_free_one_by_one() -> None:
     made = dispatcher(PrefixAware(), 4, 4)
     held = [place(made) for _ in range(8)]
-    for ticket in range(24):
-        place(made, prefix=f"g{ticket // 4}")
+    for request in range(24):
+        place(made, prefix=f"g{request // 4}")
     engines: dict[str | None, set[str | None]] = defaultdict(set)
     for _ in range(24):
         for granted in made.release(held.pop(0)):  # who came first ends first: slots come free in turns
@@ -137,8 +137,8 @@ def test_room_is_used_without_the_prefix_when_nobody_else_wants_it() -> None:
     first = place(made, prefix="g")
     held = [place(made) for _ in range(3)]
     waiting = [place(made, prefix="g") for _ in range(2)]
-    elsewhere = [ticket for ticket in held if name(ticket) != name(first)]
-    granted = [got for ticket in elsewhere for got in made.release(ticket)]
+    elsewhere = [request for request in held if name(request) != name(first)]
+    granted = [got for request in elsewhere for got in made.release(request)]
     assert granted == waiting
 
 
@@ -159,8 +159,8 @@ def test_a_gang_gets_its_slots_at_once_on_one_engine_and_others_pass_it_elsewher
     held = [place(made) for _ in range(8)]
     gang = place(made, slots=3)
     singles = [place(made) for _ in range(4)]
-    first, others = name(held[0]), [ticket for ticket in held if name(ticket) != name(held[0])]
-    mine = [ticket for ticket in held if name(ticket) == first]
+    first, others = name(held[0]), [request for request in held if name(request) != name(held[0])]
+    mine = [request for request in held if name(request) == first]
     assert made.release(mine[0]) == [], "claimed by the gang"
     assert made.release(others[0]) == [singles[0]], "the other engine serves those behind"
     assert made.release(mine[1]) == []
@@ -174,8 +174,8 @@ def test_a_stream_of_singles_does_not_starve_a_gang() -> None:
     gang = place(made, slots=2)
     for _ in range(3):
         place(made)
-    for ticket in held:
-        made.release(ticket)
+    for request in held:
+        made.release(request)
     assert gang.view is not None
 
 
@@ -236,7 +236,7 @@ def test_leases_that_wait_for_a_version_end_in_virtual_time_too(seed: int) -> No
 
 async def test_a_gang_larger_than_any_engine_is_refused_at_once() -> None:
     pool = EnginePool([FakeEngine()], 4)
-    with pytest.raises(PlacementError, match=r"5 trajectories on one engine.*has 4 slots.*group_size"):
+    with pytest.raises(PlacementError, match=r"5 trajectories were requested on one engine.*has 4 slots.*group_size"):
         async with pool.gang("g", 5):
             pass
 
@@ -260,7 +260,7 @@ async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_be
     pool = EnginePool([FakeEngine(EngineId("a"), version=3)], 1)
     pool.set_min_version(3)
     async with pool.lease():
-        waiting = asyncio.create_task(hold(pool))
+        waiting = asyncio.create_task(start_interruptible(pool))
         behind = FakeEngine(EngineId("b"), version=-1)
         pool.add(behind)
         await asyncio.sleep(0)
@@ -273,13 +273,13 @@ async def test_an_engine_that_joins_takes_over_those_who_wait_and_one_that_is_be
 async def test_an_engine_comes_back_after_it_was_fenced_off() -> None:
     pool = EnginePool([FakeEngine(EngineId("a"))], 1)
     async with pool.lease():
-        waiting = asyncio.create_task(hold(pool))
+        waiting = asyncio.create_task(start_interruptible(pool))
         await asyncio.sleep(0)
         pool.fence(EngineId("a"), "planted")
         with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
             await waiting
         pool.add(FakeEngine(EngineId("a")))
-        assert await hold(pool) == "a"
+        assert await start_interruptible(pool) == "a"
     assert pool.fenced == {}
 
 
@@ -296,6 +296,6 @@ async def test_ten_thousand_waiting_leases_are_served_in_order() -> None:
     assert order == list(range(10_000))
 
 
-async def hold(pool: EnginePool) -> str:
+async def start_interruptible(pool: EnginePool) -> str:
     async with pool.lease() as lease:
         return lease.engine.engine_id

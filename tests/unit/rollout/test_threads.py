@@ -79,7 +79,7 @@ class Watched(RolloutContext):
 class OldestFirst(LeastLoaded):
     """The oldest of the engines that are least busy."""
 
-    def choose(self, views: Sequence[EngineView], ticket: SlotRequest) -> EngineView:
+    def choose(self, views: Sequence[EngineView], request: SlotRequest) -> EngineView:
         return min(views, key=lambda view: (view.in_use, view.version))
 
 
