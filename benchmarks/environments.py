@@ -12,8 +12,8 @@ that whatever else a turn costs counts as idle:
 Sessions on their own are compared with a batch barrier (everybody steps, everybody waits for the slowest), alternating,
 with the same latencies; in an environment whose step awaits, and in one whose step blocks.
 
-Idle: `--idle` sessions are reset and wait for an action. PSS of the driver, the keeper and the environment process, and
-CPU time of all of them per second.
+Idle: `--idle` sessions are reset and wait for an action. PSS of the driver, the supervisor and the environment process,
+and CPU time of all of them per second.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     python benchmarks/sandbox.py [--rounds 7] [--checks 300] [--trajectories 2000]
 
 Checks per second: `--checks` programs `assert 1 + 1 == 2` through `LocalSandbox.run`, as many at a time as there are
-cores, in rounds, each in a jail of its own that was started ahead; then programs that import json, math, random and re.
+cores, in rounds, each in a sandbox of its own, started ahead; then programs that import json, math, random and re.
 Compared with a new `python -I` for each, without isolation and with the same concurrency: what one would do without a
 sandbox.
 
 Overhead per trajectory: a function that returns 1.0 and a trajectory of 512 tokens, one after the other (the latency of
 one call) and all at once (the cost of one among many). Through `RewardRunner` it is the worker's path: pickle, socket,
-child below its keeper, socket, score. What Ray adds is measured by `reward_calls.py`.
+child below its supervisor, socket, score. What Ray adds is measured by `reward_calls.py`.
 
 Printed are the median over the rounds (or calls), the quartiles and their number.
 """

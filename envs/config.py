@@ -11,7 +11,7 @@ STRICT, PROCESS = "strict", "process"
 
 
 class IsolationConfig(BaseModel):
-    """What jailed user code is given (docs/guides/sandbox.md); `strict` is a section with nothing in it.
+    """What isolated user code is given (docs/guides/sandbox.md); `strict` is a section with nothing in it.
 
     Attributes:
         network: The host's network.
@@ -78,7 +78,7 @@ class EpisodeConfig(BaseModel):
         max_memory_gib: Memory of a process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
         isolation: `process`, which is None: a process with the user's rights, killed at a limit. `strict` or a
-            section: in a jail too, with what the section grants.
+            section: in a sandbox too, with what the section grants.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -204,7 +204,7 @@ class RewardConfig(BaseModel):
         max_memory_gib: Memory of a worker's process with all it started and loaded, GiB; None is unbounded.
         max_processes: Processes of a worker at a time.
         isolation: `process`, which is None: a process with the user's rights, killed at a limit. `strict` or a
-            section: in a jail too, with what the section grants.
+            section: in a sandbox too, with what the section grants.
         cache_entries: Results that each worker remembers, if the function is declared pure (contract.pure); of parts,
             those of each pure one.
     """

@@ -120,7 +120,7 @@ async def _outlives(trap: Trap) -> bool:
 
 
 async def _settle(host: EpisodeHost) -> None:
-    """Wait until the host has one process at most, with nothing below it but its jail and what plays.
+    """Wait until the host has one process at most, with nothing below it but its sandbox and what plays.
 
     Raises:
         TimeoutError: If it has more for long.

@@ -136,7 +136,7 @@ def unmounts_its_view(host: dict[str, Any]) -> None:
 
 
 def is_possible(act: str) -> bool:
-    """Whether it can be tried: outside of a jail it would do what it says."""
+    """Whether it can be tried: outside of a sandbox it would do what it says."""
     return act not in REACHES or not why_no_namespaces()
 
 

@@ -196,7 +196,7 @@ async def start_policy(
 
 
 def train_in_process(folder: Path, overrides: Sequence[str]) -> None:
-    """`penstock train` with these overrides in `folder`; user modules there are imported anew by every call."""
+    """`penstock train` with these overrides in `folder`; user modules there are imported again by every call."""
     known, threads = set(sys.modules), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

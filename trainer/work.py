@@ -77,7 +77,7 @@ class Work:
         self.flops += num_forwards * (flops - saved)
 
     def take(self, busy_s: float) -> dict[str, float]:
-        """Rates over `busy_s` seconds of computing; begins anew."""
+        """Rates over `busy_s` seconds of computing; begins again."""
         device_s = max(busy_s, 1e-9) * self.num_devices
         rates = {
             "trainer/tokens_per_s_per_device": self.num_tokens / device_s,

@@ -2,7 +2,7 @@
 
 Consumes: a new version of the trainer. Waits for: the training ranks to hold it, then for every end to have it.
 Unblocked by: those; or a time-out of a leg, which ends the crossing for everyone. Then ends that do not answer are
-given up with their engines, and the rest meets anew and gets the version once more.
+given up with their engines, and the rest forms a new group and gets the version once more.
 
 The ends are a weight receiver on every node with engines, or the engines themselves.
 """
@@ -257,7 +257,7 @@ class ProcessGroupTransport(WeightTransport):
     async def _get_ready(self, version: int) -> TransferGroupSpec:
         """Be in a crossing with every end that is to get a version."""
         if version == self._begun:
-            self._group_spec = None  # it is damaged somewhere: codecs begin anew, so that all of it is sent
+            self._group_spec = None  # it is damaged somewhere: codecs begin again, so that all of it is sent
         self._begun = version
         if self._group_spec is not None and set(self._group_spec.receivers) == set(self._receivers.present()):
             return self._group_spec
@@ -280,7 +280,7 @@ class ProcessGroupTransport(WeightTransport):
                 self._group_spec = None
                 if attempt == ATTEMPTS - 1:
                     raise
-                logger.warning("%s What is left meets anew, and gets v%d once more", error, version)
+                logger.warning("%s What is left forms a new group, and gets v%d once more", error, version)
                 await self._receivers.fence_silent_receivers(str(error))
         raise AssertionError("unreachable")
 

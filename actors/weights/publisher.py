@@ -152,7 +152,7 @@ class ActorWeightPublisher:
             except WeightSyncError as error:
                 if not self._pool.num_returning:
                     raise
-                logger.warning("%s Engines are being started anew, and get v%d then.", error, version)
+                logger.warning("%s Engines are being restarted, and get v%d then.", error, version)
             await self._pool.wait_one_returned()
         every = self._config.probe_every
         if self._probe is None or not every or version % every:

@@ -110,7 +110,7 @@ def train_seed(seed: int, epoch: int) -> int:
 def reasoning_gym_reward(trajectory: Trajectory, dataset: str, entry: dict[str, Any], **_: object) -> dict[str, float]:
     """What the verifier of reasoning-gym gives to the text between the last answer tags, in 0..1.
 
-    Some verifiers evaluate the answer as Python (countdown, puzzle24, n_queens): `reward=reasoning_gym` jails them.
+    Some verifiers evaluate the answer as Python (countdown, puzzle24, n_queens): `reward=reasoning_gym` isolates them.
     """
     _thoughts, opening, after = trajectory.response.rpartition("<answer>")
     if not opening:

@@ -106,7 +106,7 @@ class PythonCodeReward:
 
     async def _run_tests(self, code: str, tests: Sequence[str]) -> int:
         token = secrets.token_hex(16)
-        # As literals: to import a module that reads them costs as much as all else in the jail.
+        # As literals: to import a module that reads them costs as much as all else in the sandbox.
         given = f"_token, _tests = {token!r}, {list(map(str, tests))!r}"
         program = Program(code=given + _HARNESS, files={"solution.py": code.encode()})
         result = await self._sandbox.run(program, self._limits)

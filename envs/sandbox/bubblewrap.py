@@ -1,9 +1,9 @@
-"""What jailed code sees and may do, as arguments of `bwrap` (https://github.com/containers/bubblewrap).
+"""What isolated code sees and may do, as arguments of `bwrap` (https://github.com/containers/bubblewrap).
 
-There are two: the jail of programs that a policy wrote, which have nothing, and, under `isolation: strict`, that of
-rewards, environments and tools which the user wrote. A jail is made once and thrown away: its namespaces, its files in
-memory and every process in it end with its first process, and that one with the process that started it. Works as root,
-or as a user whom the kernel lets make user namespaces; whether it does is found out by starting one.
+There are two: the sandbox of programs that a policy wrote, which have nothing, and, under `isolation: strict`, that of
+rewards, environments and tools which the user wrote. A sandbox is made once and thrown away: its namespaces, its files
+in memory and every process in it end with its first process, and that one with the process that started it. Works as
+root, or as a user whom the kernel lets make user namespaces; whether it does is found out by starting one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 WORK_DIR = "/sandbox"
-"""Of programs: empty, and gone with the jail. Their /tmp is a link to it, unless this Python lies below /tmp."""
-TMP = "/tmp"  # noqa: S108  the jail's own
+"""Of programs: empty, and gone with the sandbox. Their /tmp is a link to it, unless this Python lies below /tmp."""
+TMP = "/tmp"  # noqa: S108  the sandbox's own
 USER_ID = 1000
 ACCOUNTS = f"root:x:0:0::/:/bin/sh\nuser:x:{USER_ID}:{USER_ID}::{WORK_DIR}:/bin/sh\n"
 """What stands in /etc/passwd."""
@@ -40,7 +40,7 @@ _ALONE = (
     "--die-with-parent",
     "--new-session",
 )
-# Root that started a jail is still the owner of what the kernel shows there, though it has no capability.
+# Root that started a sandbox is still the owner of what the kernel shows there, though it has no capability.
 _PROCESSES = ("--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc")
 _USER_CODE_SYSTEM = ("/opt", "/sys", "/run/current-system", "/run/opengl-driver")
 _USER_CODE_ETC = (
@@ -178,8 +178,8 @@ def why_no_namespaces() -> str:
     try:
         with tempfile.TemporaryDirectory(prefix="penstock-trial-") as temporary:
             command = [os.path.realpath(sys.executable), "-I", "-S", "-c", ""]
-            jailed = [*user_code_arguments([], temporary, has_network=False), "--", *command]
-            tried = subprocess.run(jailed, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
+            isolated = [*user_code_arguments([], temporary, has_network=False), "--", *command]
+            tried = subprocess.run(isolated, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     if tried.returncode == 0:

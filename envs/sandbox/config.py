@@ -1,4 +1,4 @@
-"""How programs that nobody trusts are run: where, at most how, with which limits."""
+"""How untrusted programs are run: where, at most how, with which limits."""
 
 from __future__ import annotations
 

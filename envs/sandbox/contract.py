@@ -115,7 +115,7 @@ class SandboxResult:
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody trusts."""
+    """Runs untrusted programs."""
 
     async def run(self, program: Program, limits: Limits) -> SandboxResult:
         """Run one program to its end or to its first limit.

@@ -1,8 +1,8 @@
-"""The sandbox on this machine: a pool of jails, started ahead, one for each answer.
+"""The sandbox on this machine: a pool of sandboxes, started ahead, one for each answer.
 
-Consumes: the programs of an answer. Waits for: a slot, then the jail's first byte, then a result for each program.
-Unblocked by: an answer before it that ends; the jail's start or end; the program's end or first limit, which the runner
-inside finds, or, should that fail, the wall clock out here. A cancelled call ends its jail.
+Consumes: the programs of an answer. Waits for: a slot, then the sandbox's first byte, then a result for each program.
+Unblocked by: an answer before it that ends; the sandbox's start or end; the program's end or first limit, which the
+runner inside finds, or, should that fail, the wall clock out here. A cancelled call ends its sandbox.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ for name, _ in modules:
     del sys.modules[name]
 module.main(connection, *sys.argv[2:])
 """
-"""What the interpreter in a jail is started with: it reads the runner's code and runs it."""
+"""What the interpreter in a sandbox is started with: it reads the runner's code and runs it."""
 logger = logging.getLogger(__name__)
 
 
@@ -77,8 +77,8 @@ class Isolation:
         return "namespaces" if self.is_isolated else f"none ({self.problem})"
 
 
-class Jail:
-    """One started runner (runner.py), in a jail or, without isolation, in a folder of its own.
+class IsolatedRunner:
+    """One started runner (runner.py), in a sandbox or, without isolation, in a folder of its own.
 
     It is started ahead, serves the programs of one answer, and is thrown away. The thread that starts it must outlive
     it: with that thread it dies.
@@ -88,7 +88,7 @@ class Jail:
     Args:
         config: The section `sandbox`.
         max_disk_mib: Size of its working directory, MiB; without isolation there is no such limit.
-        isolate: Whether in a jail.
+        isolate: Whether in a sandbox.
 
     Raises:
         OSError: If it cannot be started.
@@ -146,7 +146,7 @@ class Jail:
         """Run programs one after the other; the first that hits a limit is the last.
 
         Raises:
-            OSError, EOFError, TimeoutError, ValueError: If the jail fails.
+            OSError, EOFError, TimeoutError, ValueError: If the sandbox fails.
         """
         reader, self._writer = await asyncio.open_unix_connection(sock=self.connection)
         results: list[SandboxResult] = []
@@ -223,7 +223,7 @@ def _runner_code() -> bytes:
 def _to_frame(program: Program, limits: Limits, *, is_isolated: bool) -> bytes:
     """A job as the runner reads it."""
     bpf = None
-    if not is_isolated:  # in a jail bwrap has installed it
+    if not is_isolated:  # in a sandbox bwrap has installed it
         with contextlib.suppress(OSError):
             bpf = syscall_filter()
     return marshal.dumps(
@@ -244,13 +244,13 @@ async def _read_result(reader: asyncio.StreamReader, limits: Limits) -> SandboxR
 
 
 def try_isolation(config: SandboxConfig) -> Isolation:
-    """Start a jail, to see what the host allows."""
+    """Start a sandbox, to see what the host allows."""
     try:
-        jail = Jail(config, config.limits.max_disk_mib, isolate=True)
+        isolated_runner = IsolatedRunner(config, config.limits.max_disk_mib, isolate=True)
         try:
-            jail.wait_until_ready()
+            isolated_runner.wait_until_ready()
         finally:
-            jail.end()
+            isolated_runner.end()
     except OSError as error:
         return Isolation(str(error) or repr(error))
     return Isolation()
@@ -266,7 +266,7 @@ def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
         return
     problem = isolation.problem
     if JAILED_VARIABLE in os.environ:
-        problem = "isolation is strict, and a jail makes none inside: use isolation=process or sandbox=remote"
+        problem = "isolation is strict, and a sandbox makes none inside: use isolation=process or sandbox=remote"
     if not config.allow_unisolated:
         raise ConfigError(
             [
@@ -280,9 +280,9 @@ def judge_isolation(isolation: Isolation, config: SandboxConfig) -> None:
 
 
 class LocalSandbox:
-    """Runs programs on this machine, each answer's in a jail of their own. Use it from one event loop.
+    """Runs programs on this machine, each answer's in a sandbox of their own. Use it from one event loop.
 
-    Jails are started ahead: as many as have been in use at the same time.
+    Sandboxes are started ahead: as many as have been in use at the same time.
 
     Args:
         config: The section `sandbox`.
@@ -294,8 +294,8 @@ class LocalSandbox:
         self._isolate = isolate
         self._isolation: Isolation | None = None
         self._slots = asyncio.Semaphore(config.num_slots)
-        self._spare: deque[Jail] = deque()
-        self._busy: set[Jail] = set()
+        self._spare: deque[IsolatedRunner] = deque()
+        self._busy: set[IsolatedRunner] = set()
         self._most_busy = 1
         self._is_closed = False
 
@@ -324,34 +324,34 @@ class LocalSandbox:
         async with self._slots:
             for _ in range(_MAX_ATTEMPTS):
                 isolation = await self.start()
-                jail = None
+                isolated_runner = None
                 try:
-                    jail = self._take(limits.max_disk_mib, isolate=isolation.is_isolated)
-                    return await jail.run(programs, limits)
+                    isolated_runner = self._take(limits.max_disk_mib, isolate=isolation.is_isolated)
+                    return await isolated_runner.run(programs, limits)
                 except (OSError, EOFError, TimeoutError, ValueError) as error:
                     problem = f"{type(error).__name__}: {error}"
                 finally:
-                    if jail is not None:
-                        self._busy.discard(jail)
-                        jail.end()
-        raise SandboxUnavailableError(f"sandbox: a jail failed, {_MAX_ATTEMPTS} times in a row: {problem}")
+                    if isolated_runner is not None:
+                        self._busy.discard(isolated_runner)
+                        isolated_runner.end()
+        raise SandboxUnavailableError(f"sandbox: a sandbox failed, {_MAX_ATTEMPTS} times in a row: {problem}")
 
     async def close(self) -> None:
         """End every program that runs."""
         self._is_closed = True
-        for jail in [*self._spare, *self._busy]:
-            jail.end()
+        for isolated_runner in [*self._spare, *self._busy]:
+            isolated_runner.end()
         self._spare.clear()
 
-    def _take(self, max_disk_mib: int, *, isolate: bool) -> Jail:
-        """A jail that has been started, most often some time ago; and start as many as may be needed next."""
+    def _take(self, max_disk_mib: int, *, isolate: bool) -> IsolatedRunner:
+        """A sandbox that has been started, most often some time ago; and start as many as may be needed next."""
         while self._spare and self._spare[0].max_disk_mib != max_disk_mib:
             self._spare.popleft().end()
-        taken = self._spare.popleft() if self._spare else Jail(self._config, max_disk_mib, isolate=isolate)
+        taken = self._spare.popleft() if self._spare else IsolatedRunner(self._config, max_disk_mib, isolate=isolate)
         self._busy.add(taken)
         self._most_busy = max(self._most_busy, len(self._busy))
         # Those after it are not needed now: a machine that cannot start them at the moment takes nothing from this one.
         with contextlib.suppress(OSError):
             while len(self._spare) < self._most_busy:
-                self._spare.append(Jail(self._config, max_disk_mib, isolate=isolate))
+                self._spare.append(IsolatedRunner(self._config, max_disk_mib, isolate=isolate))
         return taken

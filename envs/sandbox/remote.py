@@ -46,7 +46,7 @@ class RemoteSandbox:
             raise SandboxUnavailableError(f"{where} answered something else than a result: {error}") from error
 
     async def run_in_turn(self, programs: Sequence[Program], limits: Limits) -> list[SandboxResult]:
-        """Run the programs of one answer, each in a jail of its own. See `Sandbox.run_in_turn`."""
+        """Run the programs of one answer, each in a sandbox of its own. See `Sandbox.run_in_turn`."""
         results: list[SandboxResult] = []
         for program in programs:
             results.append(await self.run(program, limits))

@@ -1,4 +1,5 @@
-"""The first process of a jail: it runs the programs of one answer, one after the other, and ends with all they started.
+"""The first process of a sandbox: it runs the programs of one answer, one after the other, and ends with all they
+started.
 
     python -I -S -B -c BOOT RUNNER FOLDERS MODE     its code comes over the socket (local.py)
 
@@ -7,7 +8,7 @@ unblocked by the first of them, or by the socket being closed, upon which it end
 to print: who judges is outside.
 
 The first byte that it writes says that it is ready. A job is a `marshal`ed dict. The answer is a line of text, `OUTCOME
-EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the streams. In a jail it is process 1:
+EXIT_CODE WALL_S STDOUT STDERR DETAIL` with the lengths of both streams, then the streams. In a sandbox it is process 1:
 nobody in it can kill it, or, as it is not dumpable, look into it.
 
 Every check starts this module in a new interpreter, so what programs seldom need is imported where it is needed.
@@ -52,7 +53,7 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
     Args:
         connection: The socket, to read from.
         folders: Of installed packages, which programs may import; separated as in PATH.
-        mode: `1` in a jail, `0` without isolation.
+        mode: `1` in a sandbox, `0` without isolation.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_isolated = mode == "1"
@@ -83,7 +84,7 @@ def main(connection: BinaryIO, folders: str, mode: str) -> None:
 
 def _receive(connection: BinaryIO) -> dict[str, Any] | None:
     try:
-        job: dict[str, Any] = marshal.load(connection)  # noqa: S302  from outside the jail, whom it can trust
+        job: dict[str, Any] = marshal.load(connection)  # noqa: S302  from outside the sandbox, whom it can trust
     except EOFError:
         return None
     return job
@@ -101,7 +102,7 @@ def _empty(folder: str) -> None:
 
 
 class _Run:
-    """Runs and watches one program. Invariant: whatever way `run` ends, no other process of the jail is alive."""
+    """Runs and watches one program. Invariant: whatever way `run` ends, no other process of the sandbox is alive."""
 
     def __init__(self, job: dict[str, Any], folder: str, *, is_isolated: bool) -> None:
         self._job = job
@@ -275,7 +276,8 @@ def _limit_resources(limits: dict[str, Any], *, is_isolated: bool) -> None:
     with open("/proc/self/statm", "rb") as file:
         reserved = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, ((limits["memory_mib"] << 20) + reserved,) * 2)
-    # Counted per jail, and not at all where root started it; without a jail it would count all that this user runs.
+    # Counted per sandbox, and not at all where root started it; without a sandbox it would count all that this user
+    # runs.
     if is_isolated:
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["max_processes"] + _OWN_TASKS,) * 2)
 

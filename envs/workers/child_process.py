@@ -31,7 +31,7 @@ from penstock.envs.workers.supervisor import how_it_ended
 _MAX_END_BYTES = 500
 _LAST_BREATH_S, _SUPERVISOR_S = 0.2, 2.0
 _NO_NAMESPACES = (
-    "{section}.isolation=strict, but this host makes no jails: {problem}. Allow user namespaces (sysctl "
+    "{section}.isolation=strict, but this host allows no user namespaces: {problem}. Allow user namespaces (sysctl "
     "user.max_user_namespaces, kernel.unprivileged_userns_clone; docker: --security-opt seccomp=unconfined), or set "
     "{section}.isolation=process: then it has your rights."
 )
@@ -46,7 +46,7 @@ class ChildSpec:
         section: Of the configuration, where the limits are.
         module: Its `main(arguments)` serves frames until its socket closes.
         arguments: Behind the number of its socket.
-        grants: What jailed code may have; None: it is not jailed.
+        grants: What isolated code may have; None: it is not isolated.
         is_hello: Whether what it says first is well-formed.
         is_reply: The same of an answer. The user's code can write into the socket, so a process that sends anything
             else has died.
@@ -79,7 +79,7 @@ def reward_spec(reward: RewardConfig, sandbox: SandboxConfig, device: Device) ->
 
 
 class ChildProcess:
-    """A running child below its keeper, each in a session of its own.
+    """A running child below its supervisor, each in a session of its own.
 
     Attributes:
         hello: What it said when it had loaded what it serves.
@@ -110,7 +110,8 @@ class ChildProcess:
         """Start the process and wait until it has loaded the function.
 
         Raises:
-            ConfigError: If the function does not load, or not in time, or should be jailed where there are no jails.
+            ConfigError: If the function does not load, or not in time, or should be isolated where there are no user
+            namespaces.
             OSError: If the machine has no process, memory, file or disk space left for it.
         """
         if self._spec.grants is not None and (problem := await asyncio.to_thread(why_no_namespaces)):
@@ -163,9 +164,9 @@ class ChildProcess:
         self._temporary = tempfile.mkdtemp(prefix=f"penstock-{self._spec.section}-")
         paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         environment = environment_for(grants) | {"PYTHONPATH": paths, "TMPDIR": self._temporary}
-        jail: list[str] = []
+        bwrap: list[str] = []
         if grants is not None:
-            jail = user_code_arguments(grants.read, self._temporary, has_network=grants.network)
+            bwrap = user_code_arguments(grants.read, self._temporary, has_network=grants.network)
             section = f"{self._spec.section} network" if grants.network else self._spec.section
             environment |= {"TMPDIR": TMP, JAILED_VARIABLE: section}
         settings = {
@@ -175,7 +176,7 @@ class ChildProcess:
             "max_memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
             "max_processes": self._spec.max_processes,
             "temporary": self._temporary,
-            "jail": jail,
+            "bwrap": bwrap,
         }
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:  # an argument has at most 128 KiB
             json.dump(settings, file)
@@ -227,7 +228,7 @@ class ChildProcess:
         return self.kill()
 
     def _end_supervisor(self, supervisor: subprocess.Popen[bytes]) -> str:
-        """Close the keeper's standard input, upon which it kills all that is below it; then what it says."""
+        """Close the supervisor's standard input, upon which it kills all that is below it; then what it says."""
         assert supervisor.stdin is not None
         assert supervisor.stdout is not None
         if supervisor.stdin.closed:

@@ -1,4 +1,4 @@
-"""What to say when user code fails for something that jailed code was not given (permissions.py)."""
+"""What to say when user code fails for something that isolated code was not given (permissions.py)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from types import TracebackType
 
 JAILED_VARIABLE = "PENSTOCK_JAILED"
-"""In the environment of a jailed process: the section of the configuration with its `isolation`, and ` network`."""
+"""In the environment of a isolated process: the section of the configuration with its `isolation`, and ` network`."""
 
 _NO_NETWORK = frozenset({errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ECONNREFUSED})
 _MAX_CAUSES = 10
 
 
 def permission_hint(error: BaseException) -> str:
-    """In a jailed process: a sentence for an error that the jail explains, after a space; else nothing."""
+    """In a isolated process: a sentence for an error that the sandbox explains, after a space; else nothing."""
     section, _, network = os.environ.get(JAILED_VARIABLE, "").partition(" ")
     if not section:
         return ""
@@ -50,7 +50,7 @@ def _explain(error: BaseException, section: str, *, has_network: bool) -> str:
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether it would be where the jail shows nothing of the host: in the file system that its root is in."""
+    """Whether it would be where the sandbox shows nothing of the host: in the file system that its root is in."""
     folder = os.path.dirname(os.path.abspath(path))  # noqa: PTH100, PTH120
     while not os.path.isdir(folder):  # noqa: PTH112
         folder = os.path.dirname(folder)  # noqa: PTH120

@@ -26,7 +26,7 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def grants_of_reward(reward: RewardConfig) -> IsolationConfig | None:
-    """What its jail gives, with what its arguments name, and with absolute paths; None: it is not jailed."""
+    """What its sandbox gives, with what its arguments name, and with absolute paths; None: it is not isolated."""
     return _grants(reward.isolation, [reward.args, *(part.args for part in reward.parts.values())])
 
 

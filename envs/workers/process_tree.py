@@ -3,7 +3,8 @@
 A process can leave its group and session, but not its ancestors: orphans go to the nearest ancestor that adopts them
 (`adopt_orphans`). So descendants are found by parentage.
 
-The runner in every jail imports this module (sandbox/runner.py), so it imports little: each module costs every check.
+The runner in every sandbox imports this module (sandbox/runner.py), so it imports little: each module costs every
+check.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def reap_children() -> None:
 
 
 def children(pid: int) -> Iterator[int]:
-    """Living children of `pid`, of all its threads: there may be a thousand, and the keeper looks often."""
+    """Living children of `pid`, of all its threads: there may be a thousand, and the supervisor polls often."""
     tasks = f"/proc/{pid}/task"
     try:
         threads = os.listdir(tasks)  # noqa: PTH208 - paths as text: half the time

@@ -6,8 +6,8 @@ limit; is unblocked by the first of them, kills every descendant, says on its st
 removes the child's folder for temporary files, and ends. If it is killed itself, the child dies with it.
 
 `SETTINGS_FD` is an open file with a JSON object: `module` (whose `main` is the child), `serve` (its arguments),
-`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary` (the folder), `jail`
-(the arguments of `bwrap`, whose child the user's code then is; empty: it is not jailed).
+`section` (of the configuration, for messages), `max_memory_bytes`, `max_processes`, `temporary` (the folder), `sandbox`
+(the arguments of `bwrap`, whose child the user's code then is; empty: it is not isolated).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_OF_JAIL = 2  # bwrap outside, and its first process inside
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Start the child, watch it, end it; with a second argument, be the child, in its jail."""
+    """Start the child, watch it, end it; with a second argument, be the child, in its sandbox."""
     with open(int(arguments[0]), encoding="utf-8", closefd=False) as file:
         file.seek(0)
         settings = json.load(file)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     process_tree.reap_children()
     shutil.rmtree(settings["temporary"], ignore_errors=True)
     exit_code = os.waitstatus_to_exitcode(status)
-    if settings["jail"] and exit_code > _SIGNALLED:  # as bwrap reports the end of its child
+    if settings["bwrap"] and exit_code > _SIGNALLED:  # as bwrap reports the end of its child
         exit_code = _SIGNALLED - exit_code
     with contextlib.suppress(OSError):
         os.write(1, (problem or how_it_ended(exit_code)).encode())
@@ -79,11 +79,11 @@ def _become_child(settings: Mapping[str, Any], supervisor: int, settings_fd: str
         os.dup2(nothing, fd)
     os.close(nothing)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if not settings["jail"]:
+    if not settings["bwrap"]:
         _serve(settings)
         return
     command = [sys.executable, "-P", "-m", "penstock.envs.workers.supervisor", settings_fd, "serve"]
-    os.execv(settings["jail"][0], [*settings["jail"], "--", *command])  # noqa: S606  no shell is what we want
+    os.execv(settings["bwrap"][0], [*settings["bwrap"], "--", *command])  # noqa: S606  no shell is what we want
 
 
 def _serve(settings: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ def _watch(child: int, settings: Mapping[str, Any]) -> str:
     poll.register(os.pidfd_open(child), select.POLLIN)
     poll.register(_LIFELINE, select.POLLIN)
     max_memory, max_processes, section = settings["max_memory_bytes"], settings["max_processes"], settings["section"]
-    num_of_jail = _NUM_OF_JAIL if settings["jail"] else 0
+    num_of_jail = _NUM_OF_JAIL if settings["bwrap"] else 0
     while not poll.poll(_LOOK_EVERY_MS):
         members = process_tree.descendants(os.getpid(), not_below=RUNNER)
         num_processes = len(members) - num_of_jail

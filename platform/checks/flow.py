@@ -34,7 +34,7 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
     if flow.min_group_size > size:
         yield error(
             f"dataflow.min_group_size={flow.min_group_size} is above group_size={size}: no group could ever be trained "
-            f"and the run would wait for ever. Use 2..{size}."
+            f"and the run would wait forever. Use 2..{size}."
         )
     room, needed = max_live_trajectories(config), flow.batch_groups * size
     if room is not None and room < needed:
@@ -42,7 +42,7 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
         yield error(
             f"dataflow.max_live_gib={flow.max_live_gib:g} has room for {room} trajectories of "
             f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}, batch_groups="
-            f"{flow.batch_groups} x group_size={size}: it could never be complete and the run would wait for ever. Use "
+            f"{flow.batch_groups} x group_size={size}: it could never be complete and the run would wait forever. Use "
             f"at least {gib:.3g}."
         )
     lowest, highest = flow.filters.pass_rate or (0.0, 1.0)

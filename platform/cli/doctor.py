@@ -152,9 +152,9 @@ def check_sandbox_support() -> Iterator[Diagnosis]:
     """Whether programs of a policy, and user code where that is asked for, can be kept from the machine."""
     if problem := why_no_namespaces():
         advice = "Rewards that run code are refused. Allow user namespaces: docs/guides/sandbox.md."
-        yield Diagnosis("jails", "warn", f"no sandbox and no isolation=strict here: {problem}", advice)
+        yield Diagnosis("sandboxes", "warn", f"no sandbox and no isolation=strict here: {problem}", advice)
     else:
-        yield Diagnosis("jails", "ok", "programs of a policy run in jails, and user code with isolation=strict")
+        yield Diagnosis("sandboxes", "ok", "programs of a policy run in sandboxes, and user code with isolation=strict")
 
 
 def _compare_driver(version: str | None) -> Diagnosis:

@@ -57,7 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
-sandbox = typer.Typer(help="Where programs that nobody trusts are run.", no_args_is_help=True)
+sandbox = typer.Typer(help="Where untrusted programs are run.", no_args_is_help=True)
 environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
 app.add_typer(sandbox, name="sandbox")
@@ -161,7 +161,7 @@ def start(command: Command, config: RunConfig) -> int:
 
 
 def begin_again(config: RunConfig) -> int:
-    """Begin this very command anew, in this process but from nothing: Ray cannot be started twice.
+    """Begin this very command again, in this process but from nothing: Ray cannot be started twice.
 
     Raises:
         PenstockError: If the warm start has not made the policy.

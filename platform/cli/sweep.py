@@ -2,12 +2,12 @@
 
     penstock sweep experiment=arithmetic trainer.lr=1e-4,3e-4 dataflow.max_staleness=0,4 seeds=0:3 total_steps=30
 
-1. `parse_grid` reads the overrides: `KEY=A,B` is an axis, `seeds=FIRST:END` too, the rest holds for all cells.
-2. `check_trials` composes and checks every cell, and reports all that is wrong before the first one starts.
-3. `run_trials` runs them one after the other, each as `penstock train` in a process of its own. A cell whose run
+1. `parse_grid` reads the overrides: `KEY=A,B` is an axis, `seeds=FIRST:END` too, the rest holds for all trials.
+2. `check_trials` composes and checks every trial, and reports all that is wrong before the first one starts.
+3. `run_trials` runs them one after the other, each as `penstock train` in a process of its own. A trial whose run
    directory holds a completed run of the same configuration is not run again, so that an interrupted sweep continues. A
-   cell that fails is recorded, and the next one starts.
-4. `write_results` writes table, figures and plot after every cell.
+   trial that fails is recorded, and the next one starts.
+4. `write_results` writes table, figures and plot after every trial.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 OF_THE_SWEEP = ("name", "run_dir", "overwrite")
-"""Keys that the sweep sets for each cell."""
+"""Keys that the sweep sets for each trial."""
 SEED = "seed"
 STALENESS_METRIC = "staleness/mean_versions"
 _PROGRAM = "from penstock.platform.cli.main import main; main()"
@@ -73,18 +73,18 @@ class Trial:
 
     @property
     def line(self) -> tuple[tuple[str, str], ...]:
-        """What it has in common with the same cell of other seeds."""
+        """What it has in common with the same trial of other seeds."""
         return tuple((key, value) for key, value in self.values if key != SEED)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The cells of a sweep.
+    """The trials of a sweep.
 
     Attributes:
         axes: Key -> its values, as typed; the seeds, if they are one, last.
-        fixed: Overrides of all cells.
-        cells: All combinations, seed by seed, so that a sweep that is cut short has whole tables of the first seeds.
+        fixed: Overrides of all trials.
+        trials: All combinations, seed by seed, so that a sweep that is cut short has whole tables of the first seeds.
     """
 
     axes: dict[str, tuple[str, ...]]
@@ -94,10 +94,10 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one cell ended.
+    """How one trial ended.
 
     Attributes:
-        status: `completed`, or `failed` with the cause in the cell's log.
+        status: `completed`, or `failed` with the cause in the trial's log.
         run_dir: Where it wrote.
         accuracy: Greedy, held out, after the last step; None if the run measured none.
         gain: What it rose by.
@@ -174,7 +174,7 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
 def check_trials(
     grid: Grid, folder: Path, config_dir: Path | None = None, *, dry_run: bool = False
 ) -> tuple[dict[Trial, RunConfig], list[str]]:
-    """Compose and check all cells before the first one runs.
+    """Compose and check all trials before the first one runs.
 
     Args:
         grid: The sweep.
@@ -183,10 +183,10 @@ def check_trials(
         dry_run: What this machine lacks becomes a warning.
 
     Returns:
-        The configuration of each cell, and the warnings, each once.
+        The configuration of each trial, and the warnings, each once.
 
     Raises:
-        ConfigError: With all that is wrong; what is wrong with every cell is said once.
+        ConfigError: With all that is wrong; what is wrong with every trial is said once.
     """
     configs: dict[Trial, RunConfig] = {}
     warnings: dict[str, None] = {}
@@ -218,16 +218,16 @@ def run_trials(
     note: Callable[[str], None],
     config_dir: Path | None = None,
 ) -> Results:
-    """Run the cells that have not completed yet, one after the other; one that fails does not end the sweep.
+    """Run the trials that have not completed yet, one after the other; one that fails does not end the sweep.
 
-    After every cell the results so far are written.
+    After every trial the results so far are written.
 
     Args:
         grid: The sweep.
         configs: Of `check_trials`.
         folder: Of the sweep; run directories and logs are in it.
-        timeout_s: Longest run of one cell, seconds.
-        note: Gets a line before and after each cell.
+        timeout_s: Longest run of one trial, seconds.
+        note: Gets a line before and after each trial.
         config_dir: The folder with the user's own YAML.
     """
     results: dict[Trial, Result] = {}
@@ -307,7 +307,7 @@ def result_rows(grid: Grid, results: Results) -> list[list[str]]:
 
 
 def write_results(grid: Grid, results: Results, folder: Path) -> None:
-    """Write sweep.md (the table), sweep.csv and sweep.json (one record per cell), and sweep.html (a plot)."""
+    """Write sweep.md (the table), sweep.csv and sweep.json (one record per trial), and sweep.html (a plot)."""
     header, *rows = result_rows(grid, results)
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     title = "Greedy held-out accuracy after the last step; means over seeds, accuracy with least and greatest."
@@ -330,11 +330,11 @@ def run_sweep(
     config_dir: Path | None,
     console: Console,
 ) -> int:
-    """The command: check all cells, run those that have not completed, print the table; returns the exit code.
+    """The command: check all trials, run those that have not completed, print the table; returns the exit code.
 
     Raises:
-        ConfigError: If a cell cannot run, before any does.
-        PenstockError: If cells failed, once all others are done.
+        ConfigError: If a trial cannot run, before any does.
+        PenstockError: If trials failed, once all others are done.
     """
     from rich.table import Table
 
@@ -364,8 +364,8 @@ def run_sweep(
     failed = [trial.name for trial, result in results.items() if result.status == "failed"]
     if failed:
         raise PenstockError(
-            f"sweep: {len(failed)} of {len(results)} cells failed: {', '.join(failed)}. Their output is in "
-            f"{folder}/<cell>.log; the same command runs them again."
+            f"sweep: {len(failed)} of {len(results)} trials failed: {', '.join(failed)}. Their output is in "
+            f"{folder}/<trial>.log; the same command runs them again."
         )
     return 0
 

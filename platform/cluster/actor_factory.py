@@ -74,7 +74,7 @@ class RunActors:
         return ActorWeightPublisher(pool, config.weights, await self._export(pool, config), self.trainer, probe)
 
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
-        """End what is left of an engine, and start it anew: a process with the model of `model.path`, in no pool yet.
+        """End what is left of an engine, and start it again: a process with the model of `model.path`, in no pool yet.
 
         Raises:
             PlacementError: If it is not up within `rollout.start_timeout_s`.

@@ -109,7 +109,7 @@ class LocalEngine(Engine, Sleeper, Protocol):
         A version of one that is streamed is received by `update_weights`, under the freeze.
 
         Raises:
-            WeightSyncError: If someone does not come, or there is no memory for a version.
+            WeightSyncError: If a participant does not join in time, or there is no memory for a version.
         """
         ...
 

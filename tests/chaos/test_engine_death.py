@@ -24,7 +24,7 @@ STEPS, BATCH = 10, 12
     ("engines", "restarts"),
     [
         pytest.param(2, 0, id="one_of_two_for_good"),
-        pytest.param(1, 2, id="the_only_one", marks=pytest.mark.full),  # one is started anew in test_publish_faults.py
+        pytest.param(1, 2, id="the_only_one", marks=pytest.mark.full),  # one is restarted in test_publish_faults.py
     ],
 )
 def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, workspace: Path, tmp_path: Path) -> None:

@@ -35,4 +35,4 @@ def test_pairs_train_a_reward_model_that_is_written_with_its_tokenizer(tmp_path:
     (architecture,) = json.loads((written / "config.json").read_text())["architectures"]
     assert architecture == "Qwen3ForSequenceClassification"
     head = load_value_model(str(written), model, gradient_checkpointing=False).classifier.score.weight
-    assert float(head.abs().max()) > 0, "a critic that starts from it must not start anew"
+    assert float(head.abs().max()) > 0, "a critic that starts from it must not start again"

@@ -53,7 +53,7 @@ def relayed(tmp_path_factory: pytest.TempPathFactory) -> list[Story]:
     return told("relayed", tmp_path_factory.mktemp("group"), {0, 3})
 
 
-@pytest.mark.parametrize("chapter", ["v1", "v2", "bfloat16", "anew"])
+@pytest.mark.parametrize("chapter", ["v1", "v2", "bfloat16", "again"])
 def test_engines_hold_exactly_what_vllm_would_slice(exact: list[Story], chapter: str) -> None:
     assert [process[chapter]["wrong"] for process in exact] == [[]] * 4
 

@@ -203,7 +203,7 @@ def interrupted_publish(group: TransferGroup, version: int, victim: int, event: 
 
 
 def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Callable[[], None]) -> None:
-    """Two training ranks and one engine over two ranks; then they meet anew."""
+    """Two training ranks and one engine over two ranks; then they meet again."""
     if rank < 2:
         store = distributed.PrefixStore("default", connect_store(*store_at, START_S))
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -218,7 +218,7 @@ def tell_exact(rank: int, store_at: tuple[str, int], done: Story, write_down: Ca
     done["back"] = {"wrong": wrong, "sent": dict(traffic.sent_bytes)}
     group.close()
     group = join(store_at, Members(2, NAMES[:1], 2), rank, 1, 8.0)
-    done["anew"] = publish(group, 5, 2)
+    done["again"] = publish(group, 5, 2)
     if rank < 2:
         ones = torch.ones(1)
         distributed.all_reduce(ones)

@@ -52,7 +52,7 @@ class Dispatching(RuleBasedStateMachine):
 
     @rule(version=st.integers(-1, 1))
     def join_late(self, version: int) -> None:
-        """As one that is started anew, and may not have the version in service yet."""
+        """As one that is restarted, and may not have the version in service yet."""
         engine = Numbered(EngineId(f"e{len(self.dispatcher.views)}"), version)
         self.take(self.dispatcher.add(EngineView(engine, SLOTS, SLOTS)))  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ class _Storage:
         self.computed = ""
 
     def replace(self, box: Box, piece: _Piece | None) -> None:
-        """Forget where the elements of a box came from, and remember it anew."""
+        """Forget where the elements of a box came from, and remember it again."""
         (start, stop), *_ = box or ((0, 1),)
         kept = []
         for old in self.pieces:

@@ -2,7 +2,7 @@
 
     live = base + B·A, in float32, rounded once to the parameter's dtype
 
-For every version anew, from the base: nothing is subtracted, so nothing drifts, and a missed version does no harm.
+For every version again, from the base: nothing is subtracted, so nothing drifts, and a missed version does no harm.
 B has the scale (alpha / rank) in it. A tensor-parallel rank multiplies its rows of B and its columns of A only.
 
 That the result is right is proven in three steps: the base has the checksums of the trainer's own, the adapters have

@@ -207,7 +207,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Fill the cache of every running request anew under the model's present weights."""
+        """Fill the cache of every running request again under the model's present weights."""
         self._prefill(self.running, first_slot=0)
 
     def _admit(self) -> None:

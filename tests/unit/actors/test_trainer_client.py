@@ -112,7 +112,7 @@ async def test_what_the_dataflow_raises_comes_out_as_it_is() -> None:
 
 async def test_ranks_that_are_late_with_a_leg_of_a_publish_are_named_with_how_far_they_are() -> None:
     class Late(FakeRank):
-        """Writes for ever."""
+        """Writes forever."""
 
         def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:  # type: ignore[override]
             answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

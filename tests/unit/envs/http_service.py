@@ -39,7 +39,7 @@ async def hang(_: web.Request) -> web.Response:
 
 
 class Service:
-    """Answers the n-th request as the n-th of its plan says, the last one for ever."""
+    """Answers the n-th request as the n-th of its plan says, the last one forever."""
 
     def __init__(self) -> None:
         self.plan: list[Handler] = []

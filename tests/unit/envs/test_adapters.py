@@ -183,9 +183,11 @@ def test_without_the_extra_the_command_that_installs_it_is_said(monkeypatch: pyt
 async def test_an_answer_that_is_a_program_reaches_nothing_from_the_jail_of_its_verifier(
     tmp_path: Path, isolation: str
 ) -> None:
-    """countdown's verifier evaluates the answer. In a plain process that reaches the user's files, so it is jailed."""
+    """countdown's verifier evaluates the answer. In a plain process that reaches the user's files, so it is
+    isolated.
+    """
     if isolation == "strict" and (problem := why_no_namespaces()):
-        pytest.skip(f"this host makes no jails: {problem}")
+        pytest.skip(f"this host allows no user namespaces: {problem}")
     reward = compose_config(["experiment=arithmetic", "env=reasoning_gym", "reward=reasoning_gym"]).reward
     assert reward.isolation == IsolationConfig(), "strict, unless a user says otherwise"
     if isolation == "process":

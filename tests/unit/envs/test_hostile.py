@@ -132,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 ISOLATIONS = [pytest.param(STRICT, id="strict"), pytest.param(None, id="process", marks=pytest.mark.full)]
-"""Without a jail user code has the user's rights, so what it then reaches for is not tried."""
+"""Without a sandbox user code has the user's rights, so what it then reaches for is not tried."""
 
 
 @pytest_asyncio.fixture(params=ISOLATIONS, loop_scope="module", scope="module")
@@ -140,7 +140,7 @@ async def runner(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     """One worker for all cases: it has to survive them."""
     assert folder.is_dir()
     if request.param and why_no_namespaces():
-        pytest.skip(f"this host makes no jails: {why_no_namespaces()}")
+        pytest.skip(f"this host allows no user namespaces: {why_no_namespaces()}")
     made = RewardRunner(REWARDS.model_copy(update={"isolation": request.param}))
     yield made
     await made.shutdown()
@@ -193,7 +193,7 @@ async def test_a_hostile_environment_or_tool_costs_its_own_episode_at_most(
     if expected is None:
         pytest.skip("a tool has no way to the running call")
     if (door, act.name) not in played:
-        pytest.skip("it has the user's rights, or this host makes no jails")
+        pytest.skip("it has the user's rights, or this host allows no user namespaces")
     found = played[door, act.name]
     assert says(found.record, expected), found.record
     assert door == "tool" or found.record[:5] == ("env: " if expected else "")
@@ -212,7 +212,7 @@ async def test_temporary_files_of_a_reward_go_with_its_process(folder: Path) -> 
 
 
 def test_a_worker_that_is_killed_takes_its_processes_and_files_with_it(trap: Trap, tmp_path: Path) -> None:
-    """The worker gets no chance to clean up: its keeper does."""
+    """The worker gets no chance to clean up: its supervisor does."""
     program = WORKER.format(config=REWARDS.model_dump_json(), nap=trap.nap_s)
     paths = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}

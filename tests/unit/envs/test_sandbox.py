@@ -33,7 +33,7 @@ from penstock.envs.sandbox.contract import (
     decode_job,
     encode_job,
 )
-from penstock.envs.sandbox.local import Isolation, Jail, LocalSandbox, judge_isolation, try_isolation
+from penstock.envs.sandbox.local import IsolatedRunner, Isolation, LocalSandbox, judge_isolation, try_isolation
 from penstock.envs.sandbox.open_sandbox import open_sandbox
 from penstock.envs.sandbox.remote import RemoteSandbox
 from penstock.envs.sandbox.service import make_service
@@ -164,15 +164,15 @@ async def test_a_machine_that_can_start_no_spare_jail_now_runs_the_program_all_t
 ) -> None:
     sandbox = LocalSandbox(CONFIG, isolate=False)
     await sandbox.start()
-    started: list[Jail] = []
+    started: list[IsolatedRunner] = []
 
-    def only_one(*given: Any, **named: Any) -> Jail:
+    def only_one(*given: Any, **named: Any) -> IsolatedRunner:
         if started:
             raise OSError("no processes left")
-        started.append(Jail(*given, **named))
+        started.append(IsolatedRunner(*given, **named))
         return started[0]
 
-    monkeypatch.setattr(local, "Jail", only_one)
+    monkeypatch.setattr(local, "IsolatedRunner", only_one)
     result = await sandbox.run(Program("print(1)"), LIMITS)
     assert result.stdout == "1\n"
     assert (len(sandbox._spare), len(sandbox._busy)) == (0, 0)

@@ -160,7 +160,7 @@ async def test_a_process_killed_from_outside_is_replaced(runner_of: Factory) -> 
     assert first_pid is not None
     os.kill(first_pid, signal.SIGKILL)
     async with asyncio.timeout(30.0):
-        while runner.pid == first_pid:  # what is below the keeper may still answer before it is gone
+        while runner.pid == first_pid:  # what is below the supervisor may still answer before it is gone
             assert await runner.score(*pair("fine")) == Score(1.0, {})
     assert await runner.score_many([pair("die once"), pair("fine")]) == [Score(1.0, {}), Score(1.0, {})]
 

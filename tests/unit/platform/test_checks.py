@@ -29,7 +29,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
     [
         (["dataflow.batch_groups=3", "trainer.num_ranks=4"], ["dataflow.batch_groups=3", "unequal work", "Use 4."]),
         (["trainer.num_ranks=5"], ["dataflow.batch_groups=32", "trainer.num_ranks=5", "unequal work", "Use 30 or 35"]),
-        (["dataflow.min_group_size=9"], ["min_group_size=9", "group_size=8", "for ever", "2..8"]),
+        (["dataflow.min_group_size=9"], ["min_group_size=9", "group_size=8", "forever", "2..8"]),
         (["trainer=torch", "trainer.num_ranks=2"], ["trainer.backend=torch", "num_ranks=2", "deepspeed"]),
         (["trainer=torch", "trainer.zero_stage=1"], ["zero_stage=1"]),
         (["trainer.offload_optimizer=true"], ["offload_optimizer", "zero_stage=0", "Use zero_stage=1"]),

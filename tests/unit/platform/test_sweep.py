@@ -71,7 +71,7 @@ def test_elements_of_a_list_may_be_quoted_or_lists_themselves() -> None:
 def test_values_that_a_folder_cannot_be_named_by_are_told_apart() -> None:
     one, other = names("model.path=a/b,a_b")
     assert one != other
-    assert names("model.path=a/b,a_b") == [one, other], "the same every time: finished cells are found by it"
+    assert names("model.path=a/b,a_b") == [one, other], "the same every time: finished trials are found by it"
 
 
 def test_a_range_of_seeds_is_that_of_a_slice_and_one_number_is_one_seed() -> None:
@@ -129,7 +129,7 @@ def test_all_that_is_wrong_with_any_cell_is_said_before_anything_runs(tmp_path: 
     assert re.search(
         r"^algorithm-grpo--max_staleness--1, algorithm-gspoo--max_staleness--1: .*max_staleness", text, re.MULTILINE
     )
-    assert text.count("total_stepps") == 1, "what is wrong with every cell is said once"
+    assert text.count("total_stepps") == 1, "what is wrong with every trial is said once"
 
 
 def two_trials(folder: Path) -> tuple[Grid, dict[Any, RunConfig]]:
@@ -174,7 +174,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     assert [result.accuracy for result in results.values()] == [0.8, 0.7]
     assert [result.mean_staleness for result in results.values()] == [0.5, 0.5]
     assert notes[-1] == "[2/2] max_staleness-2: accuracy 0.700, gain 0.200, mean lag 0.500 versions"
-    assert sizes == [1, 2], "results are kept after every cell"
+    assert sizes == [1, 2], "results are kept after every trial"
 
 
 def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_cell_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeyp
     monkeypatch.setattr(sweep, "_run", run)
     told = StringIO()
     console = Console(file=told, width=200, soft_wrap=True)
-    with pytest.raises(PenstockError, match=r"1 of 2 cells failed: max_staleness-0\."):
+    with pytest.raises(PenstockError, match=r"1 of 2 trials failed: max_staleness-0\."):
         run_sweep(TWO, folder=tmp_path, cell_timeout_s=1.0, dry_run=False, config_dir=None, console=console)
     assert "max_staleness-0: planted" in told.getvalue()
     rows = list(csv.DictReader((tmp_path / "sweep.csv").open()))
@@ -250,7 +250,7 @@ def test_a_run_without_an_evaluation_completes_too(tmp_path: Path) -> None:
 
 
 def two_seeds() -> tuple[Grid, dict[Any, Result]]:
-    """Everything but one failed cell and one that has not run."""
+    """Everything but one failed trial and one that has not run."""
     grid = parse_grid(["algorithm=grpo,rloo", "dataflow.max_staleness=0,4", "seeds=0:2"])
     results = {}
     for trial in grid.trials[:-1]:
@@ -292,11 +292,11 @@ def test_table_figures_and_plot_are_written(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_named_with_the_end_of_its_output(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "_PROGRAM", "import sys; print('what went wrong'); sys.exit(3)")
-    with pytest.raises(PenstockError, match=r"(?s)a-cell failed with exit code 3.*what went wrong"):
-        sweep._run(["x"], tmp_path / "log", 60.0, "a-cell")
+    with pytest.raises(PenstockError, match=r"(?s)a-trial failed with exit code 3.*what went wrong"):
+        sweep._run(["x"], tmp_path / "log", 60.0, "a-trial")
 
 
 def test_a_run_that_hangs_is_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sweep, "_PROGRAM", "import time; time.sleep(60)")
-    with pytest.raises(PenstockError, match=r"a-cell took longer than 1 s"):
-        sweep._run(["x"], tmp_path / "log", 1.0, "a-cell")
+    with pytest.raises(PenstockError, match=r"a-trial took longer than 1 s"):
+        sweep._run(["x"], tmp_path / "log", 1.0, "a-trial")

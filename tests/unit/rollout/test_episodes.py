@@ -144,7 +144,7 @@ async def test_the_next_turn_waits_for_an_engine_that_is_as_new_as_the_last() ->
 
 
 async def test_the_only_slot_is_free_while_an_environment_thinks() -> None:
-    """Each of two episodes waits in its environment until the other is there too: with its slot held, for ever."""
+    """Each of two episodes waits in its environment until the other is there too: with its slot held, forever."""
     both_think = asyncio.Barrier(2)
 
     class Thoughtful(Scripted):

@@ -254,7 +254,7 @@ async def test_a_dead_engine_is_fenced_off_at_its_first_loss() -> None:
 
 
 async def test_the_loss_that_fences_an_engine_does_not_cancel_the_trajectory_that_reports_it() -> None:
-    """Regression: the eighth loss in a row fenced the engine, which cancelled the reporting task itself for ever."""
+    """Regression: the eighth loss in a row fenced the engine, which cancelled the reporting task itself forever."""
     lossy = engine("lossy", loses_at=lambda _serial: 0)
     good = engine("good")
     runner = make_runner(lossy, good, max_resumes=20)

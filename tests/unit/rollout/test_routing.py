@@ -208,7 +208,7 @@ async def test_an_engine_is_not_avoided_for_one_that_is_paused_from_then_on() ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_leases_that_wait_for_a_version_end_in_virtual_time_too(seed: int) -> None:
-    """Where a clock stands still while callbacks run, a look that comes a rounding too early would come for ever."""
+    """Where a clock stands still while callbacks run, a look that comes a rounding too early would come forever."""
     rng = random.Random(seed)
 
     async def wait_at_odd_times() -> list[BaseException | None]:

@@ -51,7 +51,7 @@ class ReceiverAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class TransferGroupSpec:
-    """What everyone who takes part has to agree on. Made by the driver, anew whenever ends join or leave.
+    """What everyone who takes part has to agree on. Made by the driver, again whenever ends join or leave.
 
     Attributes:
         transfer: Plan and buffers; its directory is each weight receiver's own.
@@ -90,7 +90,7 @@ class TransferGroupSpec:
             device: That it computes on.
 
         Raises:
-            WeightSyncError: If someone does not come, who is named.
+            WeightSyncError: If a participant does not join in time, who is named.
         """
         members = self.members
         group = TransferGroup(
@@ -158,7 +158,7 @@ class Sender:
         """Join; the crossing before is left.
 
         Raises:
-            WeightSyncError: If someone does not come.
+            WeightSyncError: If a participant does not join in time.
         """
         self.close()
         self._dtype = TORCH_DTYPES[group_spec.transfer.dtype]
@@ -229,7 +229,7 @@ class WeightReceiver:
         """Join as every rank of an engine at once; the crossing before is left.
 
         Raises:
-            WeightSyncError: If someone does not come, or shared memory is too small for two versions.
+            WeightSyncError: If a participant does not join in time, or shared memory is too small for two versions.
         """
         self.close()
         transfer = replace(group_spec.transfer, directory=self._directory)
@@ -294,7 +294,7 @@ class DeviceReceiver:
             The slot that versions arrive in; None if they are streamed.
 
         Raises:
-            WeightSyncError: If someone does not come, or there is no memory for a version.
+            WeightSyncError: If a participant does not join in time, or there is no memory for a version.
         """
         self.close()
         with on_own_stream(self._device):

@@ -255,7 +255,7 @@ class TransferGroup:
             device: Where messages are packed: `cpu` is gloo, `cuda:<index>` is NCCL.
 
         Raises:
-            WeightSyncError: If someone does not come, who is named.
+            WeightSyncError: If a participant does not join in time, who is named.
         """
         self.members = members
         self.rank = rank
@@ -287,7 +287,7 @@ class TransferGroup:
         """Wait until every member is about to do the same.
 
         Raises:
-            WeightSyncError: If someone does not come, or is about to do something else.
+            WeightSyncError: If a participant does not join in time, or is about to do something else.
         """
         here = f"{what} {plan}"
         key = f"ready{self._num_meetings}"

@@ -1,4 +1,6 @@
-"""User code has the user's rights; in a jail what is granted works, and what is not says by which key it would be."""
+"""User code has the user's rights; in a sandbox what is granted works, and what is not says by which key it would
+be.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ if raise_at_import:
     open(raise_at_import)
 """
 
-jailed = pytest.mark.skipif(bool(why_no_namespaces()), reason="this host makes no jails")
+isolated = pytest.mark.skipif(bool(why_no_namespaces()), reason="this host allows no user namespaces")
 
 
 @pytest.fixture
@@ -178,7 +180,7 @@ async def test_user_code_has_the_user_s_rights_but_for_the_tracker_s_key(
     assert failure(key) == "reward: RuntimeError: no key for the service"
 
 
-@jailed
+@isolated
 async def test_a_file_in_home_needs_a_grant_or_an_argument(score: Callable[..., Any], secret: Path) -> None:
     refused, granted, named = await asyncio.gather(
         score("read", str(secret), isolation=STRICT),
@@ -189,7 +191,7 @@ async def test_a_file_in_home_needs_a_grant_or_an_argument(score: Callable[..., 
     assert granted == named == Score(4.0, {})
 
 
-@jailed
+@isolated
 async def test_the_network_needs_a_grant(score: Callable[..., Any], port: str) -> None:
     refused, granted = await asyncio.gather(
         score("connect", port, isolation=STRICT), score("connect", port, isolation=IsolationConfig(network=True))
@@ -199,7 +201,7 @@ async def test_the_network_needs_a_grant(score: Callable[..., Any], port: str) -
     assert "isolation" not in failure(await score("connect", "1", isolation=IsolationConfig(network=True)))
 
 
-@jailed
+@isolated
 async def test_variables_need_a_grant(score: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "x")
     monkeypatch.setenv("MY_OTHER", "x")
@@ -220,14 +222,14 @@ async def test_where_there_are_no_jails_strict_is_refused_with_the_remedy(
         why_no_namespaces.cache_clear()
 
 
-@jailed
+@isolated
 async def test_the_cause_of_a_failure_is_explained_too(score: Callable[..., Any]) -> None:
     said = failure(await score("wrapped", "MY_KEY", isolation=STRICT))
     assert said.startswith("reward: RuntimeError: no key for the service [isolation is strict: ")
     assert "reward.isolation.variables=[MY_KEY]" in said
 
 
-@jailed
+@isolated
 async def test_what_does_not_load_for_a_missing_right_says_so(
     score: Callable[..., Any], secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,16 +238,16 @@ async def test_what_does_not_load_for_a_missing_right_says_so(
         await score("names", isolation=STRICT)
 
 
-@jailed
+@isolated
 async def test_processes_locks_and_temporary_files_work(score: Callable[..., Any]) -> None:
     assert await score("works", isolation=STRICT) == Score(6.0, {})
     assert not Path("/tmp/notes").exists()
 
 
-@jailed
+@isolated
 async def test_a_jail_makes_no_jails(score: Callable[..., Any]) -> None:
     assert await score("Runs") == Score(42.0, {})
-    assert "a jail makes none inside: use isolation=process or sandbox=remote" in failure(
+    assert "a sandbox makes none inside: use isolation=process or sandbox=remote" in failure(
         await score("Runs", isolation=STRICT)
     )
 
