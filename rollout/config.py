@@ -108,7 +108,7 @@ class RolloutConfig(BaseModel):
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
         max_resumes: Interruptions that one trajectory survives by resuming from its tokens, before it fails.
-        max_engine_restarts: Times that an engine which was lost, or fenced off, is started again; it receives the
+        max_engine_restarts: Times that an engine which was lost, or fenced, is started again; it receives the
             current version before it serves. Colocated engines are not restarted.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy
             (rollout/pool/routing.py); `least_loaded` does not.

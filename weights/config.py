@@ -36,7 +36,7 @@ class WeightsConfig(BaseModel):
             `recompute_kv` recomputes it; `drain` lets them end first; `multi_version` does so engine by engine.
         probe_every: Compare the engines' logprobs with the trainer's at version 0 and every so many versions
             (platform/run/logprob_parity.py); 0 never does.
-        timeout_s: Longest wait for one publish, seconds, before the slow engines are fenced off.
+        timeout_s: Longest wait for one publish, seconds, before the slow engines are fenced.
         drain_timeout_s: Longest wait for the running requests of an engine to end, seconds, in `drain` and
             `multi_version`; then they are frozen for the swap as with `keep_kv`.
     """

@@ -308,5 +308,5 @@ class RemoteEngine:
 
 
 def in_service(pool: EnginePool) -> list[RemoteEngine]:
-    """Engines of a pool of actors that are not fenced off."""
+    """Engines of a pool of actors that are not fenced."""
     return cast("list[RemoteEngine]", pool.engines())

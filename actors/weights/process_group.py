@@ -305,7 +305,7 @@ class ProcessGroupTransport(WeightTransport):
         """Make a crossing of the ends that are there now."""
         receivers = self._receivers.present()
         if not receivers:
-            raise WeightSyncError("weights: no engine is left to publish to; the log says why each was fenced off.")
+            raise WeightSyncError("weights: no engine is left to publish to; the log says why each was fenced.")
         await self._receivers.prepare()
         self._generation += 1
         timeout_s, codec = self._call_timeout_s, self._config.codec

@@ -2,14 +2,14 @@
 
 Consumes: a new version of the trainer. Waits for: the engines to acknowledge, as the update mode has it. Unblocked
 by: the acknowledgements; or the time limit, after which the late engine gets the version once more and is then
-fenced off, so that one slow engine never stops the run (DESIGN §12).
+fenced, so that one slow engine never stops the run (DESIGN §12).
 
 Overlapped, a publish returns when the version has left the training ranks: its delivery goes on beside the next step.
 The bound on staleness holds all the same, because from then on no request starts below that version: those that would
 start wait for the first engine to have it. The next publish waits for the delivery of the one before.
 
 What an engine refuses may be damaged where all of them read it. While the publish is waited for, the trainer still has
-the version, and writes it once more before anyone is fenced off; overlapped it has gone on.
+the version, and writes it once more before anyone is fenced; overlapped it has gone on.
 
 How engines take it (`weights.update_mode`). Symbols: N engines in service, v the version they serve, v + 1 the one that
 was exported. An engine is *frozen* from the moment its update begins to its acknowledgement; it is *paused* while it
@@ -101,7 +101,7 @@ class ActorWeightPublisher:
 
         Raises:
             EngineLostError: If it died, or did not answer within `timeout_s`.
-            WeightSyncError: If it has refused the version that was written once more, too; it is fenced off then.
+            WeightSyncError: If it has refused the version that was written once more, too; it is fenced then.
         """
         async with self._publishing:
             if self._delivery is not None:
@@ -403,7 +403,7 @@ async def attempt(engine: RemoteEngine, published: PublishedVersion, timeout_s: 
 async def last_attempt(
     engine: RemoteEngine, published: PublishedVersion, pool: EnginePool, timeout_s: float
 ) -> WeightAck | None:
-    """Update one engine; if that fails it is fenced off, and the run goes on with the rest."""
+    """Update one engine; if that fails it is fenced, and the run goes on with the rest."""
     answer = await attempt(engine, published, timeout_s)
     if isinstance(answer, WeightAck):
         return answer

@@ -154,7 +154,7 @@ class DeviceMemoryTransport(WeightTransport):
     """Training ranks write each version into slots in the memory of the engines' devices, by CUDA IPC.
 
     Waits for: engines that are new to make their slots, training ranks to open them and to write. Unblocked by: their
-    answers. An engine whose slot cannot be made or opened is fenced off, and the run goes on with the rest. What
+    answers. An engine whose slot cannot be made or opened is fenced, and the run goes on with the rest. What
     several training ranks hold comes from the one on an engine rank's device, so engines have plans of their own; those
     that lie to the trainer in the same way, a restarted one too, share a plan.
     """

@@ -21,7 +21,7 @@ class TimeSharedTrainer:
     """A `TrainerGroup` that has exclusive use of the devices during each step.
 
     Consumes: a closed batch. Waits for: all engines to be idle (evaluations included), then asleep. Unblocked by: the
-    engines in service; one that fails to sleep or wake up is fenced off, and the step continues without it.
+    engines in service; one that fails to sleep or wake up is fenced, and the step continues without it.
     """
 
     def __init__(self, trainer: TrainerGroup, pool: EnginePool) -> None:
@@ -41,7 +41,7 @@ class TimeSharedTrainer:
         await self._trainer.save(path)
 
     async def _for_each_engine(self, call: Callable[[RemoteEngine], Awaitable[None]]) -> None:
-        """Call all engines concurrently. An engine that is lost is fenced off instead of failing the step."""
+        """Call all engines concurrently. An engine that is lost is fenced instead of failing the step."""
 
         async def call_or_fence(engine: RemoteEngine) -> None:
             try:

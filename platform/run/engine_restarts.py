@@ -1,6 +1,6 @@
-"""Restarts engines that the pool has fenced off: a new process, the current weights, then back into the pool.
+"""Restarts engines that the pool has fenced: a new process, the current weights, then back into the pool.
 
-Consumes: engines fenced off for any reason. Waits for: the new process to load its model, a running publish to end, the
+Consumes: engines fenced for any reason. Waits for: the new process to load its model, a running publish to end, the
 engine to receive the current version. Unblocked by: these events or their time limits. Each engine is restarted at most
 `rollout.max_engine_restarts` times and then stays out of service. While a restart is running the pool keeps waiting
 requests queued, so a run survives the loss of its only engine.
@@ -62,7 +62,7 @@ class EngineRestarts:
 
     def _request_restart(self, engine_id: EngineId) -> bool:
         """Start a restart unless the limit is reached. Returns whether the engine may come back."""
-        # An engine that is fenced off again before it has caught up is handled by the loop of its running job.
+        # An engine that is fenced again before it has caught up is handled by the loop of its running job.
         if engine_id in self._jobs:
             return True
         if self._num_restarts[engine_id] >= self._max_restarts:
@@ -86,7 +86,7 @@ class EngineRestarts:
                 logger.warning("%s: %s failed: %s", engine_id, number, cause)
                 continue
             is_back = engine_id not in self._pool.fenced
-            logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced off again", number)
+            logger.warning("%s %s (%s)", engine_id, "is back in service" if is_back else "was fenced again", number)
         del self._jobs[engine_id]
         if not is_back:
             self._pool.abandon_return(engine_id)

@@ -69,7 +69,7 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
     assert ledger["admitted"] == sum(ledger[end] for end in ("trained", "dropped", "filtered", "failed", "live"))
     assert summary["max_staleness_seen"] <= summary["max_staleness_configured"]
     assert read_metric(run_dir, "flow/resumed_trajectories")[-1] > 0
-    assert "fenced off" in stdout + stderr
+    assert "is fenced and gets no more requests" in stdout + stderr
     assert "Traceback" not in stderr, stderr
 
 

@@ -3,7 +3,7 @@
 Each engine rank owns one slot, made once in its own process on its own device; every training rank that has bytes for
 it opens it by a handle (CUDA IPC; on CPU the name of a file in shared memory). The slot is what would be staged:
 the engine compares it where it is, and copies from it under the freeze. One is enough, because no version is written
-before all engines in service have acknowledged the one before, or were fenced off.
+before all engines in service have acknowledged the one before, or were fenced.
 
 A handle is good for one opening, while its owner lives. Memory is freed when the owner and all who opened it have let
 go of it or ended.

@@ -1,4 +1,4 @@
-"""Publishing over fakes: engines acknowledge, a slow or refusing one gets a second try and is then fenced off."""
+"""Publishing over fakes: engines acknowledge, a slow or refusing one gets a second try and is then fenced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time-shared devices: an engine that fails to sleep or wake up is fenced off, and the step continues without it."""
+"""Time-shared devices: an engine that fails to sleep or wake up is fenced, and the step continues without it."""
 
 from __future__ import annotations
 
