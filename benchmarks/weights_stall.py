@@ -31,11 +31,11 @@ from penstock.weights.copies import copy_environment
 from penstock.weights.planner.plan import BUCKET_BYTES
 from penstock.weights.transport.adapters import BaseWeights
 from penstock.weights.transport.process_group.endpoints import (
-    Announced,
+    BucketChecksums,
     DeviceReceiver,
     ReceiverAddress,
-    Sender,
     TransferGroupSpec,
+    WeightSender,
 )
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
@@ -53,11 +53,11 @@ class StreamingRank(TrainingProcess):
     """A training rank that can send, too."""
 
     def join(self, group_spec: TransferGroupSpec) -> None:
-        self._sender = Sender(self._rank, CPU)
+        self._sender = WeightSender(self._rank, CPU)
         self._sender.join(group_spec)
         self._sender.hold(self._parts, copies=False)
 
-    def announce(self) -> Announced:
+    def announce(self) -> BucketChecksums:
         return self._sender.sums()
 
     def send(self, version: int) -> list[PartialSum]:

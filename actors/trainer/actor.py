@@ -29,7 +29,12 @@ from penstock.weights.dtypes import TORCH_DTYPES
 from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.device_memory import OpenedSlots, SlotHandle, device_identity
-from penstock.weights.transport.process_group.endpoints import Announced, Sender, Sent, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import (
+    BucketChecksums,
+    SendReport,
+    TransferGroupSpec,
+    WeightSender,
+)
 from penstock.weights.transport.shards import ShardFiles, ShardTransfer, ShardWriter, copies_of, shard_sums
 from penstock.weights.transport.shared_memory import private_directory, write_version
 
@@ -44,7 +49,7 @@ class TrainerRank:
         self._outbound: Path | None = None
         self._writer: ShardWriter | None = None
         self._writers_of: dict[EngineId, ShardWriter] = {}
-        self._sender = Sender(rank, torch.device(spec.device))
+        self._sender = WeightSender(rank, torch.device(spec.device))
 
     def rendezvous(self) -> tuple[str, int]:
         """Address and a free port of this rank's node: where the ranks meet (rank 0 only)."""
@@ -150,12 +155,12 @@ class TrainerRank:
         self._sender.join(group_spec)
 
     @ray.method(concurrency_group="weight_io")
-    def bucket_checksums(self) -> Announced:
+    def bucket_checksums(self) -> BucketChecksums:
         """What `send_weights` will send of what is held, bucket by bucket."""
         return self._sender.sums()
 
     @ray.method(concurrency_group="weight_io")
-    def send_weights(self, version: int) -> Sent:
+    def send_weights(self, version: int) -> SendReport:
         """Send what is held, beside training."""
         return self._sender.send(version)
 

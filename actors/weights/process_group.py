@@ -33,7 +33,7 @@ from penstock.weights.config import WeightsConfig
 from penstock.weights.layout.engine import EngineSide
 from penstock.weights.model_config import DType
 from penstock.weights.transport.process_group.endpoints import (
-    Announced,
+    BucketChecksums,
     ReceiverAddress,
     TransferGroupSpec,
     WeightReceiver,
@@ -64,7 +64,7 @@ class Receivers(Protocol):
 
     on_devices: bool
 
-    def present(self) -> tuple[ReceiverAddress, ...]:
+    def addresses(self) -> tuple[ReceiverAddress, ...]:
         """Those of the engines in service now, in relay order: the node of the first training rank first."""
         ...
 
@@ -110,7 +110,7 @@ class NodeReceivers:
         self._receivers: dict[str, Any] = {}
         self._pids: dict[str, int] = {}
 
-    def present(self) -> tuple[ReceiverAddress, ...]:
+    def addresses(self) -> tuple[ReceiverAddress, ...]:
         nodes = {engine.node_id for engine in in_service(self._pool)}
         return tuple(
             ReceiverAddress(f"weight receiver on node {node[:8]}", node)
@@ -118,7 +118,7 @@ class NodeReceivers:
         )
 
     async def prepare(self) -> None:
-        nodes = [receiver.node for receiver in self.present()]
+        nodes = [receiver.node for receiver in self.addresses()]
         for node in self._receivers.keys() - set(nodes):
             await self._end(node)
         fresh = [node for node in nodes if node not in self._receivers]
@@ -177,12 +177,16 @@ class EngineReceivers:
     on_devices = True
 
     def __init__(self, pool: EnginePool, first_node: str) -> None:
-        self.lacking: int | None = None
+        self.pending_version: int | None = None
         self._pool = pool
         self._first_node = first_node
 
-    def present(self) -> tuple[ReceiverAddress, ...]:
-        some = [one for one in self._engines().values() if self.lacking is None or one.version != self.lacking]
+    def addresses(self) -> tuple[ReceiverAddress, ...]:
+        some = [
+            one
+            for one in self._engines().values()
+            if self.pending_version is None or one.version != self.pending_version
+        ]
         engines = sorted(some, key=lambda one: (one.node_id != self._first_node, one.node_id))
         return tuple(ReceiverAddress(engine.engine_id, engine.node_id) for engine in engines)
 
@@ -245,27 +249,27 @@ class ProcessGroupTransport(WeightTransport):
         self._group_spec: TransferGroupSpec | None = None
         self._generation = self._num_sent = 0
         self._transfer: ShardTransfer | None = None
-        self._begun: int | None = None
+        self._newest_version: int | None = None
         self._is_streamed = config.staging == "bucket" and receivers.on_devices
         self._call_timeout_s = config.timeout_s
 
     async def send(self, version: int) -> PublishHandle:
-        await self._get_ready(version)
+        await self._ensure_group(version)
         await self._trainer.ask("snapshot_weights", self._config.overlap)
         return self._deliver(version)
 
-    async def _get_ready(self, version: int) -> TransferGroupSpec:
+    async def _ensure_group(self, version: int) -> TransferGroupSpec:
         """Be in a crossing with every end that is to get a version."""
-        if version == self._begun:
+        if version == self._newest_version:
             self._group_spec = None  # it is damaged somewhere: codecs begin again, so that all of it is sent
-        self._begun = version
-        if self._group_spec is not None and set(self._group_spec.receivers) == set(self._receivers.present()):
+        self._newest_version = version
+        if self._group_spec is not None and set(self._group_spec.receivers) == set(self._receivers.addresses()):
             return self._group_spec
         try:
-            return await self._meet()
+            return await self._form_group()
         except WeightSyncError as error:
             await self._receivers.fence_silent_receivers(str(error))
-            return await self._meet()
+            return await self._form_group()
 
     async def close(self) -> None:
         await self._receivers.close()
@@ -274,7 +278,7 @@ class ProcessGroupTransport(WeightTransport):
         for attempt in range(ATTEMPTS):
             try:
                 if self._group_spec is None:
-                    await self._meet()
+                    await self._form_group()
                 return await self._send_to_receivers(version)
             except WeightSyncError as error:
                 self._group_spec = None
@@ -301,9 +305,9 @@ class ProcessGroupTransport(WeightTransport):
         share = None if self._config.codec == "int8_delta" else changed_share(sent)
         return PublishedVersion(manifest, payload, sum(one.num_bytes for one in sent), share)
 
-    async def _meet(self) -> TransferGroupSpec:
+    async def _form_group(self) -> TransferGroupSpec:
         """Make a crossing of the ends that are there now."""
-        receivers = self._receivers.present()
+        receivers = self._receivers.addresses()
         if not receivers:
             raise WeightSyncError("weights: no engine is left to publish to; the log says why each was fenced.")
         await self._receivers.prepare()
@@ -362,8 +366,8 @@ class StreamingTransport(ProcessGroupTransport):
     async def send(self, version: int) -> PublishHandle:
         if self._streaming is not None:
             await self._streaming.over()
-        self._engines.lacking = version  # on a second try those that have taken it serve, and are left alone
-        group_spec = await self._get_ready(version)
+        self._engines.pending_version = version  # on a second try those that have taken it serve, and are left alone
+        group_spec = await self._ensure_group(version)
         await self._trainer.ask("snapshot_weights", self._config.overlap)
         announced = await self._trainer.ask("bucket_checksums", timeout_s=self._config.timeout_s)
         self._streaming = self._stream(version, group_spec)
@@ -384,7 +388,7 @@ class StreamingTransport(ProcessGroupTransport):
         return InPlaceUpdate(version, [receiver.name for receiver in group_spec.receivers], send, interrupt)
 
 
-def _manifest(version: int, group_spec: TransferGroupSpec, announced: list[Announced]) -> WeightManifest:
+def _manifest(version: int, group_spec: TransferGroupSpec, announced: list[BucketChecksums]) -> WeightManifest:
     sums = tuple(one for rank in announced for one in rank.sums)
     parts = [PartialSum(one.rank, one.buffer, one.checksum) for one in sums]
     return replace(group_spec.transfer.manifest(version, parts), location=IN_PLACE, bucket_sums=sums)

@@ -22,7 +22,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.rollout.config import TorchEngineConfig, VllmEngineConfig
 from penstock.rollout.engines.torch.engine import TorchEngine
 from penstock.weights.checksum import PartialSum
-from penstock.weights.transport.process_group.endpoints import Sender, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import TransferGroupSpec, WeightSender
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.streaming import IN_PLACE
 
@@ -75,7 +75,7 @@ class Ranks:
     """Two training ranks under ZeRO-3, in threads of the test."""
 
     def __init__(self, harness: Harness, group_spec: TransferGroupSpec) -> None:
-        self.senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
+        self.senders = [WeightSender(rank, CPU) for rank in range(NUM_RANKS)]
         self._harness = harness
         self._group_spec = group_spec
 

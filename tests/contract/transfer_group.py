@@ -17,7 +17,7 @@ from penstock.dataflow.ports import WeightManifest
 from penstock.weights.layout.algebra import TensorSpec
 from penstock.weights.layout.engine import EngineSide, TrainingSide
 from penstock.weights.planner.plan import make_plan
-from penstock.weights.transport.process_group.endpoints import ReceiverAddress, Sender, TransferGroupSpec
+from penstock.weights.transport.process_group.endpoints import ReceiverAddress, TransferGroupSpec, WeightSender
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
 
@@ -52,7 +52,7 @@ async def make_group_spec(
     )
 
 
-async def cross(harness: Harness, group_spec: TransferGroupSpec, senders: list[Sender]) -> WeightManifest:
+async def cross(harness: Harness, group_spec: TransferGroupSpec, senders: list[WeightSender]) -> WeightManifest:
     """Send the next version through it."""
     version = harness.next_version
     harness.seed_of_version[version] = version
@@ -74,7 +74,7 @@ class TransferGroupContract:
     ) -> None:
         store = serve_store("127.0.0.1")
         group_spec = await make_group_spec(harness, store.port, 1, codec=codec, timeout_s=60.0)
-        senders = [Sender(rank, CPU) for rank in range(NUM_RANKS)]
+        senders = [WeightSender(rank, CPU) for rank in range(NUM_RANKS)]
         joining = [asyncio.to_thread(sender.join, group_spec) for sender in senders]
         await within(asyncio.gather(*joining, harness.engine.join_transfer_group(group_spec, 0)))
         for _ in range(2):
@@ -95,7 +95,7 @@ class TransferGroupContract:
     async def test_who_does_not_come_is_named_and_the_engine_goes_on_serving(self, harness: Harness) -> None:
         store = serve_store("127.0.0.1")
         group_spec = await make_group_spec(harness, store.port, 1, codec="full", timeout_s=1.0)
-        sender = Sender(0, CPU)
+        sender = WeightSender(0, CPU)
         joined, refusal = await within(
             asyncio.gather(
                 asyncio.to_thread(sender.join, group_spec),

@@ -14,8 +14,8 @@ from penstock.weights.layout.engine import TrainingSide
 from penstock.weights.transport.process_group.endpoints import (
     DeviceReceiver,
     ReceiverAddress,
-    Sender,
     TransferGroupSpec,
+    WeightSender,
 )
 from penstock.weights.transport.process_group.group import serve_store
 from penstock.weights.transport.shards import ShardTransfer
@@ -35,7 +35,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def send(group_spec: TransferGroupSpec, answers: Connection) -> None:
-    sender = Sender(0, torch.device("cuda", 0))
+    sender = WeightSender(0, torch.device("cuda", 0))
     sender.join(group_spec)
     for version in range(2):
         sender.hold({name: tensor.flatten().cuda(0) for name, tensor in tensors_of(version).items()}, copies=True)

@@ -205,15 +205,15 @@ async def test_a_function_that_does_not_load_is_a_config_error_for_every_caller(
         await runner.score_many([pair("a"), pair("b")])
 
 
-@pytest.mark.parametrize("lacking", ["temporary folder", "interpreter"])
+@pytest.mark.parametrize("missing", ["temporary folder", "interpreter"])
 async def test_a_process_that_cannot_be_started_fails_its_calls_and_the_next_call_tries_again(
-    runner_of: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+    runner_of: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     runner, folder = runner_of("obey"), tmp_path / "temporary"
     folder.mkdir()
     with monkeypatch.context() as broken:
-        broken.setattr("tempfile.tempdir", str(folder / "gone" if lacking == "temporary folder" else folder))
-        if lacking == "interpreter":
+        broken.setattr("tempfile.tempdir", str(folder / "gone" if missing == "temporary folder" else folder))
+        if missing == "interpreter":
             broken.setattr("sys.executable", str(tmp_path / "gone"))
         (result,) = await runner.score_many([pair("fine")])
         assert isinstance(result, TrajectoryError)

@@ -22,11 +22,11 @@ from penstock.weights.layout.training import training_layout
 from penstock.weights.planner.plan import make_plan
 from penstock.weights.planner.relay import relay_tree
 from penstock.weights.transport.process_group.endpoints import (
-    Announced,
+    BucketChecksums,
     DeviceReceiver,
     ReceiverAddress,
-    Sender,
     TransferGroupSpec,
+    WeightSender,
 )
 from penstock.weights.transport.process_group.group import TransferGroup, connect, connect_store, serve_store
 from penstock.weights.transport.process_group.members import Members
@@ -186,7 +186,7 @@ def test_what_ranks_copied_to_train_on_is_sent_to_the_slots_of_the_engines(
 
     def publish(rank: int) -> object:
         if rank < NUM_TRAINING:
-            sender = Sender(rank, GPU)
+            sender = WeightSender(rank, GPU)
             sender.join(group_spec)
             sums = []
             for version in range(2):
@@ -225,14 +225,14 @@ def test_versions_stream_into_live_parameters_against_the_sums_that_ranks_announ
 ) -> None:
     store = serve_store(HOST)
     group_spec = make_group_spec(store.port, SMALL, codec="full", is_streamed=True)
-    senders = [Sender(rank, GPU) for rank in range(NUM_TRAINING)]
+    senders = [WeightSender(rank, GPU) for rank in range(NUM_TRAINING)]
     device_receivers = [DeviceReceiver(0, GPU) for _ in group_spec.receivers]
     live = [
         {name: torch.zeros(tensor.numel(), dtype=torch.bfloat16) for name, tensor in drawn(0).items()}
         for _ in device_receivers
     ]
 
-    def join(rank: int) -> Announced | None:
+    def join(rank: int) -> BucketChecksums | None:
         if rank >= NUM_TRAINING:
             assert device_receivers[rank - NUM_TRAINING].join(group_spec, rank - NUM_TRAINING, None) is None
             return None

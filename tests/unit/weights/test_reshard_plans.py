@@ -141,12 +141,12 @@ def test_on_the_same_devices_only_what_a_device_lacks_is_sent(name: str) -> None
     assert make_plan(whole_everywhere, destination, 2, resident=here).wire_bytes == 0
     partitioned = training_layout(tensors, num_replicas=4, is_partitioned=True)
     plan = make_plan(partitioned, destination, 2, resident=here)
-    lacking = 0
+    missing = 0
     for tensor, wanted in destination.shards.items():
         for shard in wanted:
             own = [other.box for other in partitioned.shards[tensor] if other.rank == shard.rank]
-            lacking += volume(shard.box) - sum(volume(c) for box in own if (c := intersect(shard.box, box)) is not None)
-    assert plan.wire_bytes == 2 * lacking == lower_bound_bytes(partitioned, destination, 2, here)
+            missing += volume(shard.box) - sum(volume(c) for box in own if (c := intersect(shard.box, box)) is not None)
+    assert plan.wire_bytes == 2 * missing == lower_bound_bytes(partitioned, destination, 2, here)
     carried_out(plan, partitioned, destination, numbered(tensors))
 
 

@@ -106,7 +106,7 @@ class TransferGroupSpec:
         return Transfer(group, self.transfer.plan, route, TORCH_DTYPES[self.transfer.dtype], codec)
 
 
-class Sent(NamedTuple):
+class SendReport(NamedTuple):
     """What one training rank has sent of one version.
 
     Attributes:
@@ -122,7 +122,7 @@ class Sent(NamedTuple):
     num_changed: int
 
 
-class Announced(NamedTuple):
+class BucketChecksums(NamedTuple):
     """What one training rank is about to send of one version.
 
     Attributes:
@@ -134,14 +134,14 @@ class Announced(NamedTuple):
     num_bytes: int
 
 
-def changed_share(sent: Iterable[Sent]) -> float | None:
+def changed_share(sent: Iterable[SendReport]) -> float | None:
     """Share of the elements that differ from the version before, over all ranks; None without a codec."""
     counted = [(one.num_changed, one.num_elements) for one in sent]
     num_elements = sum(elements for _, elements in counted)
     return sum(changed for changed, _ in counted) / num_elements if num_elements else None
 
 
-class Sender:
+class WeightSender:
     """One training rank's end. What it holds survives a crossing, for the next one to send it again."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -184,13 +184,13 @@ class Sender:
         if self._packs_on.type == "cuda":
             torch.cuda.synchronize(self._packs_on)  # it is sent from another stream
 
-    def sums(self) -> Announced:
+    def sums(self) -> BucketChecksums:
         """What is held, as it will be sent. Reads all of it; nothing else may be sent meanwhile."""
         assert self._transfer is not None, "join comes first"
         with on_own_stream(self._packs_on):
-            return Announced(list(self._transfer.bucket_sums(self._held)), self._transfer.num_sent_bytes)
+            return BucketChecksums(list(self._transfer.bucket_sums(self._held)), self._transfer.num_sent_bytes)
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> SendReport:
         """Send what is held; may run beside training.
 
         Raises:
@@ -200,7 +200,7 @@ class Sender:
         with on_own_stream(self._packs_on):
             traffic = self._transfer.run(version, self._held, {}, wants_sums=True)
         assert traffic.sums is not None, "they were asked for"
-        return Sent(traffic.sums, traffic.sent_bytes.total(), traffic.num_elements, traffic.num_changed)
+        return SendReport(traffic.sums, traffic.sent_bytes.total(), traffic.num_elements, traffic.num_changed)
 
     def close(self) -> None:
         """Leave."""
