@@ -100,7 +100,7 @@ def test_batches_that_are_streamed_keep_the_same_bound(
     assert run.core.finish().trained == batch * 12
 
 
-def test_without_the_consumption_gate_lag_would_exceed_the_bound() -> None:
+def test_without_the_consumption_gate_staleness_would_exceed_the_bound() -> None:
     """The planted violation: first-come first-served under the same admission gate goes beyond η."""
     rng = random.Random(0)
     batch, eta, worst = 4, 1, 0
