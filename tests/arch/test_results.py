@@ -45,9 +45,7 @@ def test_the_page_on_weights_quotes_the_newest_figures_of_a_publish_with_its_che
     parts = [milliseconds(row) for row in ("sums", "write", "stage: map and check", "swap", "read back")]
     whole, copy = sum(parts), milliseconds("memcpy")
     page = read("docs/concepts/weights.md")
-    rows = re.findall(
-        r"^\| (?:the ranks|the engines|all phases) .*? \| ([\d,]+) \| ([\d.]+) \|", page, re.MULTILINE
-    )
+    rows = re.findall(r"^\| (?:the ranks|the engines|all phases) .*? \| ([\d,]+) \| ([\d.]+) \|", page, re.MULTILINE)
     expected = [(f"{one:,}", f"{one / copy:.1f}") for one in (*parts, whole)]
     assert rows == expected
     gathered = [milliseconds(row) for row in ("gather, put and load", "all-gather, put and load")]
