@@ -162,7 +162,7 @@ def loss_contenders(work: GpuWork, device: torch.device) -> Iterator[Contender]:
         return run
 
     composed = partial(composed_loss, Objective(LOSS))
-    # Read are 7 float32 columns and the lags, written is the gradient; backward reads and writes it once more.
+    # Read are 7 float32 columns and the staleness, written is the gradient; backward reads and writes it once more.
     num_bytes = (7 * 4 + 8 + 4 + 8.0) * num_tokens
     for name, function in (
         ("penstock", PolicyObjective(LOSS)),

@@ -11,22 +11,22 @@ _FAMILIES = {
     "env": "What happens in multi-turn episodes.",
     "length": "How long its answers are.",
     "loss": "The optimizer step.",
-    "critic": "How well the critic of `algorithm.advantage: gae` foresees what is to come.",
-    "ratio": "How far the trained tokens are from the policy that is trained.",
+    "critic": "How well the critic of `algorithm.advantage: gae` predicts returns.",
+    "ratio": "How far the policy that sampled the tokens is from the policy that is trained.",
     "mismatch": "How far the engine's logprobs are from the trainer's.",
     "staleness": "How old the trained tokens are, in policy versions.",
     "flow": "Groups and credits: the ledger in numbers.",
-    "stream": "What share of admissions each of several streams of tasks gets (`env.streams`, curricula, stages).",
-    "throughput": "How fast it goes.",
-    "idle": "Who waits for whom.",
-    "weights": "Publishing new weights to the engines.",
+    "stream": "How admissions are divided among several task streams (`env.streams`, curricula, stages).",
+    "throughput": "Speed of generation and training.",
+    "idle": "How long trainer and engines wait.",
+    "weights": "Publishing of new weights to the engines.",
     "memory": "Memory of all processes of the run on the driver's machine.",
     "eval": "Greedy evaluation on held-out tasks.",
-    "trainer": "The trainer's own work.",
-    "partner": "The other policy of a run with two (`partner` in the configuration).",
-    "rank": "Whether the trainer's ranks agree (only with several).",
-    "preference": "Learning from pairs of answers.",
-    "sft": "Supervised warm-up (`penstock sft`).",
+    "trainer": "Computation of the trainer.",
+    "partner": "The second policy of a run with two policies (`partner` in the configuration).",
+    "rank": "Consistency of the trainer ranks (only with several ranks).",
+    "preference": "Learning from preference pairs (`penstock rm`, `penstock dpo`).",
+    "sft": "Supervised warm start (`penstock sft`).",
 }
 
 _INTRO = """\
@@ -34,21 +34,21 @@ _INTRO = """\
 
 <!-- Rendered: python -m tests.metrics_page > docs/metrics.md -->
 
-Every name that Penstock logs, to every sink: `metrics.jsonl`, console, Weights & Biases, TensorBoard. A name that is
-not declared here is refused when it is logged. A share is between 0 and 1. Terms are those of
-[the vocabulary](architecture.md): staleness is counted in policy versions, and of a step it is that of the tokens
-trained in it. `*` stands for a name chosen by the user, such as that of a reward.
+These are all metrics that Penstock logs to `metrics.jsonl`, the console, Weights & Biases and TensorBoard. Logging a
+name that is not declared here is an error. A share is between 0 and 1. Terms are defined in
+[the vocabulary](architecture.md). Staleness is counted in policy versions; the staleness of a step
+refers to the tokens trained in it. `*` stands for a variable part of the name, such as the name of a reward.
 
 The columns of the console:
 
 | column | metric |
 |---|---|
-| reward, mean | `reward/mean` of the trained (sampled) answers |
-| eval, share | `eval/accuracy` of the newest evaluation: greedy, so mostly higher than the sampled reward |
+| reward, mean | `reward/mean` of the trained answers, which are sampled |
+| eval, share | `eval/accuracy` of the newest evaluation; greedy decoding is mostly better than sampling |
 | staleness, mean/max | `staleness/mean_versions`, `staleness/max_versions` |
 | sampled, trained | `throughput/generated_tokens_per_s`, `throughput/trained_tokens_per_s` |
 | idle, train/eng | `idle/trainer_share`, `idle/engine_share` |
-| left | time left, at the pace so far |
+| left | estimated remaining time at the average speed so far |
 """
 
 

@@ -42,7 +42,7 @@ from penstock.trainer.passes import Passes, TeacherForced
 from penstock.trainer.spec import TrainerSpec
 from penstock.trainer.updates import OpenUpdate, Update, batch_metrics, learning_rate, summary
 from penstock.trainer.work import Work
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.transport.adapters import adapter_tensors
 
 _OF_POLICIES = ("ratio/", "mismatch/", "loss/reference_kl", "loss/teacher_kl")
@@ -204,9 +204,9 @@ class PolicyTrainer:
         """HF name and full tensor of every parameter. Collective: all ranks exhaust it, rank 0 yields."""
         return self.backend.export_weights()
 
-    def training_side(self) -> TrainingSide:
+    def training_sharding(self) -> TrainingSharding:
         """Which tensors there are and how the ranks hold them."""
-        return self.backend.training_side()
+        return self.backend.training_sharding()
 
     def local_weights(self) -> dict[str, Tensor]:
         """HF name -> what this rank holds of the tensor, flat; aliases of live weights."""

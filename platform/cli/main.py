@@ -1,7 +1,7 @@
-"""The `penstock` command. Thin: it reads arguments, opens the door of the configuration and calls what does the work.
+"""The `penstock` command: parses arguments, loads the configuration and calls the module that implements the command.
 
-Heavy imports (Ray, torch, vLLM) live inside the commands, so that `penstock --help` is quick.
-Exit codes: 0 done, 1 the run failed, 2 the configuration cannot run, 130 and 143 after SIGINT and SIGTERM.
+Heavy imports (Ray, torch, vLLM) are inside the commands, so that `penstock --help` is fast.
+Exit codes: 0 success, 1 the run failed, 2 the configuration is invalid, 130 and 143 after SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print configuration and placement; start nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print configuration and placement without starting the run.")]
 ConfigDir = Annotated[
-    Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own YAML, in the same groups as conf/.")
+    Path | None,
+    typer.Option("--config-dir", metavar="DIR", help="Folder with your own YAML, in the same groups as conf/."),
 ]
 Isolation = Annotated[
     str | None,
     typer.Option(
-        help="As env.episode.isolation and reward.isolation: process, strict, or e.g. '{network: true}'.",
+        help="As env.episode.isolation and reward.isolation: process, strict, or grants, e.g. '{network: true}'.",
         show_default=False,
     ),
 ]
-Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name of `penstock env list`, or module:name.")]
+Factory = Annotated[str, typer.Argument(metavar="ENV", help="A name from `penstock env list`, or module:name.")]
 EnvArgs = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of it.", show_default=False)
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the environment.", show_default=False)
 ]
 
 app = typer.Typer(
@@ -56,9 +57,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-weights = typer.Typer(help="How weights travel from the trainer to the engines.", no_args_is_help=True)
-sandbox = typer.Typer(help="Where untrusted programs are run.", no_args_is_help=True)
-environments = typer.Typer(help="Look at an environment, and play it, without a model.", no_args_is_help=True)
+weights = typer.Typer(help="Inspect the transfer of weights from the trainer to the engines.", no_args_is_help=True)
+sandbox = typer.Typer(help="Check or serve the sandbox in which untrusted programs run.", no_args_is_help=True)
+environments = typer.Typer(help="Inspect, check and play environments without a model.", no_args_is_help=True)
 app.add_typer(weights, name="weights")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(environments, name="env")
@@ -67,7 +68,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def exits(body: Callable[Arguments, int]) -> Callable[Arguments, None]:
-    """Turn what a command returns or raises into an exit code and at most one readable error."""
+    """Convert the return value or exception of a command into an exit code and at most one readable error."""
 
     @wraps(body)
     def command(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
@@ -88,7 +89,7 @@ def print_error(error: PenstockError) -> None:
 
 
 def plain_console(*, stderr: bool = False) -> Console:
-    """A terminal that colours and wraps nothing by itself."""
+    """Create a console without automatic highlighting and line wrapping."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, soft_wrap=True)
@@ -96,14 +97,17 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 RUNS: dict[Command, tuple[str, str]] = {
     "train": ("penstock.platform.run.launch:train", "Train a policy by reinforcement learning."),
-    "sft": ("penstock.platform.run.offline_training:run_sft", "Warm-start a policy on worked answers."),
+    "sft": (
+        "penstock.platform.run.offline_training:run_sft",
+        "Train a policy on gold answers (supervised warm start).",
+    ),
     "rm": (
         "penstock.platform.run.offline_training:run_rm",
-        "Train a reward model on pairs of answers (Bradley-Terry).",
+        "Train a reward model on preference pairs (Bradley-Terry).",
     ),
     "dpo": (
         "penstock.platform.run.offline_training:run_dpo",
-        "Train a policy on pairs of answers (DPO, offline); the reference is the policy that it starts from.",
+        "Train a policy on preference pairs (offline DPO). The reference is the initial policy.",
     ),
     "eval": (
         "penstock.platform.run.serving:run_eval",
@@ -111,19 +115,20 @@ RUNS: dict[Command, tuple[str, str]] = {
     ),
     "sample": (
         "penstock.platform.run.sample:run_sample",
-        "Write scored answers of a policy, and pairs of better and worse ones: penstock sample experiment=arithmetic.",
+        "Sample and score answers, and write them and their preference pairs: penstock sample experiment=arithmetic.",
     ),
 }
-"""Commands that run a checked configuration to its end: module and function that do, and the help."""
+"""Commands that run a checked configuration to its end: import path of the implementation, and the help text."""
 
 
 def add_run(command: Command, summary: str) -> None:
-    """Add a command that loads the configuration and starts, or prints what would be started."""
+    """Add a command that loads the configuration, and then starts the run or prints what it would start."""
 
     @app.command(command, help=summary)
     @exits
     def run(overrides: Overrides = None, *, dry_run: DryRun = False, config_dir: ConfigDir = None) -> int:
-        if dry_run:  # before any import of huggingface_hub: a dry run asks no network
+        # A dry run uses no network. Set before huggingface_hub is imported, which reads the variable once.
+        if dry_run:
             os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         from rich.console import Console
 
@@ -135,13 +140,13 @@ def add_run(command: Command, summary: str) -> None:
             print_dry_run(loaded, command, Console())
             return 0
         if loaded.warm_start is not None:
-            return start("sft", loaded.warm_start) or begin_again(loaded.config)
+            return start("sft", loaded.warm_start) or restart_command(loaded.config)
         print_warnings(loaded.warnings, Console(stderr=True))
         return start(command, loaded.config)
 
 
 def start(command: Command, config: RunConfig) -> int:
-    """Run to the end. Foreign errors become one line; their whole traceback is in the run directory."""
+    """Run to the end. A foreign error is reported in one line; its traceback is in the run directory."""
     from penstock.platform.run.lifecycle import Interrupted
 
     module, _, function = RUNS[command][0].partition(":")
@@ -157,19 +162,19 @@ def start(command: Command, config: RunConfig) -> int:
         if not trace.exists():
             raise
         last_line = (str(error).strip().splitlines() or [""])[-1]
-        raise PenstockError(f"{type(error).__name__}: {last_line}\nThe whole traceback is in {trace}.") from error
+        raise PenstockError(f"{type(error).__name__}: {last_line}\nThe full traceback is in {trace}.") from error
 
 
-def begin_again(config: RunConfig) -> int:
-    """Begin this very command again, in this process but from nothing: Ray cannot be started twice.
+def restart_command(config: RunConfig) -> int:
+    """Run this command again after its warm start, in a fresh interpreter, because Ray cannot be started twice.
 
     Raises:
-        PenstockError: If the warm start has not made the policy.
+        PenstockError: If the warm start has not written the policy.
     """
     from penstock.platform.checks.machine import awaits_warm_start
 
     if awaits_warm_start(config):
-        raise PenstockError(f"warm_start: it ended well, but model.path={config.model.path} is still not there.")
+        raise PenstockError(f"warm_start: it succeeded, but model.path={config.model.path} still does not exist.")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  our own command line
@@ -186,23 +191,23 @@ def sweep(
         list[str] | None,
         typer.Argument(
             metavar="experiment=NAME KEY=A,B [seeds=FIRST:END] [KEY=VALUE]...",
-            help="KEY=A,B or GROUP=A,B: one run for each combination of the values. Other overrides hold for all runs.",
+            help="KEY=A,B or GROUP=A,B: one run per combination of values. Other overrides apply to all runs.",
             show_default=False,
         ),
     ] = None,
     *,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Runs, logs and results.")] = Path("runs/sweep"),
-    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Longest run, seconds.")] = 7200.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all runs and list them; start none.")] = False,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder of runs, logs and results.")] = Path("runs/sweep"),
+    cell_timeout_s: Annotated[float, typer.Option(metavar="S", help="Time limit of one run, seconds.")] = 7200.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list all runs without starting them.")] = False,
     config_dir: ConfigDir = None,
 ) -> int:
-    """Train once for each combination of values, e.g. sweep experiment=arithmetic algorithm=grpo,rloo seeds=0:3.
+    """Train once per combination of values, e.g. sweep experiment=arithmetic algorithm=grpo,rloo seeds=0:3.
 
-    All runs are checked before the first one starts. Runs that have completed are skipped, so the same command
-    continues an interrupted sweep. A run that fails is named at the end; the others go on.
+    All runs are checked before the first one starts. Completed runs are skipped, so the same command continues an
+    interrupted sweep. A failed run does not stop the others and is reported at the end.
 
-    DIR/sweep.md, .csv, .json and .html hold final accuracy, gain, mean lag, status and run directory, and are written
-    after every run.
+    DIR/sweep.md, .csv, .json and .html are updated after every run. They list final accuracy, gain, mean staleness,
+    status and run directory.
     """
     from rich.console import Console
 
@@ -221,7 +226,7 @@ def sweep(
 @app.command()
 @exits
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")]) -> int:
-    """Write report.html of a run and print its path."""
+    """Write the report.html of a run and print its path."""
     from penstock.platform.metrics.report import write_report
 
     if not run.is_dir():
@@ -234,7 +239,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
 @app.command()
 @exits
 def doctor() -> int:
-    """Check this machine and its packages: one line each, what is wrong and what to do."""
+    """Check this machine and its packages. Each line says what was found and how to fix it."""
     from penstock.platform.cli.doctor import run_doctor
 
     return run_doctor()
@@ -244,9 +249,11 @@ def doctor() -> int:
 @exits
 def algorithms(
     *,
-    kind: Annotated[str | None, typer.Option(metavar="KIND", help="Only one kind, e.g. loss or correction.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="List only one kind, e.g. loss or correction.")
+    ] = None,
 ) -> int:
-    """List advantages, losses, corrections and the rest by name, with formula, paper and file."""
+    """List all advantages, losses, corrections and other choices, with formula, paper and file."""
     from rich.console import Console
 
     from penstock.platform.cli.algorithms import run_algorithms
@@ -268,12 +275,13 @@ def simulate(
     *,
     seeds: Annotated[str, typer.Option(metavar="FIRST:END", help="Seeds to run.")] = "0:1",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Print the last events of every seed.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Print the last events of each seed.")] = False,
     calibrate: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Fit the costs to a run; print predicted and measured step time.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Fit the costs to a run, and print predicted and measured step times."),
     ] = None,
 ) -> int:
-    """Run the controller in virtual time, over simulated devices, with faults. Exit code 1 on a violation."""
+    """Run the controller in virtual time on simulated devices, with faults. Exit code 1 if an invariant is violated."""
     from penstock.platform.cli.simulate import run_simulate
 
     return run_simulate(overrides or [], seeds, as_json=as_json, shows_trace=trace, calibrate=calibrate)
@@ -287,7 +295,7 @@ def weights_plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     config_dir: ConfigDir = None,
 ) -> int:
-    """Print bytes per link, lower bound, egress and buckets of one publish; nothing is started."""
+    """Print the planned transfers of one publish: bytes per link, lower bound, egress and buckets. Starts nothing."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     from penstock.platform.checks.load import load_config
     from penstock.platform.cli.weights import run_weights_plan
@@ -301,10 +309,10 @@ def weights_plan(
 def sandbox_check(
     *,
     isolate: Annotated[
-        bool, typer.Option("--isolate/--no-isolate", help="Without: what a host gives that allows no isolation.")
+        bool, typer.Option("--isolate/--no-isolate", help="--no-isolate shows the results on a host without isolation.")
     ] = True,
 ) -> int:
-    """Run hostile programs on this machine: which isolation was found, and what it contains. Exit code 1 if not all."""
+    """Run hostile programs in the sandbox of this machine. Exit code 1 if any of them is not contained."""
     from penstock.platform.cli.sandbox import run_sandbox_check
 
     return run_sandbox_check(isolate=isolate)
@@ -318,11 +326,11 @@ def sandbox_serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="TCP port to listen on.", min=1, max=65535)] = 8080,
     token_variable: Annotated[
-        str | None, typer.Option(help="Environment variable with the token that clients must send; none asks for none.")
+        str | None, typer.Option(help="Environment variable with the token that clients must send. Default: no token.")
     ] = None,
     config_dir: ConfigDir = None,
 ) -> int:
-    """Run programs for reward workers on other machines (sandbox=remote there), within the limits of `sandbox`."""
+    """Serve this machine's sandbox to reward workers on other machines, which use sandbox=remote."""
     from penstock.platform.checks.load import load_config
     from penstock.platform.cli.sandbox import run_sandbox_service
 
@@ -333,7 +341,7 @@ def sandbox_serve(
 @environments.command("list")
 @exits
 def env_list() -> int:
-    """List the environments that are built in or installed."""
+    """List built-in and installed environments."""
     from penstock.platform.cli.env import run_env_list
 
     return run_env_list(plain_console())
@@ -342,7 +350,7 @@ def env_list() -> int:
 @environments.command("show")
 @exits
 def env_show(factory: Factory, args: EnvArgs = None) -> int:
-    """Print what an environment takes, and its first tasks."""
+    """Print the arguments and the first tasks of an environment."""
     from penstock.platform.cli.env import run_env_show
 
     return run_env_show(factory, args or [], plain_console())
@@ -354,12 +362,15 @@ def env_check(
     factory: Factory,
     args: EnvArgs = None,
     *,
-    max_turns: Annotated[int, typer.Option(help="As env.episode.max_turns.")] = 12,
-    timeout_s: Annotated[float, typer.Option(help="As env.episode.timeout_s, seconds.")] = 30.0,
-    reward: Annotated[str | None, typer.Option(help="Scores answers of single-turn tasks: as reward.fn.")] = None,
+    max_turns: Annotated[int, typer.Option(help="Turn limit, as env.episode.max_turns.")] = 12,
+    timeout_s: Annotated[float, typer.Option(help="Time limit in seconds, as env.episode.timeout_s.")] = 30.0,
+    reward: Annotated[str | None, typer.Option(help="Reward function of single-turn tasks, as reward.fn.")] = None,
     isolation: Isolation = None,
 ) -> int:
-    """Play an environment with a scripted agent: types, determinism, speed, rewards. Exit code 1 if a check fails."""
+    """Check types, determinism, speed and rewards of an environment by playing it with a scripted agent.
+
+    Exit code 1 if a check fails.
+    """
     from penstock.platform.cli.env import run_env_check
 
     return run_env_check(factory, args or [], max_turns, timeout_s, reward, isolation, plain_console())
@@ -368,7 +379,7 @@ def env_check(
 @environments.command("play")
 @exits
 def env_play(factory: Factory, args: EnvArgs = None, *, isolation: Isolation = None) -> int:
-    """Play one episode by hand; an empty line ends it."""
+    """Play one episode by hand. An empty line ends it."""
     from penstock.platform.cli.env import run_env_play
 
     return run_env_play(factory, args or [], input, plain_console(), isolation)
@@ -376,11 +387,15 @@ def env_play(factory: Factory, args: EnvArgs = None, *, isolation: Isolation = N
 
 def main() -> None:
     """Console entry point."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # this process computes nothing; trainer ranks set their own
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what cannot be had is said once, by us, not at every retry
-    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # else Ray answers SIGTERM with a C++ stack trace
+    # This process does no tensor computation. Trainer ranks set their own accelerator.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Our own error reports a failed download once, instead of a warning at every retry.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    # Otherwise Ray answers SIGTERM with a C++ stack trace.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
+    # Lets `reward.fn=my_module.my_reward` find a module in the working directory.
     if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # `reward.fn=my_module.my_reward` finds a file beside the user
+        sys.path.append(str(Path.cwd()))
     app()
 
 

@@ -250,7 +250,7 @@ def run_trials(
             accuracy, gain, staleness = (
                 _number(value) for value in (result.accuracy, result.gain, result.mean_staleness)
             )
-            note(f"{where}: accuracy {accuracy}, gain {gain}, mean lag {staleness} versions")
+            note(f"{where}: accuracy {accuracy}, gain {gain}, mean staleness {staleness} versions")
         results[trial] = result or Result("failed", config.run_dir)
         write_results(grid, results, folder)
     return results
@@ -282,7 +282,7 @@ def find_completed(config: RunConfig) -> Result | None:
 def result_rows(grid: Grid, results: Results) -> list[list[str]]:
     """Header and one row per combination of values: means over its seeds, accuracy with its range."""
     keys = [key for key in grid.axes if key != SEED]
-    rows = [[*keys, "completed", "accuracy", "gain", "mean lag, versions", "run directory"]]
+    rows = [[*keys, "completed", "accuracy", "gain", "mean staleness, versions", "run directory"]]
     for line in dict.fromkeys(trial.line for trial in grid.trials):
         trials = [trial for trial in grid.trials if trial.line == line]
         found = [results[trial] for trial in trials if trial in results]

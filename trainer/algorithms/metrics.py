@@ -175,12 +175,12 @@ def _by_staleness(sums: NDArray[np.float64], greatest: NDArray[np.float64]) -> d
     for bucket, row, weight_max in zip(STALENESS_BUCKETS, sums.tolist(), greatest.tolist(), strict=True):
         of = dict(zip(BY_STALENESS, row, strict=True))
         if tokens := of["tokens"]:
-            metrics[f"ratio/lag_tokens/{bucket}"] = tokens
-            metrics[f"ratio/lag_behavior_mean/{bucket}"] = of["weight"] / tokens
-            metrics[f"ratio/lag_behavior_max/{bucket}"] = weight_max
-            metrics[f"ratio/lag_masked_share/{bucket}"] = of["masked"] / tokens
+            metrics[f"ratio/staleness_tokens/{bucket}"] = tokens
+            metrics[f"ratio/staleness_behavior_mean/{bucket}"] = of["weight"] / tokens
+            metrics[f"ratio/staleness_behavior_max/{bucket}"] = weight_max
+            metrics[f"ratio/staleness_masked_share/{bucket}"] = of["masked"] / tokens
             effective = of["weight"] ** 2 / max(tokens * of["weight_squared"], 1e-300)
-            metrics[f"ratio/lag_effective_sample_size/{bucket}"] = effective
-            metrics[f"mismatch/lag_abs_logprob_mean/{bucket}"] = of["abs_log_ratio"] / tokens
-            metrics[f"mismatch/lag_kl_k3/{bucket}"] = of["kl_k3"] / tokens
+            metrics[f"ratio/staleness_effective_sample_size/{bucket}"] = effective
+            metrics[f"mismatch/staleness_abs_logprob_mean/{bucket}"] = of["abs_log_ratio"] / tokens
+            metrics[f"mismatch/staleness_kl_k3/{bucket}"] = of["kl_k3"] / tokens
     return metrics

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.trainer.batches.collate import ModelInputs
 from penstock.trainer.models.lora import Adapter, Adapters
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 
 
 class OptimizerResult(NamedTuple):
@@ -85,7 +85,7 @@ class Backend(Protocol):
         """HF name of each adapted weight -> its adapter, copied, on every rank. Collective."""
         ...
 
-    def training_side(self) -> TrainingSide:
+    def training_sharding(self) -> TrainingSharding:
         """Which tensors there are, under their HF names, and how the ranks hold them."""
         ...
 

@@ -39,7 +39,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged
 from penstock.trainer.models.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
 from penstock.weights.layout.algebra import Shape, TensorSpec, volume
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import ModelConfig
 
 _GATHER_BYTES = 256 << 20
@@ -157,11 +157,11 @@ class DeepSpeedBackend:
         with deepspeed.zero.GatheredParameters(self.adapters.parameters()):
             return self.adapters.copies()
 
-    def training_side(self) -> TrainingSide:
+    def training_sharding(self) -> TrainingSharding:
         tensors = tuple(TensorSpec(name, shape) for name, shape in self._shapes.items())
         if self._split is None:
-            return TrainingSide(tensors, self._num_replicas, self._is_partitioned)
-        return TrainingSide(tensors, self._num_replicas, self._is_partitioned, self._split.size, self._split.splits)
+            return TrainingSharding(tensors, self._num_replicas, self._is_partitioned)
+        return TrainingSharding(tensors, self._num_replicas, self._is_partitioned, self._split.size, self._split.splits)
 
     def local_weights(self) -> dict[str, Tensor]:
         adapters = self.gathered_adapters()

@@ -43,7 +43,7 @@ class RankShare:
     def at_start(cls, backend: Backend) -> RankShare:
         """Of a rank that has its weights and no batch yet."""
         held: list[Tensor] = []
-        if num_shares(backend) > 1 and not backend.training_side().is_partitioned:
+        if num_shares(backend) > 1 and not backend.training_sharding().is_partitioned:
             with backend.adapters.off():  # adapters apart from what they are added to
                 held = [*backend.local_weights().values(), *backend.adapters.parameters()]
         return cls(fingerprint(held), torch.zeros((), dtype=torch.float64, device=backend.device))
@@ -92,6 +92,6 @@ def agreement(share: RankShare, backend: Backend) -> dict[str, float]:
         "rank/loss_spread": float(means.std()) if len(means) else 0.0,
         "rank/signal_spread": float(signals.std() / signals.mean()) if signals.mean() > 0 else 0.0,
     }
-    if not backend.training_side().is_partitioned:
+    if not backend.training_sharding().is_partitioned:
         found["rank/desynchronised"] = float(np.sum(fingerprints != fingerprints[0]))
     return found

@@ -20,7 +20,7 @@ from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
 from penstock.trainer.models.policy_model import PolicyModel, compile_body, hf_parameters
 from penstock.trainer.models.value_model import ValueModel
 from penstock.weights.layout.algebra import TensorSpec
-from penstock.weights.layout.engine import TrainingSide
+from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import ModelConfig
 
 WrappedModel = PolicyModel | ValueModel
@@ -72,9 +72,9 @@ class TorchBackend:
     def gathered_adapters(self) -> dict[str, Adapter]:
         return self.adapters.copies()
 
-    def training_side(self) -> TrainingSide:
+    def training_sharding(self) -> TrainingSharding:
         parameters = hf_parameters(self._model)
-        return TrainingSide(tuple(TensorSpec(name, tuple(parameter.shape)) for name, parameter in parameters))
+        return TrainingSharding(tuple(TensorSpec(name, tuple(parameter.shape)) for name, parameter in parameters))
 
     def local_weights(self) -> dict[str, Tensor]:
         return {name: tensor.view(-1) for name, tensor in self.export_weights()}

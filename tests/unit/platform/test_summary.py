@@ -59,7 +59,7 @@ def test_first_and_last_reward_are_means_over_at_most_ten_steps_and_half_the_run
     assert first_and_last_mean(values) == expected
 
 
-def test_the_staleness_histogram_is_sorted_by_lag(tmp_path: Path) -> None:
+def test_the_staleness_histogram_is_sorted_by_staleness(tmp_path: Path) -> None:
     path = write_staleness(tmp_path, {2: 5, 0: 10, 1: 7})
     assert path.read_text() == '{"0": 10, "1": 7, "2": 5}\n'
 

@@ -173,7 +173,7 @@ def test_only_what_has_not_completed_is_run(tmp_path: Path, monkeypatch: pytest.
     ]  # fmt: skip
     assert [result.accuracy for result in results.values()] == [0.8, 0.7]
     assert [result.mean_staleness for result in results.values()] == [0.5, 0.5]
-    assert notes[-1] == "[2/2] max_staleness-2: accuracy 0.700, gain 0.200, mean lag 0.500 versions"
+    assert notes[-1] == "[2/2] max_staleness-2: accuracy 0.700, gain 0.200, mean staleness 0.500 versions"
     assert sizes == [1, 2], "results are kept after every trial"
 
 

@@ -69,7 +69,11 @@ def test_a_step_reports_and_learns_the_same(policy, batch, in_parts, algorithm, 
     monkeypatch.setattr(micro_batch_loss, "can_fuse", lambda target: False)
     composed_metrics, composed_weights = step(policy, aged, in_parts=in_parts, **algorithm)
     assert num_fused == len(calls) >= 3, "every micro-batch of the first run, none of the second"
-    assert {"ratio/lag_tokens/other_policy", "ratio/lag_tokens/0", "ratio/lag_tokens/4_plus"} <= metrics.keys()
+    assert {
+        "ratio/staleness_tokens/other_policy",
+        "ratio/staleness_tokens/0",
+        "ratio/staleness_tokens/4_plus",
+    } <= metrics.keys()
     assert metrics == pytest.approx(composed_metrics, rel=1e-5, abs=1e-7)
     before = dict(trainer_of(policy, 40).export_weights())
     moved = sum(float((composed_weights[name] - old).double().square().sum()) for name, old in before.items())

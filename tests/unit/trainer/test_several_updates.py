@@ -86,7 +86,9 @@ def test_mini_batches_and_epochs_equal_a_plain_loop(policy, aged, proximal, max_
 def test_staleness_is_measured_once_per_token_against_the_start_of_the_batch(policy, aged) -> None:
     whole = trainer_of(policy, correction="none").step(aged, VERSION).metrics
     found = trainer_of(policy, proximal="recompute", **PLAIN).step(aged, VERSION).metrics
-    names = [name for name in whole if name.startswith(("ratio/behavior", "ratio/lag", "mismatch/", "ratio/effective"))]
+    names = [
+        name for name in whole if name.startswith(("ratio/behavior", "ratio/staleness", "mismatch/", "ratio/effective"))
+    ]
     assert len(names) >= 10
     assert {name: found[name] for name in names} == pytest.approx({name: whole[name] for name in names}, rel=1e-5)
 
@@ -95,7 +97,7 @@ def test_without_a_forward_at_the_start_only_the_first_update_is_measured(policy
     first = aged[np.random.default_rng([VERSION, 0]).permutation(3)[0]]
     alone = trainer_of(policy, correction="none").step([first], VERSION).metrics
     found = trainer_of(policy, proximal="interpolate", **PLAIN).step(aged, VERSION).metrics
-    names = [name for name in alone if name.startswith(("ratio/behavior", "ratio/lag", "mismatch/"))]
+    names = [name for name in alone if name.startswith(("ratio/behavior", "ratio/staleness", "mismatch/"))]
     assert {name: found[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-5)
 
 

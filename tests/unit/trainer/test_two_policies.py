@@ -60,8 +60,8 @@ def test_f_tis_leaves_out_what_the_policy_would_hardly_have_said_and_was_bad(pol
     ]
     report = trainer_of(policy, correction=["f_tis"]).step(far, version=0)
     metrics = report.metrics
-    assert metrics["ratio/lag_behavior_mean/other_policy"] < 0.2
-    assert metrics["ratio/lag_masked_share/other_policy"] > 0.1
+    assert metrics["ratio/staleness_behavior_mean/other_policy"] < 0.2
+    assert metrics["ratio/staleness_masked_share/other_policy"] > 0.1
     assert metrics["mismatch/abs_logprob_mean"] < 1.0, "own samples only"
     untouched = trainer_of(policy, correction=["f_tis"]).step(shared(batch), version=0).metrics
     assert untouched["mismatch/abs_logprob_mean"] == pytest.approx(metrics["mismatch/abs_logprob_mean"])

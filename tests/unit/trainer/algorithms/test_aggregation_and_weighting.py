@@ -116,14 +116,14 @@ def test_two_micro_batches_add_up_to_the_whole() -> None:
         "4_plus": staleness >= 4,
     }
     for name, inside in buckets.items():
-        expected[f"ratio/lag_tokens/{name}"] = inside.sum()
-        expected[f"ratio/lag_behavior_mean/{name}"] = w[inside].mean()
-        expected[f"ratio/lag_behavior_max/{name}"] = w[inside].max()
-        expected[f"ratio/lag_masked_share/{name}"] = masked[inside].mean()
+        expected[f"ratio/staleness_tokens/{name}"] = inside.sum()
+        expected[f"ratio/staleness_behavior_mean/{name}"] = w[inside].mean()
+        expected[f"ratio/staleness_behavior_max/{name}"] = w[inside].max()
+        expected[f"ratio/staleness_masked_share/{name}"] = masked[inside].mean()
         share = w[inside].sum() ** 2 / (inside.sum() * (w[inside] ** 2).sum())
-        expected[f"ratio/lag_effective_sample_size/{name}"] = share
-        expected[f"mismatch/lag_abs_logprob_mean/{name}"] = np.abs(start - behavior)[inside].mean()
-        expected[f"mismatch/lag_kl_k3/{name}"] = (w - (start - behavior) - 1)[inside].mean()
+        expected[f"ratio/staleness_effective_sample_size/{name}"] = share
+        expected[f"mismatch/staleness_abs_logprob_mean/{name}"] = np.abs(start - behavior)[inside].mean()
+        expected[f"mismatch/staleness_kl_k3/{name}"] = (w - (start - behavior) - 1)[inside].mean()
     sums = metrics.reduce(lambda values, _: values)
     found, kept_share = sums.metrics(), sums.kept_share
     assert found == pytest.approx(expected, rel=1e-9)
@@ -134,7 +134,7 @@ def test_a_step_without_tokens_has_metrics_and_no_buckets() -> None:
     sums = TokenMetrics(torch.device("cpu")).reduce(lambda values, _: values)
     found, kept_share = sums.metrics(), sums.kept_share
     assert kept_share == 1.0
-    assert not any("/lag_" in name for name in found)
+    assert not any("/staleness_" in name for name in found)
     assert all(np.isfinite(list(found.values())))
 
 
@@ -155,10 +155,10 @@ def test_what_another_policy_sampled_is_measured_apart() -> None:
         "mismatch/abs_logprob_mean": distance[~is_other].mean(),
         "mismatch/abs_logprob_max": distance[~is_other].max(),
         "mismatch/kl_k3": (w - (start - behavior) - 1)[~is_other].mean(),
-        "ratio/lag_behavior_mean/other_policy": w[is_other].mean(),
-        "ratio/lag_masked_share/other_policy": masked[is_other].mean(),
-        "ratio/lag_tokens/other_policy": 3.0,
-        "ratio/lag_tokens/1": 5.0,
+        "ratio/staleness_behavior_mean/other_policy": w[is_other].mean(),
+        "ratio/staleness_masked_share/other_policy": masked[is_other].mean(),
+        "ratio/staleness_tokens/other_policy": 3.0,
+        "ratio/staleness_tokens/1": 5.0,
         "ratio/masked_share": 0.5,
     }
     assert {name: found[name] for name in own} == pytest.approx(own, rel=1e-12)

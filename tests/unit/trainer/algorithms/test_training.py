@@ -40,7 +40,7 @@ VARIANTS = {
     "f_tis": {"correction": "f_tis", "f_tis_max_kl": 0.01},
     "own": {"loss": "tests.unit.trainer.algorithms.own:squared", "correction": "none"},
     "own_advantage": {"advantage": "tests.unit.trainer.algorithms.own:half_of_the_reward"},
-    "lag_and_entropy": {"staleness_decay": 0.6, "entropy_top_share": 0.3},
+    "staleness_and_entropy": {"staleness_decay": 0.6, "entropy_top_share": 0.3},
     "heads": {"reward_weights": {"right": 1.0, "short": 0.5}},
     "overlong_mask": {"overlong": "mask"},
     "overlong_drop": {"overlong": "drop"},
@@ -110,7 +110,7 @@ def test_steps_change_the_policy_and_report_finite_metrics(name, policy, aged, r
     assert [report.version for report in reports] == [6, 7, 8]
     assert not torch.equal(before, after)
     assert all(np.isfinite(list(report.metrics.values())).all() for report in reports)
-    tokens = [sum(report.metrics.get(f"ratio/lag_tokens/{b}", 0) for b in ("0", "2_3")) for report in reports]
+    tokens = [sum(report.metrics.get(f"ratio/staleness_tokens/{b}", 0) for b in ("0", "2_3")) for report in reports]
     assert tokens[0] > 0, "versions 3 and 5 at version 5 are staleness 2 and 0"
 
 
@@ -207,8 +207,8 @@ def test_staleness_is_counted_per_token_from_the_version_of_the_step(policy, age
     members = [one for group in aged for one in group.trajectories]
     old, every = (sum(one.num_sampled_tokens // n for one in members) for n in (2, 1))
     metrics = trainer_of(policy).step(aged, 6).metrics
-    buckets = {name: value for name, value in metrics.items() if name.startswith("ratio/lag_tokens")}
-    assert buckets == {"ratio/lag_tokens/2_3": old, "ratio/lag_tokens/1": every - old}
+    buckets = {name: value for name, value in metrics.items() if name.startswith("ratio/staleness_tokens")}
+    assert buckets == {"ratio/staleness_tokens/2_3": old, "ratio/staleness_tokens/1": every - old}
     streamed = trainer_of(policy)
     streamed.accumulate(aged[:2], 6)
     found = streamed.step(aged[2:], 6).metrics
