@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from penstock.dataflow.errors import PenstockError, TrajectoryError
-from penstock.envs.endpoint.message_history import MessageHistory, Part
+from penstock.envs.endpoint.message_history import MessageHistory, NewContent
 from penstock.envs.endpoint.requests import MODEL, ApiError, ChatRequest, bad_request
 from penstock.envs.environment import EndpointAccess
 from penstock.envs.workers.episode_child import EpisodeReply
 
 MAX_QUESTIONS = 1024
+_LATE_S = 1.0
+"""By how much a wait is late in a loop that stood still, seconds; less is ordinary load."""
 FEWEST_CHARACTERS = 16
 """Of a key: shorter ones can be guessed."""
 
@@ -50,7 +52,7 @@ class Answer:
     Attributes:
         text: As it is delivered: without special tokens, cut before a stop text; of chat, without reasoning.
         sampled_text: Of all sampled tokens that were kept.
-        tokens: They, if logprobs were asked for.
+        tokens: They, if logprobs were requested.
         version: Newest policy version that sampled one.
         reasoning: Text between the marks of `env.reasoning`; None where answers are not split.
     """
@@ -68,7 +70,7 @@ class Answer:
 class Policy(Protocol):
     """What answers a session, or questions."""
 
-    async def answer(self, part: Part, exchange: Exchange) -> Answer:
+    async def answer(self, content: NewContent, exchange: Exchange) -> Answer:
         """Answer one turn.
 
         Raises:
@@ -85,8 +87,8 @@ class Exchange:
         was_delivered: Somebody got the whole answer, or the refusal.
     """
 
-    def __init__(self, asked: ChatRequest) -> None:
-        self.asked = asked
+    def __init__(self, request: ChatRequest) -> None:
+        self.request = request
         self.answer: Answer | None = None
         self.error: ApiError | None = None
         self.was_delivered = False
@@ -146,7 +148,8 @@ class Session:
         name: For messages.
         serial: Its place in the table of the server.
         base_url: Of the server.
-        timeout_s: Longest time without a request while nothing is answered, seconds.
+        timeout_s: Longest time between two answers, without that of the policy; seconds. Refused requests do not
+            extend it, so a program that goes on after its budget ends.
 
     Attributes:
         access: What the program has to know.
@@ -159,7 +162,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self._secret = secrets.token_urlsafe(32)
         self.access = EndpointAccess(base_url, f"pk-{serial}-{self._secret}", MODEL)
-        self._conversation = MessageHistory()
+        self._history = MessageHistory()
         self._incoming: asyncio.Queue[Exchange] = asyncio.Queue(maxsize=1)
         self._last: Exchange | None = None
         self._is_closed = False
@@ -168,14 +171,14 @@ class Session:
         """Compare in constant time."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
-    def ask(self, asked: ChatRequest) -> Exchange:
+    def submit(self, request: ChatRequest) -> Exchange:
         """Hand in a request, or find the one that it repeats because its answer did not arrive.
 
         Raises:
             ApiError: If another one is being answered.
         """
         last = self._last
-        if last is not None and not last.was_delivered and last.asked == asked:
+        if last is not None and not last.was_delivered and last.request == request:
             return last
         if last is not None and not last.is_over:
             raise bad_request(
@@ -183,8 +186,8 @@ class Session:
                 code="concurrent_request",
             )
         self.counts["requests"] += 1
-        self.counts["ignored_parameters"] += bool(asked.ignored)
-        exchange = self._last = Exchange(asked)
+        self.counts["ignored_parameters"] += bool(request.ignored)
+        exchange = self._last = Exchange(request)
         if self._is_closed:
             exchange.refuse(_session_ended())
         else:
@@ -208,24 +211,34 @@ class Session:
             policy: What answers.
 
         Raises:
-            TrajectoryError: kind `env`, if the program fails or is silent for too long; and what the policy raises.
+            TrajectoryError: kind `env`, if the program fails, or gets no answer and does not end for `timeout_s`; and
+                what the policy raises.
         """
-        running = asyncio.ensure_future(program)
-        asking: asyncio.Task[Exchange] | None = None
+        loop, running = asyncio.get_running_loop(), asyncio.ensure_future(program)
+        incoming: asyncio.Task[Exchange] | None = None
+        deadline = loop.time() + self._timeout_s
         try:
             while True:
-                asking = asking or asyncio.create_task(self._incoming.get())
-                await asyncio.wait({running, asking}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                incoming = incoming or asyncio.create_task(self._incoming.get())
+                left_s = deadline - loop.time()
+                if left_s < -_LATE_S:
+                    # This loop stood still, and the requests of that time are still unread.
+                    deadline = loop.time() + (left_s := self._timeout_s)
+                await asyncio.wait({running, incoming}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     return running.result()
-                if not asking.done():
-                    message = f"{self.name}: neither a request nor an end within {self._timeout_s:g} s"
-                    raise TrajectoryError("env", f"{message} (env.episode.timeout_s)")
-                exchange, asking = asking.result(), None
-                await self._answer(exchange, policy)
+                if loop.time() - deadline > _LATE_S:
+                    continue
+                if left_s <= 0 or not incoming.done():
+                    message = f"{self.name}: neither a request that could be answered nor an end"
+                    raise TrajectoryError("env", f"{message} within {self._timeout_s:g} s (env.episode.timeout_s)")
+                exchange, incoming = incoming.result(), None
+                # A refused request does not count: a program that repeats it after its last turn would never end.
+                if await self._answer(exchange, policy):
+                    deadline = loop.time() + self._timeout_s
         finally:
             self.close()
-            pending = [task for task in (running, asking) if task is not None and not task.done()]
+            pending = [task for task in (running, incoming) if task is not None and not task.done()]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
@@ -236,16 +249,18 @@ class Session:
         if self._last is not None and not self._last.is_over:
             self._last.refuse(_session_ended())
 
-    async def _answer(self, exchange: Exchange, policy: Policy) -> None:
-        asked = exchange.asked
+    async def _answer(self, exchange: Exchange, policy: Policy) -> bool:
+        """Answer or refuse a request. Returns whether it was answered."""
+        request = exchange.request
         try:
-            answer = await policy.answer(self._conversation.next_part(asked), exchange)
+            answer = await policy.answer(self._history.new_content(request), exchange)
         except ApiError as error:
             self.counts["refused"] += 1
             exchange.refuse(error)
-            return
-        self._conversation.answered(asked, answer.text, answer.sampled_text, answer.reasoning)
+            return False
+        self._history.record(request, answer.text, answer.sampled_text, answer.reasoning)
         exchange.finish(answer)
+        return True
 
 
 class Questions:
@@ -272,7 +287,7 @@ class Questions:
         """Compare in constant time."""
         return hmac.compare_digest(self._key, key.encode())
 
-    def ask(self, asked: ChatRequest) -> Exchange:
+    def submit(self, request: ChatRequest) -> Exchange:
         """Begin to answer.
 
         Raises:
@@ -281,7 +296,7 @@ class Questions:
         if len(self._answering) >= MAX_QUESTIONS:
             message = f"{MAX_QUESTIONS} questions are being answered. Ask again when some are."
             raise ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded")
-        exchange = Exchange(asked)
+        exchange = Exchange(request)
         task = asyncio.create_task(self._answer(exchange), name="answer a question")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
@@ -298,7 +313,7 @@ class Questions:
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
-            exchange.finish(await self._policy.answer(MessageHistory().next_part(exchange.asked), exchange))
+            exchange.finish(await self._policy.answer(MessageHistory().new_content(exchange.request), exchange))
         except ApiError as error:
             exchange.refuse(error)
         except PenstockError as error:

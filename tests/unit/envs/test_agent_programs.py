@@ -153,7 +153,7 @@ async def test_a_program_plays_its_episode_and_leaves_no_process(
     [
         ("crashes", r"the agent ended with exit code 3: oh"),
         ("kills itself", "the agent was killed by SIGKILL"),
-        ("hangs", r"neither a request nor an end within 1 s \(env.episode.timeout_s\)"),
+        ("hangs", r"neither a request that could be answered nor an end within 1 s \(env.episode.timeout_s\)"),
     ],
 )
 async def test_a_program_that_fails_costs_its_own_attempt_and_leaves_no_process(
@@ -188,7 +188,7 @@ async def test_a_function_gets_a_client_and_one_that_fails_costs_its_own_attempt
 
 async def test_the_process_of_a_function_that_blocks_is_replaced(play: Callable[..., Any]) -> None:
     async with play("planted_agents:agent", timeout_s=1.0) as (once, host):
-        with pytest.raises(TrajectoryError, match="neither a request nor an end within 1 s"):
+        with pytest.raises(TrajectoryError, match="neither a request that could be answered nor an end within 1 s"):
             await once("blocks")
         async with asyncio.timeout(30):
             while host.pids:  # noqa: ASYNC110  there is no event for it

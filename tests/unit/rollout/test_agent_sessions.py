@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import openai
@@ -62,6 +63,49 @@ async def test_a_budget_refuses_the_request_and_the_episode_counts_as_cut_off_ho
     assert trajectory.episode.counts["requests"] == 4, "the client did not try again"
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_program_that_goes_on_asking_without_an_answer_is_ended(is_over: bool) -> None:
+    """After its budget with the turns that it has had; otherwise its attempt fails."""
+    num_refused = 0
+
+    async def program(client: AsyncOpenAI) -> None:
+        nonlocal num_refused
+        messages = [user("go")]
+        while True:
+            try:
+                answer = await chat(client, messages)
+                messages += [answer.choices[0].message, user("on")]
+                if not is_over:
+                    messages[0] = user("another history")
+            except openai.APIStatusError:
+                num_refused += 1
+                await asyncio.sleep(0.02)
+
+    async with asyncio.timeout(20):
+        run = run_agent(program, SayingEngine(lambda context: "ok"), max_turns=2 if is_over else 9, timeout_s=0.3)
+        if not is_over:
+            with pytest.raises(TrajectoryError, match="neither a request that could be answered nor an end"):
+                await run
+        else:
+            trajectory = await run
+            assert trajectory.episode is not None
+            assert (len(trajectory.episode.turns), trajectory.episode.end) == (2, "max_turns")
+            assert trajectory.episode.reward == 0.0
+    assert num_refused > 2, "it asked within the time that it had"
+
+
+async def test_a_loop_that_stood_still_takes_no_program_for_silent() -> None:
+    async def program(client: AsyncOpenAI) -> None:
+        answer = (await chat(client, [user("go")])).choices[0].message
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)  # noqa: ASYNC251 - the driver stands still, and the program with it
+        await chat(client, [user("go"), answer, user("on")])
+
+    trajectory = await run_agent(program, SayingEngine(lambda context: "ok"), timeout_s=0.4)
+    assert trajectory.episode is not None
+    assert len(trajectory.episode.turns) == 2
+
+
 async def test_a_text_that_no_token_stands_for_is_refused_and_the_session_goes_on() -> None:
     async def program(client: AsyncOpenAI) -> None:
         first, body = user("hello"), b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'
@@ -119,7 +163,7 @@ async def test_a_program_that_is_silent_or_never_asks_fails_its_attempt_and_its_
         return
 
     engine = SayingEngine(lambda context: "ok")
-    with pytest.raises(TrajectoryError, match=r"t/0: neither a request nor an end within 0.3 s"):
+    with pytest.raises(TrajectoryError, match=r"t/0: neither a request that could be answered nor an end within 0.3 s"):
         await run_agent(hangs, engine, timeout_s=0.3)
     with pytest.raises(TrajectoryError, match="without a request that could be answered"):
         await run_agent(asks_nothing, engine)
