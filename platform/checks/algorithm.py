@@ -1,4 +1,4 @@
-"""Cross-field checks of `trainer` and `algorithm`: their rules, and what flow and partner ask of them."""
+"""Cross-field checks of `trainer` and `algorithm`, including their combinations with `dataflow` and `partner`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.trainer.validation import trainer_violations
 
 _MASKS_OF_SEQUENCES = ("f_tis", "veto")
 _LOOK_AT_BEHAVIOR = ("dppo", "topr")
-"""Losses that take the sampling policy into account by themselves."""
+"""Losses that correct for the sampling policy themselves."""
 
 
 def check_trainer(config: RunConfig) -> Iterator[Finding]:
-    """What its backends, parallelism and adapters can do, as the trainer itself says; and what makes it slow."""
+    """Check backends, parallelism and adapters by the trainer's own rules, and warn of slow combinations."""
     trainer = config.trainer
     yield from map(error, trainer_violations(config.model, trainer))
     if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
@@ -35,7 +35,7 @@ def check_trainer(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_no_lora(config: RunConfig) -> Iterator[Finding]:
-    """A reward model is trained whole."""
+    """Refuse adapters for reward models, whose new head must be trained whole."""
     if config.trainer.lora is not None:
         yield error(
             "trainer.lora with `penstock rm`: a reward model begins with a new head, which must be trained whole. Use "
@@ -44,7 +44,7 @@ def check_no_lora(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
-    """The reference of adapters is the policy itself."""
+    """Warn of reference settings that have no effect because the policy without its adapters is the reference."""
     reference = config.reference
     is_own = config.trainer.lora is not None and reference.path is None and config.algorithm.needs_reference
     if is_own and (reference.pool is not None or reference.num_workers > 1):
@@ -56,7 +56,7 @@ def check_lora_reference(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_algorithm(config: RunConfig) -> Iterator[Finding]:
-    """What cannot work within the section."""
+    """Report combinations within the section that cannot work."""
     yield from map(error, algorithm_violations(config.algorithm))
     for entry in (find("advantage", config.algorithm.advantage.name), find("loss", config.algorithm.loss.name)):
         if entry.is_own:
@@ -67,7 +67,7 @@ def check_algorithm(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
-    """Advantages of a whole batch need it at once; losses of whole sequences need whole sequences."""
+    """Check that streaming and trimming leave the algorithm the whole batches and sequences that it needs."""
     algorithm, flow = config.algorithm, config.dataflow
     advantage, loss = find("advantage", algorithm.advantage.name), find("loss", algorithm.loss.name)
     if (
@@ -77,14 +77,14 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
     ):
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.advantage={advantage.name}: it whitens over all tokens "
-            "of the batch, which are not there when the first part is trained. Use one of the two, or "
+            "of the batch, which are not available when the first part is trained. Use one of the two, or "
             "algorithm.advantage.whiten=none."
         )
     if flow.stream_micro_batches and algorithm.updates_per_batch > 1:
         yield error(
             f"dataflow.stream_micro_batches=true with algorithm.mini_batches={algorithm.mini_batches} x "
-            f"epochs={algorithm.epochs}: every optimizer step of a batch is over a mini-batch of all of it, which is "
-            "not there when the first part is trained. Use one of the two."
+            f"epochs={algorithm.epochs}: mini-batches are drawn from the whole batch, which is not available when the "
+            "first part is trained. Use one of the two."
         )
     if flow.batch_groups % algorithm.mini_batches:
         yield error(
@@ -101,7 +101,7 @@ def check_algorithm_flow(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
-    """Under sequence parallelism no rank sees the tokens of a whole sequence."""
+    """Refuse settings that need whole sequences under sequence parallelism, where each rank has a part of them."""
     algorithm, size = config.algorithm, config.trainer.sequence_parallel_size
     if size == 1:
         return
@@ -113,25 +113,25 @@ def check_algorithm_parallel(config: RunConfig) -> Iterator[Finding]:
         if entry.level in ("sequence", "pair") or entry.name in _MASKS_OF_SEQUENCES
     ]
     if find("loss", algorithm.loss.name).is_own:
-        found.append(f"loss={algorithm.loss.name}")  # it may, and we cannot know
+        found.append(f"loss={algorithm.loss.name}")  # a custom loss may need whole sequences
     if algorithm.entropy_top_share < 1:
         found.append(f"entropy_top_share={algorithm.entropy_top_share:g}")
     for setting in found:
         yield error(
-            f"algorithm.{setting} with trainer.sequence_parallel_size={size}: it looks at all tokens of a sequence, "
-            "and every rank would see a stretch of it only. Use sequence_parallel_size=1, or tensor parallelism.",
+            f"algorithm.{setting} with trainer.sequence_parallel_size={size}: it needs all tokens of a sequence, but "
+            "each rank would have only a part of it. Use sequence_parallel_size=1, or tensor parallelism.",
             f"algorithm.{setting.partition('=')[0]}",
         )
 
 
 def check_critic(config: RunConfig) -> Iterator[Finding]:
-    """What a critic cannot share its ranks with, and settings of one that is not there."""
+    """Check what a critic can be combined with, and report critic settings without a critic."""
     algorithm, trainer = config.algorithm, config.trainer
     if not algorithm.needs_critic:
         if config.critic.path is not None:
             yield error(
                 f"critic.path={config.critic.path} with algorithm.advantage={algorithm.advantage.name}, which has no "
-                "critic: it would not be loaded. Use algorithm=ppo, or critic.path=null."
+                "critic, so it would not be loaded. Use algorithm=ppo, or critic.path=null."
             )
         return
     if config.dataflow.stream_micro_batches:
@@ -139,34 +139,34 @@ def check_critic(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.stream_micro_batches=true with algorithm.advantage={algorithm.advantage.name}: its critic is "
             "trained on whole batches. Use one of the two."
         )
-    why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in it"
+    why = "DeepSpeed keeps one set of such groups per process, and the critic is a second engine in that process"
     yield from split_models(trainer, f"algorithm.advantage={algorithm.advantage.name}", why)
 
 
 def check_teacher(config: RunConfig) -> Iterator[Finding]:
-    """What learns from a teacher has one, and no other algorithm does; groups are not chosen by rewards then."""
+    """Check that exactly the algorithms that learn from a teacher have one, and do not filter groups by reward."""
     algorithm, teacher = config.algorithm, config.teacher
     if not algorithm.needs_teacher:
         if teacher.path is not None:
             yield error(
-                f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss.name}, which asks no teacher: it "
+                f"teacher.path={teacher.path} with algorithm.loss={algorithm.loss.name}, which uses no teacher, so it "
                 "would not be loaded. Use algorithm=distill, or teacher.path=null."
             )
         return
     if teacher.path is None:
         yield error(
-            "teacher.path is not set, and algorithm.loss=distill learns from a teacher only. Give the directory or hub "
+            "teacher.path is not set, but algorithm.loss=distill learns only from a teacher. Give the directory or hub "
             "name of a policy with the same tokenizer."
         )
     if config.dataflow.filters.zero_variance:
         yield error(
-            "dataflow.filters.zero_variance=true with algorithm.loss=distill: it throws away groups of equal rewards, "
-            "from which a teacher teaches as much as from others. Use zero_variance=false."
+            "dataflow.filters.zero_variance=true with algorithm.loss=distill: it drops groups of equal rewards, but "
+            "distillation learns from them as much as from others. Use zero_variance=false."
         )
 
 
 def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
-    """Token budget of pairs, optimizers that cannot divide."""
+    """Check the token budget of pairs, and that the optimizer can divide the gradient."""
     algorithm, trainer, context = config.algorithm, config.trainer, config.model.max_context_tokens
     pairs = algorithm.loss.pairs if isinstance(algorithm.loss, PairsConfig) else None
     together = config.dataflow.group_size if pairs == "all" else 2
@@ -180,13 +180,13 @@ def check_algorithm_limits(config: RunConfig) -> Iterator[Finding]:
     if algorithm.correction.renormalize and cannot_divide(config):
         yield error(
             f"algorithm.correction.renormalize=true with trainer.zero_stage={trainer.zero_stage} in "
-            f"model.dtype={config.model.dtype}: the gradient is divided by what was kept at the end of the batch, and "
-            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
+            f"model.dtype={config.model.dtype}: the gradient is divided at the end of the batch by the share that was "
+            "kept, which DeepSpeed's plain bfloat16 optimizer does not support. Use trainer.zero_stage=2 or 3."
         )
 
 
 def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
-    """What runs and is biased, or is less than its name says."""
+    """Warn of combinations that run but are biased, or lack a part of the algorithm that they are named after."""
     algorithm, eta = config.algorithm, config.dataflow.max_staleness
     loss = find("loss", algorithm.loss.name)
     if eta and loss.takes_weight and algorithm.proximal != "behavior" and not weights_in(algorithm):
@@ -199,11 +199,11 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
         )
     if algorithm.advantage.type == "dr_grpo" and algorithm.aggregation not in SEQUENCE_MEANS[1:]:
         yield warning(
-            f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: it leaves the deviation "
-            "out to be unbiased, and this aggregation brings a bias by length back. Use aggregation=constant_length."
+            f"algorithm.advantage=dr_grpo with algorithm.aggregation={algorithm.aggregation}: dr_grpo omits the "
+            "deviation to be unbiased, and this aggregation adds a length bias. Use aggregation=constant_length."
         )
     filters = config.dataflow.filters
-    # Clip-higher and the soft penalty of overlong answers, as the preset has them: its name is not in the values.
+    # DAPO is recognised by its clip-higher and overlong penalty, because the name of a preset is not in the values.
     clip = algorithm.loss
     is_dapo = (
         isinstance(clip, ClippedConfig) and algorithm.overlong.mode == "penalty" and clip.clip_high > clip.clip_low
@@ -215,18 +215,18 @@ def check_algorithm_bias(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.filters.zero_variance=false with algorithm.loss.clip_high={clip.clip_high:g} above clip_low="
             f"{clip.clip_low:g} and algorithm.overlong.mode=penalty, which is DAPO without its dynamic sampling: "
             "groups of equal rewards stay in the batch and give no gradient, so it is effectively smaller. Use "
-            "dataflow.filters.zero_variance=true, which samples others in their place.",
+            "dataflow.filters.zero_variance=true, which samples other groups instead.",
             "dataflow.filters",
         )
     if algorithm.loss.type == "sft":
         yield warning(
-            "algorithm.loss=sft raises the probability of every sampled token, whatever it earned: rewards have no "
-            "effect. `penstock sft` is for worked answers."
+            "algorithm.loss=sft raises the probability of every sampled token, so rewards have no effect. Use "
+            "`penstock sft` to train on gold answers."
         )
 
 
 def check_partner(config: RunConfig) -> Iterator[Finding]:
-    """What two policies share must mean the same to both, and what the other has sampled must not count as own."""
+    """Check that both policies can train on the same groups, with tokens of the other policy corrected for."""
     partner, flow, algorithm = config.partner, config.dataflow, config.algorithm
     if partner is None:
         return
@@ -235,8 +235,8 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
     ours, theirs = config.model.shape.vocab_size, partner.model.shape.vocab_size
     if ours != theirs:
         yield error(
-            f"partner.model.shape.vocab_size={theirs} differs from model.shape.vocab_size={ours}: each trains on "
-            "tokens that the other has sampled. Use two policies of one tokenizer."
+            f"partner.model.shape.vocab_size={theirs} differs from model.shape.vocab_size={ours}: each policy trains "
+            "on tokens that the other one has sampled. Use two policies with the same tokenizer."
         )
     if flow.group_size % 2:
         yield error(
@@ -249,35 +249,35 @@ def check_partner(config: RunConfig) -> Iterator[Finding]:
     carries = loss.name in _LOOK_AT_BEHAVIOR or loss.level == "pair" or has_own_ratio
     if not weights_in(algorithm) and not carries and not loss.is_own:
         yield error(
-            f"partner with algorithm.correction={algorithm.correction}: what the partner has sampled would count "
-            "as if the policy had. Use algorithm/correction=f_tis."
+            f"partner with algorithm.correction={algorithm.correction}: tokens sampled by the partner would be trained "
+            "as if the policy had sampled them. Use algorithm/correction=f_tis."
         )
     for key, is_set, why in (
         ("algorithm.kl.coefficient", algorithm.needs_reference, "the reference scores groups for one policy"),
-        ("dataflow.gang", flow.gang, "a gang is on one engine, and the members of a group are on two"),
-        ("dataflow.stream_micro_batches", flow.stream_micro_batches, "both train a batch that is complete"),
-        ("cluster.colocated", config.cluster.colocated, "turns are of one trainer and its engines"),
-        ("algorithm.proximal", algorithm.proximal == "interpolate", "what the partner has sampled has no staleness"),
+        ("dataflow.gang", flow.gang, "a gang runs on one engine, but each group is sampled by two policies"),
+        ("dataflow.stream_micro_batches", flow.stream_micro_batches, "both policies train on complete batches"),
+        ("cluster.colocated", config.cluster.colocated, "only one trainer and its engines can take turns"),
+        ("algorithm.proximal", algorithm.proximal == "interpolate", "tokens of the partner have no staleness"),
     ):
         if is_set:
             yield error(f"partner with {key}={attrgetter(key)(config)}: {why}. Leave it at its default.")
 
 
 def cannot_divide(config: RunConfig) -> bool:
-    """Whether the gradient cannot be divided at the end of a batch: not by DeepSpeed's plain bfloat16 optimizer."""
+    """Whether DeepSpeed's plain bfloat16 optimizer is used, which cannot divide the gradient after a batch."""
     trainer = config.trainer
     return trainer.backend == "deepspeed" and trainer.zero_stage < 2 and config.model.dtype != "float32"
 
 
 def split_models(trainer: TrainerConfig, setting: str, why: str) -> Iterator[Finding]:
-    """Refuse tensor and sequence parallelism for something that needs whole sequences on one rank."""
+    """Refuse tensor and sequence parallelism for settings that need whole sequences on one rank."""
     for key in ("tensor_parallel_size", "sequence_parallel_size"):
         if (size := getattr(trainer, key)) > 1:
             yield error(f"trainer.{key}={size} with {setting}: {why}. Use 1, and ZeRO for models that are too large.")
 
 
 def unequal_work(key: str, value: int, trainer: TrainerConfig) -> Iterator[Finding]:
-    """`value` groups or examples must share out evenly over the ranks that train different ones."""
+    """Check that `value` groups or examples can be divided evenly among the data-parallel ranks."""
     size = trainer.data_parallel_size
     if size == 0 or value % size == 0:
         return

@@ -1,4 +1,4 @@
-"""Cross-field checks of roles against pools: devices, slots, estimated memory, and how weights travel between them."""
+"""Cross-field checks of roles against pools: devices, slots, estimated memory, and the transfer of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MEMORY_KEYS = ("model", "trainer", "rollout", "cluster", "reward.num_workers")
 
 
 def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Run every check of roles against pools that concerns `command`. The pools must exist."""
+    """Run the checks of roles against pools that apply to `command`. The pools must exist."""
     too_few = list(check_device_counts(config, command))
     yield from too_few or check_memory(config, command)
     if command not in WITHOUT_ENGINES:
@@ -31,7 +31,7 @@ def check_cluster(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_pools(config: RunConfig) -> Iterator[Finding]:
-    """The pools that roles name must exist; the other checks need them."""
+    """Check that all pools that roles name exist. The other checks require this."""
     cluster, pools = config.cluster, list(config.cluster.pools)
     roles = [("cluster.trainer_pool", cluster.trainer_pool), ("cluster.rollout_pool", cluster.rollout_pool)]
     roles += [(f"{role}.pool", pool) for role in FROZEN_ROLES if (pool := config.frozen(role).pool) is not None]
@@ -40,19 +40,19 @@ def check_pools(config: RunConfig) -> Iterator[Finding]:
         if name not in pools:
             close = get_close_matches(name, pools, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            yield error(f"{key}={name} is no pool.{hint} Pools: {', '.join(pools) or 'none'}.", "cluster.pools")
+            yield error(f"{key}={name} is not a pool.{hint} Pools: {', '.join(pools) or 'none'}.", "cluster.pools")
 
 
 def check_colocated(config: RunConfig) -> Iterator[Finding]:
-    """Roles that take turns need one pool and on-policy data."""
+    """Check that colocated roles share one pool and train on-policy data."""
     cluster = config.cluster
     if not cluster.colocated:
         return
     if config.dataflow.max_staleness:
         yield error(
             f"cluster.colocated=true needs dataflow.max_staleness=0, not {config.dataflow.max_staleness}: trainer "
-            "and engines take turns on their devices, so nothing can be generated ahead and the run would wait for "
-            "ever. Use dataflow=synchronous, or cluster.colocated=false."
+            "and engines take turns on their devices, so nothing can be generated ahead and the run would wait "
+            "forever. Use dataflow=synchronous, or cluster.colocated=false."
         )
     asked_by = {
         "reference": ("algorithm.kl.coefficient", f"{config.algorithm.kl.coefficient:g}"),
@@ -62,14 +62,14 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
         name, (key, value) = config.frozen_pool(role), asked_by[role]
         if config.num_frozen(role) and name == cluster.trainer_pool and cluster.pools[name].device == "gpu":
             yield error(
-                f"cluster.colocated=true with {key}={value}: trainer and engines fill the GPUs of {name} in turns, and "
-                f"the {role} works while they do. Give it a pool of its own ({role}.pool; a CPU pool will do for small "
+                f"cluster.colocated=true with {key}={value}: trainer and engines fill the GPUs of {name} in turns, but "
+                f"the {role} runs at the same time. Give it its own pool ({role}.pool; a CPU pool suffices for small "
                 "policies)."
             )
     if (pool := config.reward.pool) == cluster.trainer_pool and cluster.pools[pool].device == "gpu":
         yield error(
             f"cluster.colocated=true with reward.pool={pool}: trainer and engines fill the GPUs of {pool} in turns, "
-            "and reward workers score while they do. Give them a pool of their own, a CPU pool, or reward.pool=null."
+            "but reward workers run at the same time. Give them their own pool, a CPU pool, or reward.pool=null."
         )
     if cluster.trainer_pool != cluster.rollout_pool:
         yield error(
@@ -79,7 +79,7 @@ def check_colocated(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """One process per GPU, two when colocated. CPU slots may be shared by any number of processes."""
+    """Check that each GPU gets one process, or two when colocated. Any number of processes may share a CPU slot."""
     cluster = config.cluster
     roles: dict[str, Counter[str]] = {}
     for placement in plan_placement(config, command):
@@ -92,8 +92,9 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
         if needed > count:
             words = " and ".join(f"{number} for {_named(role)}" for role, number in counts.items())
             yield error(
-                f"cluster.pools.{pool}.count={count} is too small, needed are {words}: {needed} GPUs in all. Use fewer "
-                "ranks, engines or reward workers, a smaller rollout.engine.tensor_parallel_size, or a larger pool.",
+                f"cluster.pools.{pool}.count={count} is too small: the roles need {words}, {needed} GPUs in all. "
+                "Use fewer ranks, engines or reward workers, a smaller rollout.engine.tensor_parallel_size, or a larger "
+                "pool.",
                 "cluster",
                 "trainer.num_ranks",
                 "rollout.num_engines",
@@ -104,25 +105,26 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
 
 
 def check_engine_device(config: RunConfig) -> Iterator[Finding]:
-    """Flash attention does not exist on a CPU, nor bit-for-bit repeatable decoding anywhere else."""
+    """Check that flash attention runs on GPUs, and deterministic decoding on CPUs."""
     name, engine = config.cluster.rollout_pool, config.rollout.engine
     if config.cluster.pools[name].device == "gpu":
         if isinstance(engine, TorchEngineConfig) and engine.deterministic:
             yield error(
-                f"rollout.engine.deterministic=true needs a CPU, {name} is a GPU pool: fixed shapes make a CPU's sums "
-                "repeatable, and a GPU's kernels may add in another order each time. Use deterministic=false, or "
+                f"rollout.engine.deterministic=true needs a CPU, but {name} is a GPU pool: with fixed shapes sums are "
+                "repeatable on CPUs, while GPU kernels may add in a different order. Use deterministic=false, or "
                 "cluster=local_cpu.",
                 "rollout.engine",
             )
         return
     if config.model.attention == "flash_attention_2":
         yield error(
-            f"model.attention=flash_attention_2 needs GPUs, {name} is a CPU pool. Use model.attention=sdpa.", "cluster"
+            f"model.attention=flash_attention_2 needs GPUs, but {name} is a CPU pool. Use model.attention=sdpa.",
+            "cluster",
         )
 
 
 def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
-    """The cache of one engine holds at least one trajectory of full length, else its queue never moves."""
+    """Check that the KV cache of an engine holds a trajectory of full length; otherwise its queue would block."""
     engine, pool = config.rollout.engine, config.cluster.pools[config.cluster.rollout_pool]
     context = config.model.max_context_tokens
     if not isinstance(engine, VllmEngineConfig):
@@ -142,7 +144,7 @@ def check_kv_cache(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """The estimate of every device, and of the CPU pools, is within what the pool states."""
+    """Check the estimated memory of every device and of the CPU pools against the memory of their pool."""
     placements = plan_placement(config, command)
     for name, load in device_load_gib(config, placements).items():
         pool = config.cluster.pools[name]
@@ -165,7 +167,7 @@ def check_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
-    """The policy can be split over the devices of an engine, and what arrives there compared."""
+    """Check that the model can be split over the devices of an engine."""
     tp_size = config.rollout.engine.tensor_parallel_size
     if tp_size == 1:
         return
@@ -180,13 +182,13 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
     if uneven:
         yield error(
             f"rollout.engine.tensor_parallel_size={tp_size} does not divide {' and '.join(uneven)} of model.shape: "
-            "vLLM cannot split the model so. Use a number of devices that divides them.",
+            "vLLM cannot split the model evenly. Use a number of devices that divides them.",
             "rollout.engine",
         )
 
 
 def check_weights(config: RunConfig) -> Iterator[Finding]:
-    """How versions travel, and how engines take them: few checks, since `weights.transport` decides most."""
+    """Check the weight transfer and the update mode of the engines."""
     weights, cluster, tp_size = config.weights, config.cluster, config.rollout.engine.tensor_parallel_size
     way, mode = weight_route(config), weights.update_mode
     devices = {cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool)}
@@ -194,19 +196,19 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
     if drains and cluster.colocated:
         yield error(
             f"weights.update_mode={mode} with cluster.colocated=true: the engines sleep while the trainer computes, so "
-            "at a publish no request runs that could be drained, and no engine may serve meanwhile. Use "
+            "there are no requests to drain at a publish, and no engine may serve during it. Use "
             "weights.update_mode=keep_kv."
         )
     if mode == "multi_version" and config.rollout.num_engines < 2:
         yield error(
-            f"weights.update_mode=multi_version with rollout.num_engines={config.rollout.num_engines}: while one "
-            "engine is updated the others serve, and there are none. Use 2 or more engines, or "
+            f"weights.update_mode=multi_version with rollout.num_engines={config.rollout.num_engines}: the other "
+            "engines serve while one is updated, but there are no others. Use 2 or more engines, or "
             "weights.update_mode=drain."
         )
     if weights.overlap and drains:
         yield error(
-            f"weights.overlap=true with weights.update_mode={mode}: requests that start wait for the first engine to "
-            "have the version, which would be until its requests have ended, and its slots would stand empty. Use "
+            f"weights.overlap=true with weights.update_mode={mode}: new requests wait until the first engine has the "
+            "version, which takes until its running requests have ended, so its slots would be empty. Use "
             "keep_kv or recompute_kv."
         )
     if weights.overlap and cluster.colocated:
@@ -216,23 +218,23 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
         )
     if weights.overlap and streams:
         yield error(
-            "weights.staging=bucket with weights.overlap=true: engines stand still while a version comes, and the "
-            "trainer would no longer have it. Use weights.staging=shard, or weights.overlap=false."
+            "weights.staging=bucket with weights.overlap=true: engines are paused during the transfer, and the trainer "
+            "would already change the weights. Use weights.staging=shard, or weights.overlap=false."
         )
     if weights.codec != "full" and streams:
         yield error(
-            f"weights.staging=bucket with weights.codec={weights.codec}: a difference needs the version before, which "
-            "a broken stream has written over. Use weights.staging=shard, or weights.codec=full."
+            f"weights.staging=bucket with weights.codec={weights.codec}: a delta needs the previous version, which an "
+            "interrupted stream has overwritten. Use weights.staging=shard, or weights.codec=full."
         )
     if mode == "multi_version" and way == "live_parameters":
         yield error(
-            "weights.staging=bucket with weights.update_mode=multi_version: by a process group a version comes to all "
-            "engines at once, and none would serve meanwhile. Use weights.staging=shard, or another "
+            "weights.staging=bucket with weights.update_mode=multi_version: a process group sends a version to all "
+            "engines at once, so none could serve during it. Use weights.staging=shard, or another "
             "weights.update_mode."
         )
     if weights.transport == "cuda_ipc" and streams:
         yield error(
-            "weights.transport=cuda_ipc with weights.staging=bucket: its slots are second shards. Use "
+            "weights.transport=cuda_ipc with weights.staging=bucket: its buffers always hold a full shard. Use "
             "weights.staging=shard, or weights.transport=auto."
         )
     if weights.transport == "cuda_ipc" and len(devices) > 1:
@@ -243,18 +245,18 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
         )
     if weights.codec == "int8_delta" and tp_size > 1:
         yield error(
-            f"weights.codec=int8_delta with rollout.engine.tensor_parallel_size={tp_size}: it rounds for each device "
-            "on its own, so parameters that all devices hold would differ between them. Use delta."
+            f"weights.codec=int8_delta with rollout.engine.tensor_parallel_size={tp_size}: it rounds separately for "
+            "each device, so parameters that all devices hold would differ between them. Use delta."
         )
     if weights.transport == "gather" and tp_size > 1:
         yield error(
-            f"weights.transport=gather with rollout.engine.tensor_parallel_size={tp_size}: whole tensors cannot be "
-            "compared with what each of the ranks holds of them. Use weights.transport=auto."
+            f"weights.transport=gather with rollout.engine.tensor_parallel_size={tp_size}: checksums of whole tensors "
+            "cannot be compared with those of the ranks' shards. Use weights.transport=auto."
         )
     if weights.codec != "full" and way not in GROUP_ROUTES:
         yield warning(
             f"weights.codec={weights.codec} has no effect with weights.transport={weights.transport} and "
-            f"cluster.address={cluster.address}: only a process group uses it, and versions go by {way}."
+            f"cluster.address={cluster.address}: only a process group uses it, but the route is {way}."
         )
 
 

@@ -1,12 +1,12 @@
-"""Cross-field checks: combinations of valid values that cannot run, or not well. Pure, no machine is looked at.
+"""Cross-field checks: combinations of valid values that cannot run or run badly. Pure: they do not inspect the machine.
 
-When a run cannot deadlock. A batch of B groups is trained when B groups are ready, and `wait` holds it open for
-the oldest ones. That always ends if every live group can finish: (1) an engine has a slot and a KV cache that holds
-one trajectory of full length, so the engine's queue, which is first come first served, always moves; (2) a group whose
-members failed can still be trained, min_group_size <= group_size; (3) the trainer can take every trajectory,
-max_tokens_per_micro_batch >= max_context_tokens; (4) colocated roles never wait for each other's device,
-max_staleness = 0. The admission gate (η + 1)·B >= B always lets a whole batch live at once. So neither the number of
-slots nor η nor B can deadlock a run by itself; too few slots only make it slow, and that is a warning.
+Absence of deadlocks: a batch of B groups trains when B groups are ready, and under `wait` it is held open for the
+oldest groups. This wait ends if every live group can finish, for which the checks require: (1) an engine has a slot and
+its KV cache holds one trajectory of full length, so its first-come-first-served queue always makes progress; (2) a
+group whose members have failed can still be trained, min_group_size <= group_size; (3) the trainer can process every
+trajectory, max_tokens_per_micro_batch >= max_context_tokens; (4) colocated roles never wait for each other's device,
+max_staleness = 0. The admission window (η + 1)·B >= B always admits a whole batch. Therefore no number of slots, η or B
+alone can deadlock a run. Too few slots only slow it down, which is a warning.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ Check = Callable[[RunConfig], Iterator[Finding]]
 
 
 def check_config(config: RunConfig, command: Command) -> list[Finding]:
-    """Run every check that concerns `command`."""
+    """Run all checks that apply to `command`."""
     findings = list(check_pools(config))
-    if not findings:  # roles can be placed
+    if not findings:  # the pools exist, so roles can be placed on them
         findings += check_cluster(config, command)
     return findings + [finding for check in _CHECKS[command] for finding in check(config)]
 
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
-    """Heads must share keys evenly; flash attention needs half precision."""
+    """Check the ratio of query to key/value heads, and that flash attention runs in half precision."""
     shape, model = config.model.shape, config.model
     if shape.num_heads % shape.num_kv_heads:
         yield error(
             f"model.shape.num_heads={shape.num_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}: query "
-            "heads could not share key/value heads evenly. Copy both from the checkpoint's config.json."
+            "heads cannot share key/value heads evenly. Copy both from the checkpoint's config.json."
         )
     if model.attention == "flash_attention_2" and model.dtype == "float32":
         yield error(
-            "model.attention=flash_attention_2 does not work in model.dtype=float32: its kernels take 16-bit "
-            "numbers only. Use model.dtype=bfloat16 or model.attention=sdpa."
+            "model.attention=flash_attention_2 does not work in model.dtype=float32: its kernels support only 16-bit "
+            "dtypes. Use model.dtype=bfloat16 or model.attention=sdpa."
         )
 
 
 def check_has_policy(config: RunConfig) -> Iterator[Finding]:
-    """`train` and `eval` start from a policy."""
+    """Check that there is a policy to start from."""
     if config.model.from_scratch:
         yield error(
-            "model.from_scratch=true is only for `penstock sft`: random weights never earn a reward to learn from. "
+            "model.from_scratch=true is only for `penstock sft`: a random policy earns no reward to learn from. "
             "Set model.from_scratch=false and model.path to a policy."
         )
     elif config.model.path is None:
@@ -64,10 +64,10 @@ def check_has_policy(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_sft_section(config: RunConfig) -> Iterator[Finding]:
-    """`sft` needs its section, a start and equal work for the ranks."""
+    """Check that `sft` has its section, an initial model, and equal work for all ranks."""
     if config.sft is None:
         yield error(
-            "sft is not set, so `penstock sft` does not know batch size and length. Use experiment=arithmetic_sft "
+            "sft is not set, so `penstock sft` has no batch size and length. Use experiment=arithmetic_sft "
             "or add an sft section."
         )
         return
@@ -77,11 +77,11 @@ def check_sft_section(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_preference_section(config: RunConfig) -> Iterator[Finding]:
-    """`rm` and `dpo` need their section, a policy to start from, equal work for the ranks, and room for a pair."""
+    """Check that `rm` and `dpo` have their section and an initial policy, and that pairs fit a micro-batch."""
     preference, trainer, context = config.preference, config.trainer, config.model.max_context_tokens
     if preference is None:
         yield error(
-            "preference is not set, so batch size and length of learning from pairs are not known. Use "
+            "preference is not set, so training on pairs has no batch size and length. Use "
             "experiment=arithmetic_preference or add a preference section."
         )
         return
@@ -89,18 +89,18 @@ def check_preference_section(config: RunConfig) -> Iterator[Finding]:
     if trainer.max_tokens_per_micro_batch < 2 * context:
         yield error(
             f"trainer.max_tokens_per_micro_batch={trainer.max_tokens_per_micro_batch} is below 2 x "
-            f"model.max_context_tokens={context}: the two answers of a pair lie in one micro-batch. Use at least "
+            f"model.max_context_tokens={context}: the two answers of a pair share one micro-batch. Use at least "
             f"{2 * context}."
         )
-    yield from split_models(trainer, "pairs", "a pair is compared by one rank that sees all of it")
+    yield from split_models(trainer, "pairs", "one rank needs the whole pair to compare its answers")
 
 
 def check_sampling(config: RunConfig) -> Iterator[Finding]:
-    """Room for an answer."""
+    """Check that the context has space for a prompt and an answer."""
     sampling, context = config.rollout.sampling, config.model.max_context_tokens
     if sampling.max_new_tokens >= context:
         yield error(
-            f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
+            f"rollout.sampling.max_new_tokens={sampling.max_new_tokens} leaves no space for a prompt in "
             f"model.max_context_tokens={context}: prompt and answer share the context. Use less than {context}, or "
             "a longer context."
         )

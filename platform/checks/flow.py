@@ -1,4 +1,4 @@
-"""Cross-field checks of `dataflow` and `env`: what would deadlock, what would bias, what does not resolve."""
+"""Cross-field checks of `dataflow` and `env`: deadlocks, biases, and import paths that do not resolve."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from penstock.platform.config.schema import RunConfig
 from penstock.rollout.config import VllmEngineConfig
 
 DROP_BIAS = {1: (0.94, 0.20), 2: (0.95, 0.25), 4: (0.97, 0.56), 8: (1.0, 1.0)}
-"""η -> trained ÷ population length and share of the longest percent kept under `drop` (docs/concepts/policies.md)."""
+"""η -> trained ÷ sampled mean length, and share of the longest 1 % kept under `drop` (docs/concepts/policies.md)."""
 _MAX_WAVES = 8
 
 
 def check_dataflow(config: RunConfig) -> Iterator[Finding]:
-    """A batch can be complete, a group be kept; surplus and streaming go with the rest; a bias is named."""
+    """Check that batches can complete and groups can train, and that surplus and streaming fit the other settings."""
     flow, trainer, size = config.dataflow, config.trainer, config.dataflow.group_size
     yield from unequal_work("dataflow.batch_groups", flow.batch_groups, trainer)
     if flow.min_group_size > size:
@@ -36,12 +36,12 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.min_group_size={flow.min_group_size} is above group_size={size}: no group could ever be trained "
             f"and the run would wait forever. Use 2..{size}."
         )
-    room, needed = max_live_trajectories(config), flow.batch_groups * size
-    if room is not None and room < needed:
+    capacity, needed = max_live_trajectories(config), flow.batch_groups * size
+    if capacity is not None and capacity < needed:
         gib = 1.01 * needed * config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN / 2**30
         yield error(
-            f"dataflow.max_live_gib={flow.max_live_gib:g} has room for {room} trajectories of "
-            f"model.max_context_tokens={config.model.max_context_tokens}, a batch is {needed}, batch_groups="
+            f"dataflow.max_live_gib={flow.max_live_gib:g} holds {capacity} trajectories of "
+            f"model.max_context_tokens={config.model.max_context_tokens}, but a batch has {needed}, batch_groups="
             f"{flow.batch_groups} x group_size={size}: it could never be complete and the run would wait forever. Use "
             f"at least {gib:.3g}."
         )
@@ -51,36 +51,36 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
             f"dataflow.filters.pass_rate=[{lowest:g}, {highest:g}]: no group of dataflow.group_size={size} has such a "
             "share of passing members, so every group would be filtered. Use a wider range within [0, 1]."
         )
-    # Redundant groups are given up one by one, and only while a batch waits for them.
+    # Redundant groups are cancelled one by one, and only while a batch waits for them.
     if flow.surplus and flow.gang:
         yield error(
             f"dataflow.surplus={flow.surplus} with dataflow.gang=true: a gang holds its engine's slots until its "
-            "slowest member ends, so redundant gangs take the slots that they should free. Use one of the two."
+            "slowest member ends, so redundant gangs occupy the slots that they should free. Use one of the two."
         )
     if flow.surplus and flow.on_expiry is not ExpiryPolicy.WAIT:
         yield error(
-            f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are given up "
+            f"dataflow.surplus={flow.surplus} with dataflow.on_expiry={flow.on_expiry}: redundant groups are cancelled "
             "when a batch waits for them, and only on_expiry=wait waits. Use on_expiry=wait or surplus=0."
         )
     if flow.surplus:
         yield warning(
-            f"dataflow.surplus={flow.surplus}: stragglers are given up, so answers that are trained are shorter than "
-            "those that are sampled. Watch length/trained_share; surplus=0 is unbiased."
+            f"dataflow.surplus={flow.surplus}: stragglers are cancelled, so trained answers are shorter than sampled "
+            "ones. Watch length/trained_share; surplus=0 is unbiased."
         )
     if flow.on_expiry is ExpiryPolicy.DROP:
         measured = max(eta for eta in DROP_BIAS if eta <= max(flow.max_staleness, 1))
         length, longest = DROP_BIAS[measured]
         yield warning(
-            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} gives up what takes too long. "
-            f"Trained answers had {length:.2f} of the mean length of sampled ones, and {longest:.2f} of the longest "
-            f"percent, at max_staleness={measured} in simulation (docs/concepts/policies.md; metric "
+            f"dataflow.on_expiry=drop at max_staleness={flow.max_staleness} cancels groups that take too long. In "
+            f"simulation at max_staleness={measured}, trained answers had {length:.2f} of the mean length of sampled "
+            f"ones, and {longest:.2f} of the longest 1 % of answers were trained (docs/concepts/policies.md; metric "
             "length/trained_share). on_expiry=wait is unbiased."
         )
-    # The groups of a streamed batch are chosen for good, one by one.
+    # A streamed batch takes its groups one by one, and none can be removed again.
     if flow.stream_micro_batches and flow.surplus:
         yield error(
-            f"dataflow.stream_micro_batches=true with dataflow.surplus={flow.surplus}: redundant groups are given up "
-            "when a batch closes, and a streamed batch has trained most of its groups by then. Use one of the two."
+            f"dataflow.stream_micro_batches=true with dataflow.surplus={flow.surplus}: redundant groups are cancelled "
+            "when a batch closes, but a streamed batch has trained most of its groups by then. Use one of the two."
         )
     if flow.stream_micro_batches and config.cluster.colocated:
         yield error(
@@ -90,40 +90,40 @@ def check_dataflow(config: RunConfig) -> Iterator[Finding]:
     if flow.stream_micro_batches and cannot_divide(config):
         yield error(
             f"dataflow.stream_micro_batches=true with trainer.zero_stage={trainer.zero_stage} in "
-            f"model.dtype={config.model.dtype}: the gradient is divided by the size of the batch at its end, and "
-            "DeepSpeed's plain bfloat16 optimizer cannot. Use trainer.zero_stage=2 or 3."
+            f"model.dtype={config.model.dtype}: the gradient is divided by the batch size after the last part, which "
+            "DeepSpeed's plain bfloat16 optimizer does not support. Use trainer.zero_stage=2 or 3."
         )
 
 
 def check_pace(config: RunConfig) -> Iterator[Finding]:
-    """Settings that work but hurt."""
+    """Warn of settings that work but slow the run down."""
     flow, rollout = config.dataflow, config.rollout
     live = (flow.max_staleness + 1) * flow.batch_groups * flow.group_size
     slots = rollout.num_engines * rollout.engine.max_num_seqs
     if live > _MAX_WAVES * slots:
         yield warning(
             f"dataflow: up to {live} trajectories are live, (max_staleness + 1) x batch_groups x group_size, but "
-            f"the engines decode {slots} at once: most of their staleness is spent in a queue. Raise "
+            f"the engines decode {slots} at once: most of their staleness is waiting time in a queue. Raise "
             "rollout.engine.max_num_seqs or rollout.num_engines, or lower dataflow.max_staleness."
         )
     if flow.batch_timeout_s <= rollout.request_timeout_s:
         yield warning(
             f"dataflow.batch_timeout_s={flow.batch_timeout_s:g} is not above rollout.request_timeout_s="
-            f"{rollout.request_timeout_s:g}: the run would stop before a lost engine is noticed and its work "
-            f"retried. Use more than {rollout.request_timeout_s:g}."
+            f"{rollout.request_timeout_s:g}: the run would stop before a lost engine is detected and its requests "
+            f"are retried. Use more than {rollout.request_timeout_s:g}."
         )
 
 
 def check_gang(config: RunConfig) -> Iterator[Finding]:
-    """All members of a gang fit on one engine at once, and start from one version."""
+    """Check that all members of a gang fit on one engine at once and start at one version."""
     flow, engine, weights = config.dataflow, config.rollout.engine, config.weights
     if not flow.gang:
         return
     unfit = {"overlap=true": weights.overlap, "update_mode=multi_version": weights.update_mode == "multi_version"}
     for setting in (setting for setting, is_set in unfit.items() if is_set):
         yield error(
-            f"dataflow.gang=true with weights.{setting}: a member whose environment begins slowly would start on the "
-            "gang's engine, below the version that everyone else starts from. Use dataflow.gang=false, or "
+            f"dataflow.gang=true with weights.{setting}: a member whose environment starts slowly could start on the "
+            "gang's engine at an older version than new requests on other engines. Use dataflow.gang=false, or "
             "weights.overlap=false with weights.update_mode=keep_kv.",
             f"weights.{setting.partition('=')[0]}",
         )
@@ -141,14 +141,14 @@ def check_gang(config: RunConfig) -> Iterator[Finding]:
     if needed > available:
         yield error(
             f"dataflow.gang=true: a group of {flow.group_size} trajectories of full length needs {needed:.3g} GiB of "
-            f"KV cache, one engine has {available:.3g} GiB: its members would be preempted for one another. Raise "
+            f"KV cache, but an engine has {available:.3g} GiB: its members would preempt one another. Raise "
             "rollout.engine.kv_cache_gib, or lower dataflow.group_size.",
             "rollout.engine",
         )
 
 
 def check_hooks(config: RunConfig) -> Iterator[Finding]:
-    """What is named by import path resolves and has the method that is called."""
+    """Check that hooks named by import path resolve and have the method that is called."""
     flow, env = config.dataflow, config.env
     hooks = (
         ("dataflow.group_sizing", flow.group_sizing, "group_size"),
@@ -166,11 +166,11 @@ def check_hooks(config: RunConfig) -> Iterator[Finding]:
             continue
         if not callable(getattr(target, method, None)) or isinstance(target, type):
             what = "is not callable" if method == "__call__" else f"has no method {method}(...)"
-            yield error(f"{key}={path!r} {what}, but is a {type(target).__name__}. Name an object that does.")
+            yield error(f"{key}={path!r} is a {type(target).__name__} and {what}. Name an object that can be used.")
 
 
 def check_streams(config: RunConfig) -> Iterator[Finding]:
-    """Every stream loads, and their quotas can fill the window."""
+    """Check that the streams are valid and their quotas can fill the admission window."""
     if not config.env.streams:
         return
     try:

@@ -1,4 +1,4 @@
-"""The whole door: compose, validate, check the configuration, then this machine and what the user plugged in."""
+"""Loading of a configuration: compose, validate, check it, then check this machine and the user's plugins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.platform.metrics.run_files import POLICY_FOLDER
 
 @dataclass(slots=True)
 class LoadedConfig:
-    """A configuration that may run.
+    """A configuration that passed all checks.
 
     Attributes:
-        warnings: Sentences a person should read first.
-        warm_start: The `penstock sft` that makes `model.path` first; None if it is there, or has to be.
+        warnings: Warnings to print before the run, one sentence each.
+        warm_start: Configuration of the `penstock sft` that creates `model.path` first; None if none is needed.
     """
 
     config: RunConfig
@@ -33,23 +33,23 @@ class LoadedConfig:
 def load_config(
     command: Command, overrides: list[str], *, config_dir: Path | None = None, dry_run: bool = False
 ) -> LoadedConfig:
-    """Compose, validate and check everything. Starts nothing.
+    """Compose, validate and check a configuration without starting anything.
 
     Args:
-        command: What the configuration is for.
+        command: The command that uses the configuration.
         overrides: Hydra overrides.
-        config_dir: A folder with the user's own YAML, in the same groups.
-        dry_run: What this machine lacks becomes a warning.
+        config_dir: Folder with the user's own YAML, in the same groups.
+        dry_run: Whether to report missing resources of this machine as warnings.
 
     Raises:
-        ConfigError: If anything is wrong, with everything that is.
+        ConfigError: Listing all violations.
     """
     composition = compose_all(overrides, config_dir)
     config = composition.config
     if config is None:
         raise ConfigError(composition.problems)
     findings = check_config(config, command)
-    if not list(check_pools(config)):  # roles can be placed
+    if not list(check_pools(config)):  # these checks place roles on pools
         findings += check_machine(config, command)
     findings = composition.relevant([*findings, *check_plugins(config, command)])
     problems = composition.problems + [finding.message for finding in findings if finding.refuses(dry_run=dry_run)]
@@ -65,15 +65,15 @@ def load_config(
 
 
 def compose_config(overrides: list[str], *, config_dir: Path | None = None, command: Command = "train") -> RunConfig:
-    """Compose and validate, without looking at the machine (see `load_config` for that).
+    """Compose and validate a configuration without inspecting the machine, unlike `load_config`.
 
     Args:
         overrides: Hydra overrides, e.g. `["experiment=arithmetic", "dataflow.max_staleness=0"]`.
-        config_dir: A folder with the user's own YAML, in the same groups.
-        command: What the configuration is for.
+        config_dir: Folder with the user's own YAML, in the same groups.
+        command: The command that uses the configuration.
 
     Raises:
-        ConfigError: If anything is wrong, with everything that is.
+        ConfigError: Listing all violations.
     """
     composition = compose_all(overrides, config_dir)
     findings = composition.relevant(check_config(composition.config, command)) if composition.config else []
@@ -84,10 +84,10 @@ def compose_config(overrides: list[str], *, config_dir: Path | None = None, comm
 
 
 def load_warm_start(config: RunConfig, config_dir: Path | None, *, dry_run: bool) -> RunConfig:
-    """The configuration of the `penstock sft` whose policy is `model.path`, with the seed of the run.
+    """Load the configuration of the `penstock sft` that creates `model.path`, with the seed of the run.
 
     Raises:
-        ConfigError: If it cannot run, or would write its policy elsewhere.
+        ConfigError: If it is invalid, or would write its policy elsewhere.
     """
     path = Path(config.model.path or "")
     if path.name != POLICY_FOLDER:

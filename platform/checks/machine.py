@@ -1,6 +1,6 @@
-"""Checks against this machine: is the policy there, a driver, room in memory and on disk? Nothing is started.
+"""Checks against this machine: policy files, GPU driver, free memory and disk space. Nothing is started.
 
-What a machine lacks is `absent`: an error in a run, a warning in a dry run, which may be made elsewhere.
+Missing resources are `absent` findings: errors in a run, but warnings in a dry run, which may use another machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.platform.checks.run_dir import is_finished, occupied
 from penstock.platform.cluster import hardware
 from penstock.platform.cluster.memory import GIB, published_gib, shared_gib
 from penstock.platform.cluster.placement import host_load_gib, plan_placement
-from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
 from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
@@ -27,7 +27,7 @@ from penstock.weights.transport.allocator import expandable_segments
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
-"""Where the models of conf/model/ expect the policy that one of conf/experiment/ makes."""
+"""Path that conf/model/ uses for the policy trained by a configuration of conf/experiment/."""
 _SHAPE_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -46,7 +46,7 @@ _LOG_GIB = 0.5
 
 
 def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Everything that `command` needs from this machine. The pools of the configuration must exist."""
+    """Check all resources of this machine that `command` needs. The pools of the configuration must exist."""
     yield from check_model_paths(config, command)
     if command != "eval":
         yield from check_run_dir(config)
@@ -59,12 +59,12 @@ def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Finding]:
-    """The run directory is new, empty, or may be overwritten; and it can be written."""
+    """Check that the run directory is new, empty or may be overwritten, and that it is writable."""
     path = Path(config.run_dir)
     if path.resolve() in (Path.cwd(), *Path.cwd().parents):
         yield error(
-            f"run_dir={path} is the working directory or above it: a run owns its directory, and overwrite=true would "
-            "delete it. Use e.g. runs/${name}."
+            f"run_dir={path} is the working directory or contains it: a run owns its directory, and overwrite=true "
+            "would delete it. Use e.g. runs/${name}."
         )
         return
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
@@ -79,11 +79,11 @@ def check_run_dir(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Policies are directories with a config.json of the stated shape, or hub names in the local cache."""
+    """Check that models are directories with a config.json of the stated shape, or hub names in the local cache."""
     if command == "train" and awaits_warm_start(config):
         yield warning(
             f"model.path={config.model.path} does not exist yet: `penstock sft {' '.join(config.warm_start or ())}` "
-            "makes it first (warm_start).",
+            "creates it first (warm_start).",
             "warm_start",
         )
     elif config.model.path is not None and not config.model.from_scratch:
@@ -91,17 +91,17 @@ def check_model_paths(config: RunConfig, command: Command) -> Iterator[Finding]:
     if command == "train" and config.partner is not None and config.partner.model.path is not None:
         yield from check_model_path(config.partner_view, "partner.model.path", config.partner.model.path)
         yield from check_tokenizer(config, "partner.model.path", config.partner.model.path)
-    beside = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
+    auxiliary = [(f"{role}.path", config.frozen(role).path) for role in FROZEN_ROLES if config.num_frozen(role)]
     if config.algorithm.needs_critic:
-        beside.append(("critic.path", config.critic.path))
-    for key, path in beside if command == "train" else ():
+        auxiliary.append(("critic.path", config.critic.path))
+    for key, path in auxiliary if command == "train" else ():
         if path is not None:
             yield from check_model_path(config, key, path)
             yield from check_tokenizer(config, key, path)
 
 
 def awaits_warm_start(config: RunConfig) -> bool:
-    """Whether the policy is made by a supervised start before training."""
+    """Whether the policy still has to be created by the warm start."""
     path, is_named = config.model.path, config.warm_start is not None
     return is_named and path is not None and not (Path(path).expanduser() / "config.json").exists()
 
@@ -114,26 +114,26 @@ def check_model_path(config: RunConfig, key: str, path: str) -> Iterator[Finding
         yield error(f"{key}={path} is a file. Give the directory that holds config.json and weights.")
     elif (maker := _WARM_START.match(path)) and (CONF_DIR / "experiment" / f"{maker['experiment']}.yaml").is_file():
         yield absent(
-            f"{key}={path} does not exist: there is no policy to start from. Make it first: "
+            f"{key}={path} does not exist: there is no policy to start from. Create it with "
             f"`penstock sft experiment={maker['experiment']} seed={maker['seed']}`, or give {key}=DIR of one that you "
             "have."
         )
     elif not _HUB_NAME.match(path) or (directory.parent not in (Path(), directory) and directory.parent.is_dir()):
         yield absent(f"{key}={path} does not exist. Give a model directory or a hub name.", "seed")
     else:
-        # Where huggingface_hub keeps models, by its own environment variables.
+        # The model cache of huggingface_hub, located by its own environment variables.
         home = os.environ.get("HF_HOME", "~/.cache/huggingface")
         cache = Path(os.environ.get("HF_HUB_CACHE", Path(home) / "hub")).expanduser()
         if not any(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json")):
             yield absent(
                 f"{key}={path} does not exist: it is neither a directory nor in the local Hugging Face cache "
-                f"({cache}), and every process would download it at once. Fetch it first: `hf download {path}`.",
+                f"({cache}), and all processes would download it at once. Download it first: `hf download {path}`.",
                 "seed",
             )
 
 
 def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """GPU pools need a driver, the CUDA build of torch and enough devices."""
+    """Check that GPU pools have a driver, the CUDA build of torch and enough devices."""
     on_gpus = (placement.pool for placement in plan_placement(config, command) if placement.device == "gpu")
     used = {name: config.cluster.pools[name] for name in on_gpus if name is not None}
     if not used:
@@ -152,25 +152,26 @@ def check_driver(config: RunConfig, command: Command) -> Iterator[Finding]:
     wanted, found = sum(pool.count for pool in used.values()), hardware.num_nvidia_gpus()
     if found is not None and found < wanted:
         yield absent(
-            f"cluster.pools: {wanted} GPUs are asked for, nvidia-smi lists {found}. Lower count, or change machine.",
+            f"cluster.pools: {wanted} GPUs are configured, but nvidia-smi lists {found}. Lower count, or use another "
+            "machine.",
             "cluster",
         )
 
 
 def check_free_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """The estimate of all processes is within what is free now."""
+    """Check the estimated memory of all processes against the free memory."""
     needed, free = host_load_gib(plan_placement(config, command)), hardware.available_memory_bytes() / GIB
     if needed > free:
         yield absent(
-            f"memory: the run needs about {needed:.1f} GiB of main memory, {free:.1f} GiB are free: the kernel would "
-            "kill processes. Stop other programs, or use fewer engines, ranks or reward workers, or a smaller "
+            f"memory: the run needs about {needed:.1f} GiB of main memory, but {free:.1f} GiB are free: the kernel "
+            "would kill processes. Stop other programs, or use fewer engines, ranks or reward workers, or a smaller "
             "trainer.max_tokens_per_micro_batch.",
             *("model", "trainer", "rollout", "cluster", "reward.num_workers"),
         )
 
 
 def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """The snapshots of the policy and the logs fit on the disk of the run directory."""
+    """Check that checkpoints and logs fit on the disk of the run directory."""
     every = config.checkpoint.every_steps if command == "train" else 0
     snapshots = 1 + (config.total_steps // every if every else 0)
     needed = snapshots * published_gib(config) + _LOG_GIB
@@ -178,39 +179,39 @@ def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
     if needed > free:
         yield absent(
             f"run_dir={config.run_dir}: {snapshots} snapshot(s) and logs need about {needed:.1f} GiB of disk, "
-            f"{free:.1f} GiB are free: the run would end without its policy. Free some, use another run_dir, or a "
+            f"{free:.1f} GiB are free: the run could not save its policy. Free some, use another run_dir, or a "
             "larger checkpoint.every_steps.",
             *("run_dir", "name", "checkpoint", "model", "total_steps"),
         )
 
 
 def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
-    """Two published versions, the new and the one still being read, fit where they are published; or can be shared."""
+    """Check that two published versions fit in shared memory, the new one and the one that is still being read."""
     way, has_gpus = weight_route(config), config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
-    if way in SLOT_ROUTES and has_gpus and (refusal := expandable_segments(os.environ)):
+    if way in DEVICE_BUFFER_ROUTES and has_gpus and (refusal := expandable_segments(os.environ)):
         yield error(refusal, "weights.transport")
-    if way in (*SLOT_ROUTES, "live_parameters"):
+    if way in (*DEVICE_BUFFER_ROUTES, "live_parameters"):
         return
     folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
     if not folder.is_dir():
         if config.weights.directory:
-            yield error(f"weights.directory={folder} is no folder. Make it, on every node.")
+            yield error(f"weights.directory={folder} is not a folder. Create it on every node.")
         return
     needed = shared_gib(config) if way == "adapters" else 2 * published_gib(config)
     free = hardware.free_disk_bytes(folder) / GIB
     if needed > free:
         yield absent(
-            f"weights.directory: two versions of the policy need {needed:.2f} GiB in {folder}, {free:.2f} GiB are "
+            f"weights.directory: two versions of the policy need {needed:.2f} GiB in {folder}, but {free:.2f} GiB are "
             "free. Enlarge it (containers: --shm-size), or set weights.directory to a folder on a disk.",
             "model",
         )
 
 
 def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[Finding]:
-    """The directory holds a model, of the shape that the YAML states; one beside the policy has its vocabulary only."""
+    """Check that a directory holds a model of the stated shape; of auxiliary models only the vocabulary is compared."""
     path = directory / "config.json"
     if not path.exists():
-        yield error(f"{key}={directory} has no config.json: it is no Hugging Face model directory.")
+        yield error(f"{key}={directory} has no config.json: it is not a Hugging Face model directory.")
         return
     if key == "model.path":
         yield from check_lora_targets(config, directory)
@@ -224,7 +225,7 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
         why = (
             "layouts and memory estimates start from the shape. Copy the checkpoint's."
             if is_trained
-            else "it would take the policy's tokens for others. Use a model with the policy's tokenizer."
+            else "it would misread the policy's tokens. Use a model with the policy's tokenizer."
         )
         yield error(
             f"{shape}.{name}={stated} differs from the checkpoint's {theirs}={found} ({key}, {path}): {why}", key
@@ -232,7 +233,7 @@ def _check_checkpoint(config: RunConfig, key: str, directory: Path) -> Iterator[
 
 
 def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]:
-    """Where both are directories with a tokenizer, every token has the same id in both."""
+    """Check that every token has the same id in both tokenizers, if both models are directories with one."""
     ours, theirs = _token_ids(config.model.path), _token_ids(path)
     if not ours or not theirs:
         return
@@ -240,15 +241,15 @@ def check_tokenizer(config: RunConfig, key: str, path: str) -> Iterator[Finding]
     if differing:
         example = differing[0]
         yield error(
-            f"{key}={path}: {len(differing)} of {len(ours | theirs)} tokens have another id than in the policy's "
+            f"{key}={path}: {len(differing)} of {len(ours | theirs)} tokens have a different id than in the policy's "
             f"tokenizer, e.g. {example!r} {theirs.get(example, 'none')} instead of {ours.get(example, 'none')}: it "
-            "would take the policy's tokens for others. Use a model with the policy's tokenizer.",
+            "would misread the policy's tokens. Use a model with the policy's tokenizer.",
             "model.path",
         )
 
 
 def _token_ids(path: str | None) -> dict[str, int]:
-    """Token -> id of the `tokenizer.json` of a model directory; empty if there is none, or of another form."""
+    """Token -> id from the `tokenizer.json` of a model directory; empty if it is missing or has another format."""
     file = Path(path or "").expanduser() / "tokenizer.json"
     if path is None or not file.is_file():
         return {}
@@ -259,13 +260,13 @@ def _token_ids(path: str | None) -> dict[str, int]:
 
 
 def check_lora_targets(config: RunConfig, directory: Path) -> Iterator[Finding]:
-    """Targets are linear layers of the checkpoint in `directory`, by names and shapes of its tensors."""
+    """Check that LoRA targets are linear layers of the checkpoint, by names and shapes of its tensors."""
     if config.trainer.lora is None:
         return
     layers = []
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                 layer = name.removesuffix(".weight")
                 is_linear = layer != name and len(file.get_slice(name).get_shape()) == 2
                 if is_linear and not layer.endswith(("embed_tokens", "lm_head")):

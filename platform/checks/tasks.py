@@ -1,7 +1,7 @@
-"""Checks of what the user plugs in: import paths resolve, the reward takes the tasks, held-out tasks are unseen, every
-prompt and its answer fit the context.
+"""Checks of the user's plugins: import paths resolve, the reward accepts the tasks, held-out tasks are not trained on,
+and every prompt and its answer fit the context.
 
-Only some thousand tasks are read: enough to catch a wrong split, cheap enough to do before every run.
+Only the first few thousand tasks are read, which detects a wrong split and is fast enough to do before every run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NUM_MEASURED_TASKS = 1024
 
 
 class TaskSample(NamedTuple):
-    """The first tasks of both sides."""
+    """The first tasks of both splits."""
 
     train: list[Task]
     held_out: list[Task]
 
 
 def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Load the task source and the reward, and look at the first tasks."""
+    """Load the task source and the reward, and check the first tasks."""
     reward: RewardFunction | None = None
     if command not in WITHOUT_ENGINES:
         try:
@@ -53,7 +53,7 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
     except ConfigError as problem:
         yield from (error(violation, "env") for violation in problem.violations)
         return
-    except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
+    except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         yield error(f"env.factory={config.env.factory} raised {type(problem).__name__}: {problem}", "env")
         return
     tasks = yield from _read_tasks(config, source, command)
@@ -73,14 +73,14 @@ def check_plugins(config: RunConfig, command: Command) -> Iterator[Finding]:
         yield from check_examples(config, cast("GoldSource", source), measured)
     else:
         yield error(
-            f"env.factory={config.env.factory} has no gold_response(task): there is nothing to learn from in "
-            f"`penstock {command}`. Add it (envs/contract.py, GoldSource).",
+            f"env.factory={config.env.factory} has no gold_response(task), from which `penstock {command}` learns. "
+            "Add it (envs/contract.py, GoldSource).",
             "env",
         )
 
 
 def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Generator[Finding, None, TaskSample | None]:
-    """The first tasks, or findings and None."""
+    """Read the first tasks. Yields findings, and returns None if the tasks cannot be read."""
     key, num_held_out = "evaluation.num_tasks", config.evaluation.num_tasks
     if command == "sft" and config.sft is not None:
         key, num_held_out = "sft.eval_tasks", config.sft.eval_tasks
@@ -88,18 +88,19 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
         key, num_held_out = "preference.eval_pairs", config.preference.eval_pairs
     try:
         held_out = list(named_tasks(source, MAIN, source.held_out(num_held_out)))
-        streams = [named_tasks(source, MAIN, source.train())]  # `sft` knows the factory's own tasks only
+        # The other commands train only on the factory's own tasks.
+        streams = [named_tasks(source, MAIN, source.train())]
         if command == "train" and config.env.streams:
             streams = [stream.tasks for stream in load_task_streams(config.env, config.seed)]
         train = [task for stream in streams for task in islice(stream, NUM_TRAIN_TASKS // len(streams))]
         tasks = TaskSample(train, held_out)
-    except ConfigError as problem:  # a dataset that cannot be had, says envs/tasks/math_tasks.py
+    except ConfigError as problem:  # e.g. a dataset that is not available (envs/tasks/math_tasks.py)
         yield from (absent(violation, "env") for violation in problem.violations)
         return None
     except ValueError as problem:
         yield error(f"{key}={num_held_out}: {problem}", "env")
         return None
-    except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
+    except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         report = absent if isinstance(problem, OSError) else error
         raised = f"{type(problem).__name__}: {problem}"
         yield report(f"env.factory={config.env.factory}: its tasks cannot be read, {raised}", "env")
@@ -109,7 +110,7 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
         if strange is not None or not found:
             gave = "no task" if not found else f"a {type(strange).__name__} where a Task was expected"
             yield error(
-                f"env.factory={config.env.factory}: {method} gave {gave}. Let it give penstock.dataflow.trajectory."
+                f"env.factory={config.env.factory}: {method} gave {gave}. Return penstock.dataflow.trajectory."
                 "Task objects (envs/contract.py, TaskSource).",
                 "env",
                 key,
@@ -119,49 +120,50 @@ def _read_tasks(config: RunConfig, source: TaskSource, command: Command) -> Gene
 
 
 def _check_ids(config: RunConfig, tasks: TaskSample) -> Iterator[Finding]:
-    """One id of a source is one task: failures are reported under it. Several streams number theirs alike, and may."""
+    """Check that ids are unique within a stream, because failures are reported by id. Streams may share ids."""
     by_id: dict[str, str] = {}
     for task in (*(() if config.env.streams else tasks.train), *tasks.held_out):
         known = by_id.setdefault(task.task_id, _prompt_key(task))
         if known != _prompt_key(task):
             yield error(
                 f"env.factory={config.env.factory}: two different tasks have the id {task.task_id!r}, "
-                f"{known:.60} and {_prompt_key(task):.60}: a failure could not be told from the other's. Number them, "
-                "and put the split into the id.",
+                f"{known:.60} and {_prompt_key(task):.60}: their failures could not be told apart. Number the tasks, "
+                "and include the split in the id.",
                 "env",
             )
             return
 
 
 def _check_overlap(tasks: TaskSample) -> Iterator[Finding]:
-    """No training task has a prompt, or that and the fields of an environment, that is also held out."""
+    """Check that no training task is also held out, by prompt and, for environments, by fields."""
     unseen = {_prompt_key(task) for task in tasks.held_out}
     if seen := [task for task in tasks.train if _prompt_key(task) in unseen]:
         yield error(
             f"env: {len(seen)} of the first {len(tasks.train)} training tasks are also among the "
-            f"{len(tasks.held_out)} held-out ones, e.g. {seen[0].prompt!r:.60}: accuracy would measure memory. Split "
-            "by a hash of the prompt.",
+            f"{len(tasks.held_out)} held-out ones, e.g. {seen[0].prompt!r:.60}: accuracy would measure memorization. "
+            "Split by a hash of the prompt.",
             "evaluation",
             "sft.eval_tasks",
         )
 
 
 def _check_data(config: RunConfig) -> Iterator[Finding]:
-    """A policy that one of our runs made goes on with the data that it was trained on."""
+    """Warn if the initial policy comes from a Penstock run whose data has changed since."""
     path = Path(config.model.path or "")
-    runs = [folder for folder in path.parents[:3] if is_run_dir(folder)]  # of policy, or checkpoints/step_N/policy
+    # The path is RUN/policy or RUN/checkpoints/step_N/policy.
+    runs = [folder for folder in path.parents[:3] if is_run_dir(folder)]
     if config.model.path is None or config.model.from_scratch or not runs:
         return
     for change in changes(read_data(runs[0]), fingerprints(config.env, config.seed)):
         yield warning(
-            f"model.path={path}: the data has changed since {runs[0]} was trained on it: {change}. What it has seen, "
-            "and what was held out from it, is no longer known. Put the data back, or start from a policy without it.",
+            f"model.path={path}: the data has changed since {runs[0]} was trained on it: {change}. It is unknown which "
+            "tasks the policy was trained on. Restore the data, or start from a policy that was not trained on it.",
             "env",
         )
 
 
 def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]:
-    """Each reward can be called with the fields of the tasks; what it returns is known only at run time."""
+    """Check that each reward can be called with the fields of the tasks. Its results are checked at run time."""
     refused: set[str] = set()
     for task in {frozenset(task.fields): task for task in reversed([*tasks.train, *tasks.held_out])}.values():
         for key, function, arguments in calls_of(reward, task.fields):
@@ -169,15 +171,15 @@ def check_reward(reward: RewardFunction, tasks: TaskSample) -> Iterator[Finding]
                 refused.add(key)
                 yield error(
                     f"{key}.fn={_name(function)} {problem}, for {task.task_id} with the fields {sorted(task.fields)}, "
-                    "so no trajectory of it could be scored. Give tasks the fields it needs, name those they have, "
-                    "and end with **_ for the others.",
+                    "so its trajectories could not be scored. Add the missing fields to the tasks, or change the "
+                    "parameters of the reward; **_ accepts fields that it does not use.",
                     "reward",
                     "env",
                 )
 
 
 def _misfit(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
-    """What keeps `function` from being called like this; empty if nothing."""
+    """Return why `function` cannot be called with these arguments; empty if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
@@ -191,13 +193,13 @@ def _misfit(function: RewardFunction, arguments: Mapping[str, Any]) -> str:
 
 
 def _name(function: RewardFunction) -> str:
-    """The import path of a function, or of the class of a reward object."""
+    """Return the import path of a function, or of the class of a reward object."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _prompt_key(task: Task) -> str:
-    """What the policy is asked; of an environment also what it does not see, which may be all that differs."""
+    """Identity of a task: its prompt and, for environments, its fields, which may be the only difference."""
     if task.environment is None and isinstance(task.prompt, str):
         return task.prompt
     seen = task.prompt if task.environment is None else [task.prompt, dict(task.fields)]
@@ -205,23 +207,23 @@ def _prompt_key(task: Task) -> str:
 
 
 def check_prompts(config: RunConfig, tasks: Sequence[Task]) -> Iterator[Finding]:
-    """The longest prompt and a full answer fit."""
+    """Check that the longest prompt and an answer of full length fit the context."""
     answer, context = config.rollout.sampling.max_new_tokens, config.model.max_context_tokens
-    if answer < context:  # no room for any prompt has its own finding
+    if answer < context:  # otherwise check_sampling reports it
         yield from _too_long(
             config,
             tasks,
             lambda encode, task: len(encode(task.prompt)) + answer,
             lambda task, length: (
                 f"env: the prompt of {task.task_id} has {length - answer} tokens; with rollout.sampling.max_new_tokens="
-                f"{answer} that is {length}, above model.max_context_tokens={context}: the context would cut its "
-                f"answer. Use a context of at least {length}, or a smaller max_new_tokens."
+                f"{answer} that is {length}, above model.max_context_tokens={context}: its answer would be truncated. "
+                f"Use a context of at least {length}, or a smaller max_new_tokens."
             ),
         )
 
 
 def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task]) -> Iterator[Finding]:
-    """The longest worked example, end token included, fits; a new policy has an embedding for every token."""
+    """Check that the longest gold example fits, end token included, and that a new policy can embed every token."""
     from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS
 
     shape, context = config.model.shape, config.model.max_context_tokens
@@ -229,7 +231,7 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
     if config.model.from_scratch and shape.vocab_size < num_tokens:
         yield error(
             f"model.shape.vocab_size={shape.vocab_size} is below the {num_tokens} tokens of "
-            f"model.tokenizer={config.model.tokenizer}, which model.from_scratch=true uses: some would have no "
+            f"model.tokenizer={config.model.tokenizer}, which model.from_scratch=true uses: some tokens would have no "
             f"embedding. Use at least {num_tokens}."
         )
         return
@@ -238,21 +240,21 @@ def check_examples(config: RunConfig, source: GoldSource, tasks: Sequence[Task])
         tasks,
         lambda encode, task: len(encode(task.prompt)) + len(encode(source.gold_response(task))) + 1,
         lambda task, length: (
-            f"env: the worked example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
-            f"the policy would be trained on positions it can never use. Use a context of at least {length}."
+            f"env: the gold example of {task.task_id} has {length} tokens, above model.max_context_tokens={context}: "
+            f"the policy would be trained on positions beyond its context. Use a context of at least {length}."
         ),
     )
 
 
 def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) -> Iterator[Finding]:
-    """There is a pair for every task, and the longest answer fits, end token included."""
+    """Check that every task has a pair, and that the longest answer fits, end token included."""
     context = config.model.max_context_tokens
     try:
         answers = {id(task): preferred_pair(source, task) for task in tasks}
     except ValueError as problem:
         yield error(
-            f"env.factory={config.env.factory}: {problem}. Learning from preferences takes columns `chosen` and "
-            "`rejected` (docs/guides/datasets.md), or a task source with gold_response (envs/contract.py, GoldSource).",
+            f"env.factory={config.env.factory}: {problem}. Preference training needs columns `chosen` and `rejected` "
+            "(docs/guides/datasets.md), or a task source with gold_response (envs/contract.py, GoldSource).",
             "env",
         )
         return
@@ -266,7 +268,7 @@ def check_pairs(config: RunConfig, source: TaskSource, tasks: Sequence[Task]) ->
         length,
         lambda task, length: (
             f"env: prompt and answer of {task.task_id} have {length} tokens, above model.max_context_tokens={context}. "
-            f"Leave such rows out, or use a context of at least {length}."
+            f"Remove such rows, or use a context of at least {length}."
         ),
     )
 
@@ -277,12 +279,12 @@ def _too_long(
     measure: Callable[[Encode, Task], int],
     sentence: Callable[[Task, int], str],
 ) -> Iterator[Finding]:
-    """A `sentence` about the longest of `tasks` if it exceeds the context; or why lengths cannot be told."""
+    """Yield a `sentence` about the longest task if it exceeds the context, or why lengths cannot be computed."""
     from penstock.rollout.tokenization.tokenizers import NEW_TOKENIZERS, TokenCodec, load_codec
 
     path = f"model.tokenizer={config.model.tokenizer}" if config.model.from_scratch else config.model.path
     if path is None or not (config.model.from_scratch or (Path(path).expanduser() / "config.json").exists()):
-        return  # an absent policy has its own finding
+        return  # a missing policy has its own finding
     try:
         marks = config.env.reasoning
         is_new = config.model.from_scratch
@@ -292,7 +294,7 @@ def _too_long(
         yield from (error(violation, "env", "model") for violation in problem.violations)
     except TrajectoryError as problem:
         yield error(f"env: a task cannot be tokenised by {path}: {problem.detail}.", "model")
-    except Exception as problem:  # noqa: BLE001 - user code runs here, whatever it raises is a finding
+    except Exception as problem:  # noqa: BLE001 - user code may raise anything, which is a finding
         raised = f"{type(problem).__name__}: {problem}"
         yield error(f"env.factory={config.env.factory}: tokenising its tasks raised {raised}", "env")
     else:

@@ -1,10 +1,10 @@
-"""Settings of `algorithm` that have no effect in their combination: each is named, with what would let it act.
+"""Warnings about settings of `algorithm` that have no effect in their combination, and how to give them an effect.
 
-A variant (a loss, an estimator, a correction) has only settings that it reads, so what is left are settings that depend
-on another one. One table: for each, the conditions under which it is read. A setting that differs from its default
-while a condition fails gets a warning that names the first one that does. Settings at their default say nothing. What
-is refused as an error is not named twice. With a loss or an advantage of the user's own nothing is known, and nothing
-is said.
+Each variant (a loss, an estimator, a correction) has only settings that it reads. The remaining cases are settings that
+depend on other settings. A table lists for each such setting the conditions under which it is read. If a setting
+differs from its default and one of its conditions fails, the warning names the first failing condition. Combinations
+that are refused as errors are not reported again. Custom losses and advantages are not checked, because it is unknown
+what they read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock.trainer.algorithms.rules import LOSSES_OF_RATIO, algorithm_violati
 
 
 class Condition(NamedTuple):
-    """What has to hold for a setting to act.
+    """A condition under which a setting has an effect.
 
     Attributes:
-        holds: Whether it does.
-        keys: Keys that decide it; those of `algorithm` without that prefix.
-        why: What is so where it does not hold.
-        remedy: What to do to have it hold.
+        holds: Whether the condition holds.
+        keys: Keys that determine it; keys of `algorithm` without that prefix.
+        why: Explanation for the case that it does not hold.
+        remedy: How to make it hold.
     """
 
     holds: Callable[[RunConfig], bool]
@@ -46,14 +46,14 @@ def _uses_rewards(config: RunConfig) -> bool:
 
 
 def _loss_is_its_own(config: RunConfig) -> bool:
-    """A loss of a ratio is not `−A c`; gspo never is where advantages differ within a sequence: it averages them."""
+    """Whether a ratio loss differs from `−A c`. gspo always does, because it averages advantages within a sequence."""
     algorithm = config.algorithm
     averages = algorithm.loss.type == "gspo" and (algorithm.needs_critic or algorithm.kl_in_reward > 0)
     return algorithm.loss.type not in LOSSES_OF_RATIO or _ratio_moves(config) or averages
 
 
 def _weighs_divergence(config: RunConfig) -> bool:
-    """The policy loss looks at the behavior policy itself, so that the divergence needs a weight of its own."""
+    """Whether the policy loss uses the behavior policy itself, so that the divergence needs its own weight."""
     algorithm = config.algorithm
     return algorithm.proximal == "behavior" or not find("loss", algorithm.loss.name).takes_weight
 
@@ -61,48 +61,48 @@ def _weighs_divergence(config: RunConfig) -> bool:
 _RATIO_MOVES = Condition(
     _ratio_moves,
     ("proximal", "mini_batches", "epochs"),
-    "one optimizer update per batch is around the policy itself, so that the ratio is 1 and no bound acts",
+    "with one optimizer update per batch the ratio to the proximal policy is 1, so no clip bound is reached",
     "Use algorithm.proximal=behavior with algorithm/correction=none, or several updates with proximal=recompute",
 )
 _LOSS_IS_ITS_OWN = _RATIO_MOVES._replace(
     holds=_loss_is_its_own,
-    why="one optimizer update per batch is around the policy itself, so that the ratio is 1 and the gradient is that "
-    "of ppo_clip and of reinforce",
+    why="with one optimizer update per batch the ratio to the proximal policy is 1, so the gradient equals that of "
+    "ppo_clip and of reinforce",
 )
 _PROXIMAL_IS_READ = Condition(
     lambda config: (
         config.algorithm.loss.type in LOSSES_OF_RATIO or not set(config.algorithm.correction.chain) <= {"opsm"}
     ),
     ("loss", "correction"),
-    "neither this loss nor this correction looks at the proximal policy",
+    "neither this loss nor this correction uses the proximal policy",
     "Use algorithm.proximal=target",
 )
 _SEVERAL_UPDATES = Condition(
     lambda config: config.algorithm.updates_per_batch > 1,
     ("mini_batches", "epochs"),
-    "at the one update of a batch the value is what it was when the batch began",
+    "with one update per batch the value equals the old value",
     "Use several updates",
 )
 _PROXIMAL_DIFFERS = _SEVERAL_UPDATES._replace(
     holds=lambda config: _ratio_moves(config) or config.algorithm.proximal == "target",
-    why="with one optimizer update per batch it is proximal=target, and recompute costs a forward more",
+    why="with one optimizer update per batch it equals proximal=target, and recompute costs one more forward pass",
 )
 _ADVANTAGES = Condition(
     lambda config: _uses_rewards(config) and not config.algorithm.compares_pairs,
     ("loss",),
-    "this loss looks at no advantage",
+    "this loss uses no advantage",
     "Use a loss of advantages, such as ppo_clip",
 )
 _REWARDS = Condition(
     lambda config: config.algorithm.overlong.mode != "penalty" or _uses_rewards(config),
     ("loss",),
-    "this loss looks at no reward, which is what the penalty is taken from",
+    "this loss uses no reward, from which the penalty is subtracted",
     "Use algorithm.overlong.mode=mask or drop",
 )
 _KL_REWARDS = Condition(
     lambda config: config.algorithm.kl.apply_to != "reward" or _uses_rewards(config),
     ("kl.apply_to", "loss"),
-    "this loss looks at no reward, which is what the divergence is taken from",
+    "this loss uses no reward, from which the divergence is subtracted",
     "Use algorithm.kl.apply_to=loss",
 )
 _WHITENS = Condition(
@@ -114,7 +114,7 @@ _WHITENS = Condition(
 _HAS_DEVIATION = Condition(
     lambda config: getattr(config.algorithm.advantage, "std", "none") != "none",
     ("advantage.std",),
-    "there is no division that it could keep finite",
+    "there is no division that it keeps finite",
     "Use algorithm.advantage.std=sample",
 )
 _PENALTY = Condition(
@@ -138,7 +138,7 @@ _CRITIC = Condition(
 _MASKS = Condition(
     lambda config: not set(config.algorithm.correction.chain) <= {"tis_token", "tis_seq"},
     ("correction",),
-    "it rejects no token, so that all of the batch is kept",
+    "it rejects no token, so the whole batch is kept",
     "Use a correction with a mask, such as decoupled or mis_seq_geo",
 )
 _KL_IS_COMPUTED = Condition(
@@ -150,7 +150,7 @@ _KL_IS_COMPUTED = Condition(
 _IS_STALE = Condition(
     lambda config: config.dataflow.max_staleness > 0,
     ("dataflow.max_staleness",),
-    "every token is of the newest version, and its factor is 1",
+    "every token has staleness 0, so its factor is 1",
     "Use dataflow.max_staleness above 0",
 )
 
@@ -177,11 +177,11 @@ CONDITIONS: dict[str, tuple[Condition, ...]] = {
     "algorithm.staleness_decay": (_IS_STALE,),
     "critic.value_clip": (_CRITIC, _SEVERAL_UPDATES),
 }
-"""Setting -> what has to hold for it to be read."""
+"""Setting -> conditions under which it is read."""
 
 
 def check_without_effect(config: RunConfig) -> Iterator[Finding]:
-    """A warning for each setting that differs from its default and that nothing reads."""
+    """Warn of each setting that differs from its default and is not read."""
     algorithm = config.algorithm
     if find("loss", algorithm.loss.name).is_own or find("advantage", algorithm.advantage.name).is_own:
         return
@@ -193,7 +193,7 @@ def check_without_effect(config: RunConfig) -> Iterator[Finding]:
             continue
         value = getattr(section, name)
         default = type(section).model_fields[name].get_default(call_default_factory=True)
-        # Of a variant only its choice counts here; its settings have entries of their own.
+        # For a variant only its choice is compared; its settings have their own entries.
         is_default = value.name == default.name if isinstance(value, Named) else value == default
         failed = next((condition for condition in conditions if not condition.holds(config)), None)
         if is_default or failed is None or any(refusal.touches([key]) for refusal in refusals):

@@ -37,7 +37,7 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["trainer.optimizer.betas=[0.9,1.0]"], ["[0.9, 1.0]", "[0, 1)"]),
         (["rollout.sampling.top_p=0.9"], ["top_p=0.9", "importance ratio", "temperature"]),
         (["rollout.sampling.top_k=50"], ["top_k=50"]),
-        (["rollout.sampling.max_new_tokens=128"], ["max_new_tokens=128", "max_context_tokens=128", "no room"]),
+        (["rollout.sampling.max_new_tokens=128"], ["max_new_tokens=128", "max_context_tokens=128", "no space"]),
         (["model.path=null"], ["model.path is not set"]),
         (["dataflow.max_staleness=-1"], ["dataflow.max_staleness=-1", "must be >= 0"]),
         (["model.from_scratch=true"], ["penstock sft"]),
@@ -46,10 +46,10 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         (["cluster.colocated=true"], ["max_staleness=0, not 2", "dataflow=synchronous"]),
         (["rollout.engine.kv_cache_gib=1e-5"], ["KV cache", "max_context_tokens=128", "never finish"]),
         (["cluster.pools.cpu.memory_gib=2"], ["memory_gib=2", "4 processes", "GiB"]),
-        (["dataflow.max_live_gib=0.0001"], ["room for 52 trajectories", "a batch is 256", "Use at least 0.000493"]),
+        (["dataflow.max_live_gib=0.0001"], ["holds 52 trajectories", "a batch has 256", "Use at least 0.000493"]),
         (["dataflow.surplus=4", "dataflow.on_expiry=drop"], ["surplus=4", "on_expiry=drop", "on_expiry=wait"]),
         (["dataflow.surplus=4", "dataflow.gang=true"], ["surplus=4", "gang=true", "Use one of the two"]),
-        (["dataflow.gang=true", "weights.overlap=true"], ["gang=true", "weights.overlap=true", "begins slowly"]),
+        (["dataflow.gang=true", "weights.overlap=true"], ["gang=true", "weights.overlap=true", "starts slowly"]),
         (
             ["dataflow.gang=true", "weights.update_mode=multi_version", "rollout.num_engines=2"],
             ["gang=true", "update_mode=multi_version"],
@@ -60,7 +60,10 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
             ["zero_stage=0", "Use trainer.zero_stage=2 or 3"],
         ),
         (["dataflow.gang=true", "rollout.engine.max_num_seqs=4"], ["group_size=8", "max_num_seqs=4", "never start"]),
-        (["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"], ["8 trajectories", "0.001 GiB", "preempted"]),
+        (
+            ["dataflow.gang=true", "rollout.engine.kv_cache_gib=1e-3"],
+            ["8 trajectories", "0.001 GiB", "preempt one another"],
+        ),
         (["weights.codec=lora"], ['weights.codec="lora"', "was replaced", "weights.transport=auto"]),
         (["weights.mode=gather"], ["weights.mode: this key was replaced", "weights.transport=gather for mode=gather"]),
         (["weights.memory=device"], ["weights.memory: this key was replaced", "cuda_ipc or process_group"]),
@@ -124,7 +127,7 @@ def test_the_demo_with_a_contradiction_is_refused(overrides, words):
 def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
     overrides = ["rollout/engine=torch", "rollout.engine.deterministic=true"]
     problem = refused("math_qwen_8gpu", *overrides, several=True)
-    assert "rollout.engine.deterministic=true needs a CPU, generate is a GPU pool" in problem
+    assert "rollout.engine.deterministic=true needs a CPU, but generate is a GPU pool" in problem
 
 
 @pytest.mark.parametrize(
@@ -159,13 +162,13 @@ def test_bit_for_bit_repeatable_decoding_is_refused_on_a_gpu():
             ["weights.codec=int8_delta", "tensor_parallel_size=2", "Use delta"],
         ),
         (["weights.overlap=true", "weights.update_mode=drain"], ["weights.overlap=true", "update_mode=drain"]),
-        (["weights.staging=bucket", "weights.codec=delta"], ["weights.codec=delta", "has written over"]),
-        (["weights.staging=bucket", "weights.overlap=true"], ["weights.overlap=true", "stand still"]),
+        (["weights.staging=bucket", "weights.codec=delta"], ["weights.codec=delta", "has overwritten"]),
+        (["weights.staging=bucket", "weights.overlap=true"], ["weights.overlap=true", "are paused during"]),
         (
             ["weights.staging=bucket", "weights.transport=process_group", "weights.update_mode=multi_version"],
-            ["weights.update_mode=multi_version", "none would serve"],
+            ["weights.update_mode=multi_version", "none could serve"],
         ),
-        (["weights.staging=bucket", "weights.transport=cuda_ipc"], ["weights.staging=bucket", "second shards"]),
+        (["weights.staging=bucket", "weights.transport=cuda_ipc"], ["weights.staging=bucket", "a full shard"]),
         (
             [
                 "weights.transport=cuda_ipc",
@@ -200,19 +203,21 @@ def test_colocated_roles_need_one_pool():
     assert "one pool" in refused("math_qwen_8gpu", *overrides)
 
 
-def test_reward_workers_have_no_place_on_gpus_that_others_fill_in_turns():
+def test_reward_workers_cannot_share_the_gpus_of_colocated_roles():
     one = ["reward.pool=gpu", "reward.num_workers=1"]
     problem = refused("gsm8k_qwen_1gpu", *one, several=True)
     assert "cluster.colocated=true with reward.pool=gpu" in problem
     assert "a CPU pool, or reward.pool=null" in problem
-    with pytest.raises(ConfigError, match=r"1 for engines and 1 for reward workers: 2 GPUs in all"):
+    with pytest.raises(ConfigError, match=r"1 for engines and 1 for reward workers, 2 GPUs in all"):
         compose_config(["experiment=gsm8k_qwen_1gpu", *one], command="eval")
     own = "+cluster.pools.judge={device: gpu, count: 1, memory_gib: 24}"
-    beside = [own, *one, "reward.pool=judge"]
-    compose_config(["experiment=gsm8k_qwen_1gpu", *beside])
+    in_own_pool = [own, *one, "reward.pool=judge"]
+    compose_config(["experiment=gsm8k_qwen_1gpu", *in_own_pool])
     held = ["algorithm.kl.coefficient=0.1", "reference.pool=judge"]
-    problem = refused("gsm8k_qwen_1gpu", *beside, *held)
-    assert "cluster.pools.judge.count=1 is too small, needed are 1 for references and 1 for reward workers" in problem
+    problem = refused("gsm8k_qwen_1gpu", *in_own_pool, *held)
+    assert (
+        "cluster.pools.judge.count=1 is too small: the roles need 1 for references and 1 for reward workers" in problem
+    )
 
 
 @pytest.mark.parametrize("mode", ["drain", "multi_version"])
@@ -246,7 +251,7 @@ def test_a_warm_start_needs_its_section_and_equal_work():
         (["trainer=lora", "algorithm.kl.coefficient=0.1", "reference.pool=cpu"], "the trainer itself is the reference"),
     ],
 )
-def test_what_works_but_hurts_is_a_warning(override, words):
+def test_what_works_badly_is_a_warning(override, words):
     overrides = [override] if isinstance(override, str) else override
     config = compose_config(["experiment=arithmetic", *overrides])
     (finding,) = check_config(config, "train")
@@ -261,8 +266,8 @@ def test_dropping_says_what_bias_was_measured(eta, measured):
     (finding,) = [found for found in check_config(config, "train") if "on_expiry=drop" in found.message]
     length, longest = DROP_BIAS[measured]
     assert finding.severity == "warning"
-    assert f"had {length:.2f} of the mean length" in finding.message
-    assert f"{longest:.2f} of the longest percent, at max_staleness={measured}" in finding.message
+    assert f"at max_staleness={measured}, trained answers had {length:.2f} of the mean length" in finding.message
+    assert f"{longest:.2f} of the longest 1 % of answers were trained" in finding.message
 
 
 def test_the_measured_bias_is_that_of_the_table():

@@ -1,4 +1,4 @@
-"""What other sections ask of the algorithm: refused with the reason, or warned of, before anything starts."""
+"""Combinations of the algorithm with other sections that are refused or cause a warning before anything starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def warnings(*overrides: str) -> list[str]:
 
 
 def preset_overrides(preset: str) -> list[str]:
-    """What it takes to choose one."""
+    """Overrides that choose a preset."""
     return [f"algorithm={preset}", *(["teacher.path=somewhere"] if preset == "distill" else [])]
 
 
@@ -53,7 +53,7 @@ def test_an_old_key_is_answered_with_the_new_one():
     assert "Use algorithm.overlong.ramp_share" in problem
 
 
-def test_presets_that_ask_a_frozen_policy_start_one():
+def test_presets_that_need_a_frozen_policy_start_one():
     configs = {one: compose_config(["experiment=arithmetic", *preset_overrides(one)]) for one in PRESETS}
     assert {one for one in PRESETS if configs[one].num_frozen("reference")} == {"online_dpo"}
     assert {one for one in PRESETS if configs[one].num_frozen("teacher")} == {"distill"}
@@ -90,7 +90,10 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
             "Use at least 1024",
         ),
         (["algorithm.overlong.mode=penalty", "algorithm.overlong.ramp_share=1.5"], "must be in (0, 1]"),
-        (["algorithm.correction.renormalize=true", "model.dtype=bfloat16"], "plain bfloat16 optimizer cannot"),
+        (
+            ["algorithm.correction.renormalize=true", "model.dtype=bfloat16"],
+            "plain bfloat16 optimizer does not support",
+        ),
         (
             ["algorithm.correction.renormalize=true", "model.dtype=bfloat16", "trainer.zero_stage=1"],
             "with trainer.zero_stage=1 in model.dtype=bfloat16",
@@ -118,15 +121,15 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         ),
         (["critic.path=somewhere"], "which has no critic"),
         (["algorithm=distill"], "teacher.path is not set"),
-        (["teacher.path=somewhere"], "which asks no teacher"),
+        (["teacher.path=somewhere"], "which uses no teacher"),
         (["algorithm=distill", "teacher.path=x", "dataflow.filters.zero_variance=true"], "groups of equal rewards"),
         (["algorithm=distill", "teacher.path=x", "teacher.pool=cpus"], "Did you mean cpu?"),
         (["algorithm=ppo", "algorithm.epochs=1", "dataflow.stream_micro_batches=true"], "trained on whole batches"),
-        (["algorithm=ppo", "trainer.tensor_parallel_size=2", "trainer.num_ranks=2"], "a second engine in it"),
+        (["algorithm=ppo", "trainer.tensor_parallel_size=2", "trainer.num_ranks=2"], "a second engine in that process"),
         (["algorithm.proximal=recompute", "algorithm.mini_batches=3"], "mini_batches=3 does not divide"),
         (
             ["algorithm.proximal=recompute", "algorithm.epochs=2", "dataflow.stream_micro_batches=true"],
-            "mini-batch of all of it",
+            "mini-batches are drawn from the whole batch",
         ),
     ],
 )
@@ -148,7 +151,7 @@ def test_reasons_come_all_at_once():
         (["algorithm=dr_grpo", "algorithm.aggregation=token_mean"], "Use aggregation=constant_length"),
         (["algorithm.kl.estimator=k3"], "has no effect"),
         (["algorithm/loss=sft", "algorithm/correction=none"], "rewards have no effect"),
-        (["algorithm.proximal=recompute"], "costs a forward more"),
+        (["algorithm.proximal=recompute"], "costs one more forward pass"),
     ],
 )
 def test_what_is_biased_or_without_effect_is_a_warning(overrides, words):

@@ -91,7 +91,7 @@ def test_a_good_configuration_has_no_warning(overrides):
     assert load_config("eval", overrides).warnings == []
 
 
-def test_a_missing_warm_start_says_how_to_make_it(overrides):
+def test_a_missing_warm_start_says_how_to_create_it(overrides):
     found = absent([*overrides, "model.path=runs/arithmetic_sft-seed7/policy", "seed=7"])
     assert "runs/arithmetic_sft-seed7/policy does not exist" in found
     assert "penstock sft experiment=arithmetic_sft seed=7" in found
@@ -99,7 +99,7 @@ def test_a_missing_warm_start_says_how_to_make_it(overrides):
 
 def test_the_warm_start_of_another_experiment_is_named_too_and_none_that_does_not_exist(overrides):
     found = absent([*overrides, "model.path=runs/text_sft-seed3/policy"])
-    assert "Make it first: `penstock sft experiment=text_sft seed=3`" in found
+    assert "Create it with `penstock sft experiment=text_sft seed=3`" in found
     assert "Give a model directory" in absent([*overrides, "model.path=runs/no_such_sft-seed0/policy"])
 
 
@@ -125,7 +125,7 @@ def test_a_file_is_no_model_directory(overrides, tmp_path):
     assert "model.bin is a file" in problem([*overrides, f"model.path={tmp_path / 'model.bin'}"])
 
 
-def beside_the_policy(tmp_path: Path, vocab_size: int, vocabulary: dict[str, int]) -> Path:
+def auxiliary_model(tmp_path: Path, vocab_size: int, vocabulary: dict[str, int]) -> Path:
     """A model that is not the policy; both have a tokenizer."""
     other = tmp_path / "other"
     other.mkdir()
@@ -136,26 +136,30 @@ def beside_the_policy(tmp_path: Path, vocab_size: int, vocabulary: dict[str, int
     return other
 
 
-BESIDE = {"critic.path": "algorithm=ppo", "teacher.path": "algorithm=distill", "reference.path": "algorithm=online_dpo"}
+AUXILIARY = {
+    "critic.path": "algorithm=ppo",
+    "teacher.path": "algorithm=distill",
+    "reference.path": "algorithm=online_dpo",
+}
 
 
-@pytest.mark.parametrize("key", BESIDE)
-def test_a_model_beside_the_policy_reads_its_tokens(overrides, tmp_path, key):
-    other = beside_the_policy(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
-    load_config("train", [*overrides, BESIDE[key], f"{key}={other}"])
+@pytest.mark.parametrize("key", AUXILIARY)
+def test_an_auxiliary_model_with_the_policys_tokenizer_is_accepted(overrides, tmp_path, key):
+    other = auxiliary_model(tmp_path, 32, {"0": 2, "1": 3, "+": 4})
+    load_config("train", [*overrides, AUXILIARY[key], f"{key}={other}"])
 
 
-@pytest.mark.parametrize("key", BESIDE)
-def test_another_vocabulary_or_tokenizer_beside_the_policy_is_refused_with_both_numbers(overrides, tmp_path, key):
-    other = beside_the_policy(tmp_path, 33, {"0": 2, "1": 3, "+": 4})
-    found = problem([*overrides, BESIDE[key], f"{key}={other}"])
+@pytest.mark.parametrize("key", AUXILIARY)
+def test_an_auxiliary_model_with_another_vocabulary_or_tokenizer_is_refused(overrides, tmp_path, key):
+    other = auxiliary_model(tmp_path, 33, {"0": 2, "1": 3, "+": 4})
+    found = problem([*overrides, AUXILIARY[key], f"{key}={other}"])
     assert "vocab_size=32 differs from the checkpoint's vocab_size=33" in found
     assert f"({key}, " in found
     (other / "config.json").write_text(json.dumps({"vocab_size": 32}))
     swapped = {"model": {"vocab": {"0": 3, "1": 2, "+": 4}}}
     (other / "tokenizer.json").write_text(json.dumps(swapped))
-    found = problem([*overrides, BESIDE[key], f"{key}={other}"])
-    assert "2 of 3 tokens have another id" in found
+    found = problem([*overrides, AUXILIARY[key], f"{key}={other}"])
+    assert "2 of 3 tokens have a different id" in found
     assert "'0' 3 instead of 2" in found
 
 
@@ -182,7 +186,7 @@ def test_a_partner_of_the_same_tokenizer_is_taken(overrides, tmp_path):
 
 
 def test_a_partner_whose_tokens_mean_something_else_is_refused(overrides, tmp_path):
-    assert "2 of 3 tokens have another id than in the policy's" in problem(partner(overrides, tmp_path, "acb"))
+    assert "2 of 3 tokens have a different id than in the policy's" in problem(partner(overrides, tmp_path, "acb"))
 
 
 def test_a_partner_of_another_shape_than_stated_is_refused(overrides, tmp_path):
@@ -210,16 +214,16 @@ def test_a_run_directory_in_use_is_refused(overrides):
     load_config("train", [*overrides, "name=old", "overwrite=true"])
 
 
-def test_what_is_no_run_is_never_overwritten(overrides):
+def test_a_folder_that_is_not_a_run_is_never_overwritten(overrides):
     Path("thesis").mkdir()
     Path("thesis/chapter.tex").touch()
     found = problem([*overrides, "run_dir=thesis", "overwrite=true"], dry_run=True)
-    assert "run_dir=thesis holds files, but none that a run writes" in found
-    assert "overwrite=true deletes runs only" in found
+    assert "run_dir=thesis has files, but none that a run writes" in found
+    assert "overwrite=true deletes only runs" in found
 
 
 def test_the_working_directory_is_no_run_directory(overrides):
-    assert "is the working directory or above it" in problem([*overrides, "run_dir=."], dry_run=True)
+    assert "is the working directory or contains it" in problem([*overrides, "run_dir=."], dry_run=True)
 
 
 def test_a_file_in_the_way_of_the_run_directory_is_refused(overrides):
@@ -244,7 +248,7 @@ def test_reward_workers_on_gpus_that_are_not_there_are_refused(overrides, monkey
     monkeypatch.setattr(hardware, "is_cpu_build", lambda: False)
     monkeypatch.setattr(hardware, "num_nvidia_gpus", lambda: 1)
     found = absent([*overrides, pool, "reward.pool=judge", "reward.num_workers=2"])
-    assert "2 GPUs are asked for, nvidia-smi lists 1" in found
+    assert "2 GPUs are configured, but nvidia-smi lists 1" in found
 
 
 def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
@@ -256,7 +260,7 @@ def test_a_cpu_build_and_missing_devices_are_refused(overrides, monkeypatch):
         load_config("train", typed)
     build, count = raised.value.violations
     assert "FLAVOR=cuda" in build
-    assert "1 GPUs are asked for, nvidia-smi lists 0" in count
+    assert "1 GPUs are configured, but nvidia-smi lists 0" in count
 
 
 def test_too_little_memory_and_disk_are_refused_with_both_numbers(overrides, monkeypatch):
@@ -280,8 +284,8 @@ def test_too_little_shared_memory_is_refused(overrides, monkeypatch):
     assert "--shm-size" in found
 
 
-def test_a_folder_for_published_versions_that_is_none_is_refused(overrides):
-    assert "weights.directory=/no/such is no folder" in problem([*overrides, "weights.directory=/no/such"])
+def test_a_missing_folder_for_published_versions_is_refused(overrides):
+    assert "weights.directory=/no/such is not a folder" in problem([*overrides, "weights.directory=/no/such"])
 
 
 @pytest.mark.parametrize(
@@ -295,7 +299,7 @@ def test_a_folder_for_published_versions_that_is_none_is_refused(overrides):
         ("env.factory=my_plugin:broken", ["env.factory=my_plugin:broken", "RuntimeError: no luck"]),
         ("env.args={depth: 3}", ["env.args", "depth"]),
         ("env.args={leaks: true}", ["training tasks are also among the", "held-out", "hash"]),
-        ("env.args={same_id: true}", ["two different tasks have the id 't7', 0000 and 0001", "Number them"]),
+        ("env.args={same_id: true}", ["two different tasks have the id 't7', 0000 and 0001", "Number the tasks"]),
         ("env.args={num_tasks: 0}", ["env.factory=my_plugin:Source", "train() gave no task"]),
         ("env.args={gives: text}", ["env.factory=my_plugin:Source", "train() gave a str", "Task"]),
         ("+env.streams.a.args={first: 10000}", ["1024 of the first 4096 training tasks are also among the"]),

@@ -155,12 +155,12 @@ def test_the_partner_has_its_own_optimizer_if_it_is_given_one() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["algorithm/correction=none"], "would count as if the policy had. Use algorithm/correction=f_tis"),
-        (["algorithm/correction=[opsm]"], "would count as if the policy had"),
+        (["algorithm/correction=none"], "as if the policy had sampled them. Use algorithm/correction=f_tis"),
+        (["algorithm/correction=[opsm]"], "as if the policy had sampled them"),
         (["dataflow.group_size=7"], "dataflow.group_size=7 is odd: half of each group"),
         (["partner.model.shape.vocab_size=40"], "vocab_size=40 differs from model.shape.vocab_size=32"),
         (["partner.model.path=null"], "partner.model.path is not set"),
-        (["dataflow.gang=true"], "partner with dataflow.gang=True: a gang is on one engine"),
+        (["dataflow.gang=true"], "partner with dataflow.gang=True: a gang runs on one engine"),
         (["dataflow.stream_micro_batches=true"], "partner with dataflow.stream_micro_batches=True"),
         (["algorithm.kl.coefficient=0.1"], "partner with algorithm.kl.coefficient=0.1: the reference scores"),
         (["cluster.colocated=true", "dataflow.max_staleness=0"], "partner with cluster.colocated=True"),
@@ -174,5 +174,5 @@ def test_what_two_policies_cannot_share_is_refused(overrides: list[str], words: 
 
 
 @pytest.mark.parametrize("algorithm", ["dppo", "topr", "cispo", "gspo"])
-def test_losses_that_look_at_the_sampling_policy_need_no_correction(algorithm: str) -> None:
+def test_losses_that_use_the_behavior_policy_need_no_correction(algorithm: str) -> None:
     compose_config([EXPERIMENT, f"algorithm={algorithm}", "algorithm/correction=none"])

@@ -43,7 +43,7 @@ def test_the_experiment_is_sound_and_starts_a_trainer_only(command) -> None:
     [
         (["preference=null"], "preference is not set"),
         (["trainer.max_tokens_per_micro_batch=200"], "below 2 x model.max_context_tokens=128"),
-        (["trainer.num_ranks=2", "trainer.tensor_parallel_size=2"], "compared by one rank"),
+        (["trainer.num_ranks=2", "trainer.tensor_parallel_size=2"], "one rank needs the whole pair"),
         (["model.path=null"], "model.path is not set"),
     ],
 )
