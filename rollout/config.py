@@ -107,7 +107,8 @@ class RolloutConfig(BaseModel):
     Attributes:
         num_engines: Engines; each holds the whole policy.
         request_timeout_s: Longest wait for the next tokens of one request, seconds, before its engine counts as lost.
-        max_resumes: Interruptions that one trajectory survives by resuming from its tokens, before it fails.
+        max_resumes: Interruptions in a row, without a new token between them, that one trajectory survives by resuming
+            from its tokens.
         max_engine_restarts: Times that an engine which was lost, or fenced, is started again; it receives the
             current version before it serves. Colocated engines are not restarted.
         routing: `prefix_aware` keeps the members of a group on one engine while that is not too busy

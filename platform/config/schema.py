@@ -119,7 +119,8 @@ class DataflowConfig(Section):
         min_group_size: A group whose failed members are gone still trains with this many.
         max_live_gib: Memory reserved at admission for the payloads of all live groups, GiB; None is no limit.
         filters: Which ready groups are not trained.
-        batch_timeout_s: Longest wait for a batch, seconds, before the run stops and lists what it waits for.
+        batch_timeout_s: Longest wait for a batch without a new token, score or ready group, seconds, before the run
+            stops and lists what it waits for.
     """
 
     batch_groups: int = Field(ge=1)
@@ -156,13 +157,17 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Policy snapshots in Hugging Face form; the last one is always written.
+    """Checkpoints of the whole run, from which `penstock resume` continues.
 
     Attributes:
-        every_steps: Write one every so many steps; 0 writes only the last.
+        every_minutes: Take one at the first step that ends so many minutes after the last one; 0 turns this off.
+        every_steps: Take one every so many steps, too; 0 turns this off.
+        keep: Number of newest checkpoints that are kept.
     """
 
+    every_minutes: float = Field(default=15.0, ge=0, allow_inf_nan=False)
     every_steps: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)
 
 
 class SampleConfig(Section):

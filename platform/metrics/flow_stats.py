@@ -98,6 +98,8 @@ class FlowStats:
         trained: Lengths of those that were trained.
         samples: A few trajectories of the newest batch, those with several versions first.
         last_version: The version the newest batch was trained at.
+        num_scored: Trajectories that were scored by this process; a retried one counts again.
+        num_ready: Groups that this process has made ready.
         failures: The first failures of groups, with their traceback.
     """
 
@@ -106,6 +108,8 @@ class FlowStats:
     trainer_wait_for: dict[WaitReason, float] = field(default_factory=lambda: dict.fromkeys(get_args(WaitReason), 0.0))
     population: MeanLength = field(default_factory=MeanLength)
     trained: MeanLength = field(default_factory=MeanLength)
+    num_scored: int = 0
+    num_ready: int = 0
     failures: list[TrajectoryError] = field(default_factory=list)
     samples: list[Trajectory] = field(default_factory=list)
     last_version: int = 0

@@ -8,6 +8,7 @@ Unblocked by: `advance` (credits), a finished trajectory, a closed batch. Each t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 LOG_IGNORED_EVERY_S = 60.0
 """Shortest interval between two log lines about ignored reports, which are logged in aggregate."""
+CHECKS_PER_TIMEOUT = 8
 MIN_FAILURES_TO_STOP = 8
 """Lower limit of the number of consecutive failed groups that stops the run; the admission window if that is larger."""
 
@@ -68,7 +70,7 @@ class FlowOptions:
     """How the flow hands out batches.
 
     Attributes:
-        batch_timeout_s: Longest wait for a batch, seconds.
+        batch_timeout_s: Longest wait for a batch without progress: a token, a score or a ready group; seconds.
         streams_micro_batches: Whether the trainer receives groups before their batch is complete.
         gang: Whether all trajectories of a group start together on one engine, at the same version.
     """
@@ -129,7 +131,7 @@ class Flow:
         `streams_micro_batches` is set.
 
         Raises:
-            PenstockError: If no batch closes within the time limit. The message lists the unfinished groups.
+            PenstockError: If nothing progresses for `batch_timeout_s`. The message lists the unfinished groups.
         """
         if self.options.streams_micro_batches:
             batch = []
@@ -194,6 +196,7 @@ class Flow:
         self.stats.group_ready(group_id, trajectories)
         group = await self._store(run, trajectories)
         self.core.ready(group)
+        self.stats.num_ready += 1
         self._settle()
         # `_settle` has woken the trainer first: if this group completes the batch, no early forward may delay it. The
         # core may also have ended the group as too old, so its state is read again.
@@ -202,23 +205,35 @@ class Flow:
 
     async def _wait_for(self, take: Callable[[], _Result | None], num_needed: int) -> _Result:
         """Wait until `take` returns a result. `num_needed` is the lowest number of ready groups with which it can."""
-        try:
-            async with asyncio.timeout(self.options.batch_timeout_s):
-                while True:
-                    if self._failure is not None:
-                        raise self._failure
-                    # Cleared before `take`, so that a change during the call is not lost.
-                    self._state_changed.clear()
-                    if (result := take()) is not None:
-                        return result
-                    with self.stats.trainer_waits(self.core.wait_reason(num_needed)):
-                        await self._state_changed.wait()
-        except TimeoutError:
-            raise PenstockError(
-                f"dataflow: no batch within batch_timeout_s={self.options.batch_timeout_s:.0f}: "
-                f"{self.core.describe_wait()}. The trainer is idle until a batch closes. "
-                "Check the engines' logs, or raise dataflow.batch_timeout_s if generation is merely slow."
-            ) from None
+        # The limit is a number of checks without progress, not a time. So a driver that stood still loses one check.
+        loop, check_s = asyncio.get_running_loop(), self.options.batch_timeout_s / CHECKS_PER_TIMEOUT
+        progress, checks_left, check_at = self._progress(), CHECKS_PER_TIMEOUT, loop.time() + check_s
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            # Cleared before `take`, so that a change during the call is not lost.
+            self._state_changed.clear()
+            if (result := take()) is not None:
+                return result
+            with self.stats.trainer_waits(self.core.wait_reason(num_needed)), contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(check_at):
+                    await self._state_changed.wait()
+            if loop.time() < check_at:
+                continue
+            before, progress = progress, self._progress()
+            checks_left = checks_left - 1 if progress == before else CHECKS_PER_TIMEOUT
+            check_at = loop.time() + check_s
+            if not checks_left:
+                raise PenstockError(
+                    f"dataflow: no batch: no token, score or ready group within "
+                    f"batch_timeout_s={self.options.batch_timeout_s:g}: {self.core.describe_wait()}. The trainer is "
+                    "idle until a batch closes. Check the engines' logs, or raise dataflow.batch_timeout_s if one "
+                    "score or environment step may take longer."
+                )
+
+    def _progress(self) -> tuple[int, int, int]:
+        """Counters that grow while the run makes progress towards its next batch."""
+        return self.ports.runner.stats.received_tokens, self.stats.num_scored, self.stats.num_ready
 
     def _batch_closed(self, batch: Sequence[GroupRef]) -> None:
         for group in batch:

@@ -99,6 +99,7 @@ class GroupRun(RolloutContext):
                     flow.stats.trajectory_generated(trajectory)
                     self._mark_generated(index)
                     score = await ports.rewards.score(self.task, trajectory)
+                    flow.stats.num_scored += 1
                     trajectory.score(score.reward, score.parts)
                     if failures:
                         trajectory = replace(trajectory, retried_after=failures[-1].summary)

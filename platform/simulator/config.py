@@ -177,7 +177,7 @@ class SimulationConfig(BaseModel):
         checkpoint_every: Steps between checkpoints, from which a driver that died goes on.
         eval_every: Steps between evaluations beside training; 0 is never.
         check_every: Events between two checks of every live group; the cheap checks run after each event.
-        batch_timeout_s: Longest wait for a batch, virtual seconds.
+        batch_timeout_s: Longest wait for a batch without a new token, score or ready group, virtual seconds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -36,17 +36,20 @@ class ResumeStats:
     Attributes:
         trajectories: Trajectories that resumed at least once with tokens.
         tokens: Sampled tokens that were kept over resumes and not sampled again.
+        received_tokens: All tokens received from the engines, those of evaluations included.
         interruptions: Interruptions by kind, including those before the first token.
     """
 
     trajectories: int = 0
     tokens: int = 0
+    received_tokens: int = 0
     interruptions: Counter[InterruptionKind] = field(default_factory=Counter)
 
     def __add__(self, other: ResumeStats) -> ResumeStats:
         return ResumeStats(
             self.trajectories + other.trajectories,
             self.tokens + other.tokens,
+            self.received_tokens + other.received_tokens,
             self.interruptions + other.interruptions,
         )
 
@@ -69,7 +72,7 @@ class TrajectoryRunner:
     Attributes:
         episodes: Plays tasks that have an environment; None if there are none.
         silence_timeout_s: Longest wait for the next tokens of one request before its engine counts as silent.
-        max_resumes: Interruptions that one trajectory survives.
+        max_resumes: Interruptions in a row, without a new token between them, that one trajectory survives.
         stats: Counters of resumes since the run began.
 
     Args:
@@ -193,7 +196,9 @@ class TrajectoryRunner:
     async def _sample(self, context: RolloutContext, member: int, partial: PartialTurn) -> None:
         """Sample a turn to its end, resuming on other engines as needed."""
         last: Interruption | None = None
+        num_in_vain = 0
         while True:
+            num_tokens = partial.num_tokens
             avoid = None if last is None or last.kind == "aborted" else last.view.engine_id
             slots = context.slots or self.pool
             async with slots.lease(partial.remaining(), context.task.task_id, partial.min_version(), avoid) as lease:
@@ -203,11 +208,14 @@ class TrajectoryRunner:
             stats = self.stats
             stats.interruptions[last.kind] += 1
             partial.num_interruptions += 1
-            if partial.num_interruptions > self.max_resumes:
+            # An attempt that added a token is progress. So a long answer survives any number of preemptions, and still
+            # ends, since its tokens are bounded.
+            num_in_vain = num_in_vain + 1 if partial.num_tokens == num_tokens else 0
+            if num_in_vain > self.max_resumes:
                 raise TrajectoryError(
                     "engine",
-                    f"{context.trajectory_id(member)}: interrupted {partial.num_interruptions} times with "
-                    f"{partial.num_tokens} tokens sampled, rollout.max_resumes is {self.max_resumes}; the last time: "
+                    f"{context.trajectory_id(member)}: interrupted {num_in_vain} times in a row without a new token, "
+                    f"after {partial.num_tokens} tokens; rollout.max_resumes is {self.max_resumes}; the last time: "
                     f"{last.reason}",
                 )
             if partial.num_tokens:
@@ -255,6 +263,7 @@ class TrajectoryRunner:
                     if delta.spans[0].version != version:
                         context.record_version(member, delta.spans[0].version)
                 lease.received(len(delta.token_ids))
+                self.stats.received_tokens += len(delta.token_ids)
                 partial.extend(delta)
                 if partial.is_cut:
                     if delta.finish_reason is None:

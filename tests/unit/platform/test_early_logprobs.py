@@ -155,5 +155,5 @@ async def test_a_batch_that_never_closes_is_told_as_without_early_logprobs() -> 
     ranks, rewards = Ranks(), SlowRewards()
     async with flow_with(ranks, rewards, timeout_s=0.05) as flow:
         rewards.let(1)
-        with pytest.raises(PenstockError, match="no batch within"):
+        with pytest.raises(PenstockError, match="no token, score or ready group within"):
             await next_groups(flow)

@@ -152,11 +152,21 @@ async def test_the_wait_for_a_version_has_a_limit_and_says_what_it_waits_for() -
     assert runner.pool.num_waiting == 0
 
 
-async def test_resumes_are_bounded_and_the_failure_names_the_last_interruption() -> None:
-    hopeless = engine(loses_at=lambda _serial: 1)
-    with pytest.raises(TrajectoryError, match=r"interrupted 3 times with 3 tokens sampled, rollout.max_resumes is 2"):
+async def test_resumes_without_a_new_token_are_bounded_and_the_failure_names_the_last_interruption() -> None:
+    hopeless = engine(loses_at=lambda serial: 2 if serial == 0 else 0)
+    told = r"interrupted 3 times in a row without a new token, after 2 tokens; rollout.max_resumes is 2.*loss of 3"
+    with pytest.raises(TrajectoryError, match=told):
         await run(make_runner(hopeless, max_resumes=2))
-    assert len(hopeless.requests) == 3
+    assert len(hopeless.requests) == 4, "the first one brought two tokens"
+
+
+async def test_a_trajectory_survives_any_number_of_interruptions_between_which_it_gets_tokens() -> None:
+    whole = await run(make_runner(engine()))
+    preempted = engine(loses_at=lambda serial: serial % 2)  # every other attempt brings one token
+    runner = make_runner(preempted, max_resumes=1)
+    answer = await run(runner)
+    assert answer.token_ids.tolist() == whole.token_ids.tolist()
+    assert runner.stats.interruptions.total() == 2 * whole.num_sampled_tokens - 1 > 3
 
 
 @pytest.mark.parametrize("is_one_delta", [False, True])
