@@ -123,6 +123,6 @@ class RolloutConfig(BaseModel):
     sampling: SamplingConfig
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_resumes: int = Field(default=3, ge=0)
-    max_engine_restarts: int = Field(default=2, ge=0)
+    max_engine_restarts_per_hour: int = Field(default=6, ge=0)
     routing: RoutingName = "prefix_aware"
     start_timeout_s: float = Field(default=300.0, gt=0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
+from itertools import takewhile
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,55 +20,108 @@ from penstock.platform.config.schema import RunConfig
 
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _RANGE_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
-_RENAMED = {
-    "weights.mode": "weights.transport=gather for mode=gather, weights.transport=auto for mode=direct",
-    "weights.memory": "weights.transport: shared_memory for memory=host, cuda_ipc or process_group for memory=device",
-    "weights.stage_on": "weights.staging=bucket for stage_on=host, weights.staging=shard for stage_on=device",
-    "weights.transport=group": "weights.transport=process_group",
-    "weights.transport=object_store": "weights.transport=gather, which takes the object store to other nodes by itself",
-    "weights.codec=lora": "weights.transport=auto, by which adapters travel wherever the trainer trains them",
-    "algorithm.advantage_std": "algorithm.advantage.std",
-    "algorithm.std_epsilon": "algorithm.advantage.epsilon",
-    "algorithm.gae_gamma": "algorithm.advantage.gamma, with algorithm/advantage=gae",
-    "algorithm.gae_lambda": "algorithm.advantage.lam, with algorithm/advantage=gae",
-    "algorithm.whiten": "algorithm.advantage.whiten, with algorithm/advantage=gae or reinforce_pp",
-    "algorithm.clip_low": "algorithm.loss.clip_low",
-    "algorithm.clip_high": "algorithm.loss.clip_high",
-    "algorithm.dual_clip": "algorithm.loss.max_ratio, with algorithm/loss=dual_clip",
-    "algorithm.cispo_low": "algorithm.loss.clip_low, with algorithm/loss=cispo",
-    "algorithm.sapo_tau_positive": "algorithm.loss.tau_positive, with algorithm/loss=sapo",
-    "algorithm.sapo_tau_negative": "algorithm.loss.tau_negative, with algorithm/loss=sapo",
-    "algorithm.dppo_delta": "algorithm.loss.delta, with algorithm/loss=dppo",
-    "algorithm.dppo_cap": "algorithm.loss.max_weight, with algorithm/loss=dppo",
-    "algorithm.pairs": "algorithm.loss.pairs, with algorithm/loss=online_dpo or ipo",
-    "algorithm.pair_margin": "algorithm.loss.margin, with algorithm/loss=online_dpo or ipo",
-    "algorithm.pair_beta": "algorithm.loss.beta, with algorithm/loss=online_dpo or ipo",
-    "algorithm.ipo_length": "algorithm.loss.length, with algorithm/loss=ipo",
-    "algorithm.value_clip": "critic.value_clip",
-    "algorithm.correction_cap": "algorithm.correction.decoupled.max_weight",
-    "algorithm.tis_cap": "algorithm.correction.tis_token.max_weight (or of tis_seq, f_tis), algorithm.kl.max_weight",
-    "algorithm.mis_low": "algorithm.correction.mis_token.min_weight",
-    "algorithm.mis_high": "algorithm.correction.mis_token.max_weight",
-    "algorithm.geo_low": "algorithm.correction.mis_seq_geo.min_weight",
-    "algorithm.geo_high": "algorithm.correction.mis_seq_geo.max_weight",
-    "algorithm.opsm_delta": "algorithm.correction.opsm.delta",
-    "algorithm.f_tis_max_kl": "algorithm.correction.f_tis.max_kl",
-    "algorithm.veto_floor": "algorithm.correction.veto.min_weight",
-    "algorithm.renormalise": "algorithm.correction.renormalize",
-    "algorithm.kl_in": "algorithm.kl.apply_to; kl_in=off is algorithm.kl.coefficient=0",
-    "algorithm.kl_coefficient": "algorithm.kl.coefficient",
-    "algorithm.kl_estimator": "algorithm.kl.estimator",
-    "algorithm.overlong": "algorithm.overlong.mode: keep (once off), penalty, mask or drop",
-    "algorithm.overlong_cache_share": "algorithm.overlong.ramp_share",
-    "algorithm.lag_decay": "algorithm.staleness_decay",
-    "algorithm.loss": "algorithm/loss=NAME, in a file `override /algorithm/loss: NAME`",
-    "algorithm.advantage": "algorithm/advantage=NAME, in a file `override /algorithm/advantage: NAME`",
-    "algorithm.correction": "algorithm/correction=NAME, in a file `override /algorithm/correction: NAME`",
-    "dataflow.prefetch": "dataflow.early_logprobs",
-    "evaluation.num_tasks_beside": "evaluation.num_tasks_during_training",
-    "sample.side": "sample.split",
+_PRESETS = ("cispo", "dppo", "gspo", "online_dpo", "sapo", "topr")
+_ACCEPTED_WITH = {
+    **{f"algorithm/loss={name}": f"algorithm={name}" for name in _PRESETS},
+    "algorithm/loss=distill": "algorithm=distill teacher.path=PATH",
+    "algorithm/loss=gspo_token": "algorithm=gspo algorithm/loss=gspo_token",
+    "algorithm/loss=ipo": "algorithm=online_dpo algorithm/loss=ipo",
+    "algorithm/loss=sft": "algorithm/loss=sft algorithm/correction=none",
+    "algorithm/correction=tis_seq": "algorithm/correction=tis_seq algorithm.aggregation=seq_mean_token_mean",
 }
-"""Keys, and values of keys, that were replaced -> by what."""
+"""Choices that are refused or have no effect in algorithm=grpo -> overrides that choose them with what they need."""
+_SECTION_GROUPS = ("algorithm.correction", "tracker")
+"""Config groups of which several choices can be on; each is a section of its own name."""
+
+
+def accepted_choice(group: str, name: str) -> str:
+    """Overrides that choose `name` of a config group and are accepted as they are."""
+    return _ACCEPTED_WITH.get(f"{group}={name}", f"{group}={name}")
+
+
+def _loss(name: str, key: str) -> str:
+    return f"{accepted_choice('algorithm/loss', name)} algorithm.loss.{key}=VALUE"
+
+
+RENAMED = {
+    "weights.mode=gather": "weights.transport=gather",
+    "weights.mode=direct": "weights.transport=auto",
+    "weights.memory=host": "weights.transport=shared_memory",
+    "weights.memory=device": "weights.transport=auto (cuda_ipc within a node, process_group between nodes)",
+    "weights.stage_on=host": "weights.staging=bucket",
+    "weights.stage_on=device": "weights.staging=shard",
+    "weights.transport=group": "weights.transport=process_group",
+    "weights.transport=object_store": "weights.transport=gather (to other nodes it uses the object store)",
+    "weights.codec=lora": "weights.transport=auto (with trainer.lora only adapters are published)",
+    "algorithm.advantage_std": "algorithm.advantage.std=VALUE",
+    "algorithm.std_epsilon": "algorithm.advantage.epsilon=VALUE",
+    "algorithm.gae_gamma": "algorithm/advantage=gae algorithm.advantage.gamma=VALUE",
+    "algorithm.gae_lambda": "algorithm/advantage=gae algorithm.advantage.lam=VALUE",
+    "algorithm.whiten": "algorithm/advantage=gae algorithm.advantage.whiten=VALUE (also with reinforce_pp)",
+    "algorithm.clip_low": "algorithm.loss.clip_low=VALUE",
+    "algorithm.clip_high": "algorithm.loss.clip_high=VALUE",
+    "algorithm.dual_clip": _loss("dual_clip", "max_ratio"),
+    "algorithm.cispo_low": _loss("cispo", "clip_low"),
+    "algorithm.sapo_tau_positive": _loss("sapo", "tau_positive"),
+    "algorithm.sapo_tau_negative": _loss("sapo", "tau_negative"),
+    "algorithm.dppo_delta": _loss("dppo", "delta"),
+    "algorithm.dppo_cap": _loss("dppo", "max_weight"),
+    "algorithm.pairs": f"{_loss('online_dpo', 'pairs')}, or {_loss('ipo', 'pairs')}",
+    "algorithm.pair_margin": f"{_loss('online_dpo', 'margin')}, or {_loss('ipo', 'margin')}",
+    "algorithm.pair_beta": f"{_loss('online_dpo', 'beta')}, or {_loss('ipo', 'beta')}",
+    "algorithm.ipo_length": _loss("ipo", "length"),
+    "algorithm.value_clip": "critic.value_clip=VALUE",
+    "algorithm.correction_cap": "algorithm.correction.decoupled.max_weight=VALUE",
+    "algorithm.tis_cap": (
+        "algorithm/correction=tis_token algorithm.correction.tis_token.max_weight=VALUE (likewise tis_seq and f_tis), "
+        "or algorithm.kl.max_weight=VALUE"
+    ),
+    "algorithm.mis_low": "algorithm/correction=mis_token algorithm.correction.mis_token.min_weight=VALUE",
+    "algorithm.mis_high": "algorithm/correction=mis_token algorithm.correction.mis_token.max_weight=VALUE",
+    "algorithm.geo_low": "algorithm.correction.mis_seq_geo.min_weight=VALUE",
+    "algorithm.geo_high": "algorithm.correction.mis_seq_geo.max_weight=VALUE",
+    "algorithm.opsm_delta": "algorithm.correction.opsm.delta=VALUE",
+    "algorithm.f_tis_max_kl": "algorithm/correction=f_tis algorithm.correction.f_tis.max_kl=VALUE",
+    "algorithm.veto_floor": "algorithm.correction.veto.min_weight=VALUE",
+    "algorithm.renormalise": "algorithm.correction.renormalize=VALUE",
+    "algorithm.kl_in=off": "algorithm.kl.coefficient=0",
+    "algorithm.kl_in": "algorithm.kl.apply_to=VALUE",
+    "algorithm.kl_coefficient": "algorithm.kl.coefficient=VALUE",
+    "algorithm.kl_estimator": "algorithm.kl.estimator=VALUE",
+    "algorithm.overlong=off": "algorithm.overlong.mode=keep",
+    "algorithm.overlong": "algorithm.overlong.mode=VALUE",
+    "algorithm.overlong_cache_share": "algorithm.overlong.ramp_share=VALUE",
+    "algorithm.lag_decay": "algorithm.staleness_decay=VALUE",
+    "dataflow.prefetch": "dataflow.early_logprobs=VALUE",
+    "evaluation.num_tasks_beside": "evaluation.num_tasks_during_training=VALUE",
+    "sample.side": "sample.split=VALUE",
+}
+"""Old key, or old `key=value` -> what to type now; VALUE is the old value, and what is in brackets is a remark."""
+PEER_NAMES = {
+    "learning_rate": "trainer.optimizer.lr=VALUE",
+    "lr": "trainer.optimizer.lr=VALUE",
+    "weight_decay": "trainer.optimizer.weight_decay=VALUE",
+    "warmup_steps": "trainer.optimizer.warmup_steps=VALUE",
+    "max_grad_norm": "trainer.optimizer.gradient_clip_norm=VALUE",
+    "per_device_train_batch_size": "trainer.max_tokens_per_micro_batch=TOKENS (the whole batch: dataflow.batch_groups)",
+    "gradient_accumulation_steps": "trainer.max_tokens_per_micro_batch=TOKENS (the whole batch: dataflow.batch_groups)",
+    "train_batch_size": "dataflow.batch_groups=VALUE (prompts per batch)",
+    "num_generations": "dataflow.group_size=VALUE",
+    "rollout.n": "dataflow.group_size=VALUE",
+    "num_iterations": "algorithm.epochs=VALUE",
+    "max_steps": "total_steps=VALUE",
+    "trainer.total_training_steps": "total_steps=VALUE",
+    "max_completion_length": "rollout.sampling.max_new_tokens=VALUE",
+    "max_response_length": "rollout.sampling.max_new_tokens=VALUE",
+    "max_prompt_length": "model.max_context_tokens=TOKENS (prompt plus answer)",
+    "temperature": "rollout.sampling.temperature=VALUE",
+    "beta": "algorithm.kl.coefficient=VALUE",
+    "epsilon": "algorithm.loss.clip_low=VALUE algorithm.loss.clip_high=VALUE",
+    "epsilon_high": "algorithm.loss.clip_high=VALUE",
+    "output_dir": "run_dir=VALUE",
+    "model_name_or_path": "model.path=VALUE",
+}
+"""Names of TRL and verl -> what to type here, as in `RENAMED`; TOKENS is another number than theirs."""
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
 _FULL_SUPPORT = (
@@ -110,20 +164,25 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
         if place.path in REMOVED:
-            return f"{place.path}={_show(value)}{origin}: this key is gone: {REMOVED[place.path]} Leave it out."
+            return f"{place.path}={_show(value)}{origin}: this key was removed: {REMOVED[place.path]} Leave it out."
+        if new := _instead(RENAMED, place.path, value):
+            return f"{place.path}{origin}: this key was replaced. Use {new}."
+        if new := _instead(PEER_NAMES, place.path, value):
+            return f"{place.path}{origin}: unknown key. Here it is {new}."
         return _unknown_key(place, origin)
     if kind == "union_tag_not_found" or (kind == "missing" and isinstance(value, dict)):
         what = f": {expectation(place.field)}" if place.field else ""
         return f"{place.path} is required and not set{what}."
     where = f"{place.path}={_show(value)}{origin}"
-    if place.path in _RENAMED and not isinstance(value, dict):  # a plain value where a section is now
-        return f"{where}: this key has settings of its own now. Use {_RENAMED[place.path]}."
+    if not isinstance(value, dict) and (new := _instead(RENAMED, place.path, value) or _as_group(place.path, value)):
+        # A plain value stands where a section is now.
+        return f"{where}: this key has settings of its own now. Use {new}."
     if kind == "value_error":  # a validator of ours has said it
         return f"{where}: {details['ctx']['error']}"
     if kind in _RANGE_ERRORS and place.field:
         return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
     if kind in _CHOICE_ERRORS:
-        return _unknown_choice(where, details)
+        return _unknown_choice(place.path, where, details)
     if kind == "string_pattern_mismatch" and details["ctx"]["pattern"].startswith("^https"):
         return f"{where} is no address: {place.path} must begin with http:// or https://."
     if kind == "string_pattern_mismatch":
@@ -133,20 +192,47 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
     return f"{where} has the wrong type: {place.path} must be {expectation(place.field)}."
 
 
+def _instead(table: Mapping[str, str], path: str, value: Any) -> str:
+    """What a table of old or foreign names says to type; empty if it has no entry."""
+    new = table.get(f"{path}={value}") or table.get(path, "")
+    return new.replace("VALUE", _show(value))
+
+
+def _as_group(path: str, value: Any) -> str:
+    """How to choose a part of an algorithm that was written as a plain value; empty for other keys."""
+    if path not in ("algorithm.loss", "algorithm.advantage", "algorithm.correction"):
+        return ""
+    name = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    choice = accepted_choice(path.replace(".", "/"), name)
+    groups = [word.partition("=") for word in choice.split() if "." not in word]
+    return f"{choice}; in a file {' and '.join(f'`override /{group}: {name}`' for group, _, name in groups)}"
+
+
 def _unknown_key(place: Place, origin: str) -> str:
-    if new := _RENAMED.get(place.path):
-        return f"{place.path}{origin}: this key was replaced. Use {new}."
-    nearest = nearest_key(place.path, place.siblings)
-    hint = f" Did you mean {nearest}?" if nearest else ""
-    if not hint and place.path in set(all_paths()):
-        hint = " Another choice of the group has it."
-    parent = place.path.rpartition(".")[0] or "the root"
-    return f"{place.path}{origin}: unknown key.{hint} Keys of {parent}: {', '.join(place.siblings)}."
+    where, (parent, _, name) = f"{place.path}{origin}", place.path.rpartition(".")
+    if place.owners and parent in _SECTION_GROUPS:
+        return f"{where}: unknown key. Write {parent}.NAME.{name}; it is a key of {_listed(place.owners)}."
+    if place.owners:
+        section = parent.rpartition(".")[0]
+        group = (section if section in _SECTION_GROUPS else parent).replace(".", "/")
+        how = accepted_choice(group, place.owners[0]) if len(place.owners) == 1 else f"{group}= one of them"
+        return (
+            f"{where}: key of {group}={_listed(place.owners)}; the chosen one is {place.chosen}. "
+            f"Choose it with {how}, or leave the key out."
+        )
+    if nearest := nearest_key(place.path, place.siblings):
+        return f"{where}: unknown key. Did you mean {nearest}?"
+    return f"{where}: unknown key. Keys of {parent or 'the root'}: {', '.join(place.siblings)}."
 
 
-def _unknown_choice(where: str, details: ErrorDetails) -> str:
+def _listed(names: Sequence[str]) -> str:
+    """`a`, or `a, b or c`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _unknown_choice(path: str, where: str, details: ErrorDetails) -> str:
     value, context = details["input"], details.get("ctx", {})
-    if new := _RENAMED.get(where.partition(" (")[0].replace('"', "")):
+    if new := RENAMED.get(f"{path}={value}"):
         return f"{where}: this value was replaced. Use {new}."
     if details["type"] == "union_tag_invalid":
         value = context["tag"]
@@ -170,8 +256,17 @@ def _show(value: Any, limit: int = 60) -> str:
 
 
 def nearest_choice(value: str, choices: Sequence[str]) -> str:
-    """A ` Did you mean …?` if one choice is close, else nothing."""
-    close = get_close_matches(value, choices, n=1)
+    """A ` Did you mean …?` if one choice is close, else nothing.
+
+    `arithmetic_typo` is `arithmetic` with something added, rather than `arithmetic_sft`, which has as many letters in
+    common. Only a choice that differs by a letter or two comes before such a beginning.
+    """
+    beginnings = [choice for choice in choices if len(choice) > 2 and value.startswith(choice)]
+    close = (
+        get_close_matches(value, choices, n=1, cutoff=0.9)
+        or sorted(beginnings, key=len)[-1:]
+        or get_close_matches(value, choices, n=1)
+    )
     return f" Did you mean {close[0]}?" if close else ""
 
 
@@ -183,11 +278,15 @@ class Place:
         path: Dotted key as a user writes it.
         siblings: Keys that are valid beside the last one.
         field: What the schema says of the last key; None if it is unknown or inside a free-form value.
+        chosen: The choice of a config group that the last key stands in.
+        owners: Other choices of that group that have a key of the name of the last one, if `chosen` has none.
     """
 
     path: str
     siblings: tuple[str, ...]
     field: FieldInfo | None
+    chosen: str = ""
+    owners: tuple[str, ...] = ()
 
 
 def locate(loc: Sequence[str | int]) -> Place:
@@ -196,13 +295,21 @@ def locate(loc: Sequence[str | int]) -> Place:
     parts: list[str] = []
     siblings: tuple[str, ...] = ()
     field: FieldInfo | None = None
+    chosen, choices = "", dict[str, type[BaseModel]]()
+    owners: tuple[str, ...] = ()
     for key in map(str, loc):
         sections = sections_of(annotation)
         if len(sections) > 1:
-            annotation = next((section for section in sections if key in tags_of(section)), Any)
+            chosen, choices = key, {tag: section for section in sections for tag in tags_of(section)}
+            annotation = choices.get(key, Any)
             continue
         if sections:
             fields = sections[0].model_fields
+            if ".".join(parts) in _SECTION_GROUPS:
+                variants = {name: sections_of(option.annotation) for name, option in fields.items()}
+                chosen, choices = key, {name: one[0] for name, one in variants.items() if one}
+            owners = tuple(name for name, choice in choices.items() if key in choice.model_fields and key not in fields)
+            choices = choices if key in choices else {}
             siblings = tuple(fields)
             field = fields.get(key)
             annotation = field.annotation if field else Any
@@ -212,7 +319,7 @@ def locate(loc: Sequence[str | int]) -> Place:
         else:
             break  # inside a list: the error is the list's
         parts.append(key)
-    return Place(".".join(parts), siblings, field)
+    return Place(".".join(parts), siblings, field, chosen, owners)
 
 
 def all_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
@@ -233,11 +340,15 @@ def nearest_key(path: str, siblings: Sequence[str]) -> str | None:
     close = get_close_matches(name, siblings, n=1, cutoff=0.7)
     if close:
         return f"{prefix}.{close[0]}" if prefix else close[0]
-    section = path.partition(".")[0] + "."
-    candidates = sorted(all_paths(), key=lambda candidate: candidate.startswith(section))  # the last of a name is kept
+    # The last key of a name is kept: the one that has the most sections in common with `path`.
+    candidates = sorted(all_paths(), key=lambda candidate: _num_common_sections(candidate, path))
     by_name = {candidate.rpartition(".")[2]: candidate for candidate in candidates if candidate != path}
     elsewhere = get_close_matches(name, list(by_name), n=1, cutoff=0.8)
     return by_name[elsewhere[0]] if elsewhere else None
+
+
+def _num_common_sections(path: str, other: str) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(path.split("."), other.split("."), strict=False))))
 
 
 def expectation(field: FieldInfo) -> str:

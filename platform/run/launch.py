@@ -173,7 +173,7 @@ async def policy_runtime(
     publisher = await actors.publisher(pool, config, parity_check.check)
     # Colocated roles take turns on the devices, and a model may load only during the engines' turn. Lost engines are
     # therefore not restarted there.
-    max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts
+    max_restarts = 0 if config.cluster.colocated else rollout.max_engine_restarts_per_hour
     restarts = EngineRestarts(pool, partial(actors.restarted, config), publisher.catch_up, max_restarts)
     try:
         async with restarts.running(), EngineMonitor(pool, adapts_concurrency=True).running() as monitor:

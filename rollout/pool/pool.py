@@ -31,6 +31,8 @@ LOSSES_IN_A_ROW = 8
 """An engine is fenced after losing this many requests in a row without delivering a token, if they belong to at least
 `LOSING_GROUPS` groups. Requests of a single group may be lost because of the group's own prompt."""
 LOSING_GROUPS = 2
+LATE_S = 1.0
+"""A timer that is later than this shows that the driver's event loop stood still; less is ordinary load. Seconds."""
 
 
 InterruptionKind = Literal["lost", "aborted", "silent", "fenced"]
@@ -204,7 +206,7 @@ class EnginePool:
 
     Attributes:
         max_per_engine: Concurrent requests per engine. Further requests wait in the pool, not yet bound to a version.
-        version_timeout_s: Longest wait for a version that no engine in service has, seconds.
+        version_timeout_s: Longest wait for a version that no engine in service has, seconds; restarts are not counted.
         num_returned: Number of times that a fenced engine has returned to service.
     """
 
@@ -483,8 +485,15 @@ class EnginePool:
 
     def _fail_stalled(self) -> None:
         """Fail the leases that have waited too long for a version that no engine has."""
-        self._stall = None
+        assert self._stall is not None, "called by its timer"
+        due, self._stall = self._stall.when(), None
         stalled, now = _leases(self._dispatcher.stalled()), _now()
+        # A restart has time limits of its own. A driver that stood still has not read what its engines have answered.
+        if stalled and (self._returning or now - due > LATE_S):
+            for lease in stalled:
+                lease.last_token_at = now
+            self._watch_stall(now + self.version_timeout_s)
+            return
         # The same sum decides which lease is late and when to check again. Two sums that round differently could find
         # no late lease and schedule the next check at once, in an endless loop.
         deadlines = {lease: lease.last_token_at + self.version_timeout_s for lease in stalled}

@@ -20,7 +20,7 @@ from penstock.dataflow.errors import ConfigError, EngineLostError, TrajectoryErr
 from penstock.dataflow.ids import PARTNER, RequestId, TaskId
 from penstock.dataflow.ports import Engine, SamplingParams
 from penstock.dataflow.trajectory import Task, Trajectory
-from penstock.rollout.pool.pool import EnginePool, Interruption, InterruptionKind, Lease
+from penstock.rollout.pool.pool import LATE_S, EnginePool, Interruption, InterruptionKind, Lease
 from penstock.rollout.tokenization.tokenizers import TokenCodec
 from penstock.rollout.trajectory.conversation import Conversation, PartialTurn, build_trajectory
 from penstock.rollout.trajectory.episodes import EpisodePlayer
@@ -101,6 +101,7 @@ class TrajectoryRunner:
         self._vocab_size = vocab_size
         self._aborts: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
+        self._silent_since = 0.0
 
     async def run(self, context: RolloutContext, member: int, sampling: SamplingParams) -> Trajectory:
         """Sample one answer, or play one episode.
@@ -291,11 +292,15 @@ class TrajectoryRunner:
 
     def _check_silence(self) -> None:
         """Interrupt the requests that have been silent for too long; schedule the next check while requests run."""
+        assert self._watch is not None, "called by its timer"
         loop = asyncio.get_running_loop()
-        self._watch = None
+        due, self._watch = self._watch.when(), None
+        if loop.time() - due > LATE_S:
+            # This loop stood still, so the tokens of that time are still unread: every request gets a fresh period.
+            self._silent_since = loop.time()
         running = [lease for lease in self.pool.leases() if lease.is_interruptible]
         for lease in running:
-            if loop.time() - lease.last_token_at >= self.silence_timeout_s:
+            if loop.time() - max(lease.last_token_at, self._silent_since) >= self.silence_timeout_s:
                 lease.interrupt("silent", f"{lease.engine.engine_id}: no token for {self.silence_timeout_s:.0f} s")
         if running:
             self._watch = loop.call_later(self.silence_timeout_s / LOOKS_PER_LIMIT, self._check_silence)

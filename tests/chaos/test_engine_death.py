@@ -41,7 +41,7 @@ def test_a_killed_engine_costs_no_trajectory(engines: int, restarts: int, worksp
         f"name={name}",
         "rollout/engine=torch",
         f"rollout.num_engines={engines}",
-        f"rollout.max_engine_restarts={restarts}",
+        f"rollout.max_engine_restarts_per_hour={restarts}",
         "rollout.engine.journal_interval_tokens=1",
         "rollout.engine.max_num_seqs=8",  # generation takes a while, and some of its requests have tokens when it dies
         f"dataflow.batch_groups={BATCH}",

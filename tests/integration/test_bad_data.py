@@ -31,7 +31,7 @@ class BadTasks(ArithmeticTasks):
 OVERRIDES = [
     "env.factory=bad_tasks:BadTasks",
     "model.max_context_tokens=128",
-    "rollout.max_engine_restarts=0",
+    "rollout.max_engine_restarts_per_hour=0",
     "rollout.sampling.max_new_tokens=8",
     f"dataflow.batch_groups={BATCH}",
     "dataflow.group_size=2",

@@ -66,6 +66,10 @@ def refused(experiment: str, *overrides: str, command: str = "train", several: b
         ),
         (["weights.codec=lora"], ['weights.codec="lora"', "was replaced", "weights.transport=auto"]),
         (["weights.mode=gather"], ["weights.mode: this key was replaced", "weights.transport=gather for mode=gather"]),
+        (
+            ["rollout.max_engine_restarts=2"],
+            ["rollout.max_engine_restarts: this key was replaced", "rollout.max_engine_restarts_per_hour"],
+        ),
         (["weights.memory=device"], ["weights.memory: this key was replaced", "cuda_ipc or process_group"]),
         (["weights.stage_on=host"], ["weights.stage_on: this key was replaced", "weights.staging=bucket"]),
         (["weights.transport=group"], ['weights.transport="group"', "Use weights.transport=process_group"]),

@@ -14,12 +14,20 @@ from penstock.actors.weights.publisher import ActorWeightPublisher
 from penstock.actors.weights.transports import GatherTransport, PublishHandle
 from penstock.dataflow.errors import EngineLostError, PlacementError, WeightSyncError
 from penstock.dataflow.ids import EngineId
+from penstock.platform.run import engine_restarts
 from penstock.platform.run.engine_restarts import EngineRestarts
 from penstock.rollout.pool.pool import EnginePool
 from penstock.weights.config import WeightsConfig
 from tests.unit.actors.test_publisher import FakeTrainer, Receiver
+from tests.virtual_time import run_virtual
 
 A, B = EngineId("a"), EngineId("b")
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of pauses run in virtual time and set them themselves."""
+    monkeypatch.setattr(engine_restarts, "FIRST_PAUSE_S", 0.0)
 
 
 @dataclass
@@ -231,11 +239,11 @@ async def test_restarts_are_bounded_and_then_everyone_is_told(failures: int, cap
         starter.may_start.set()
         if failures == 1:
             await asyncio.wait_for(waiting, 5)
-            assert "a is back in service (restart 2 of 2)" in caplog.text
+            assert "a is back in service (restart 2 of 2 within an hour)" in caplog.text
         else:
             with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
                 await asyncio.wait_for(waiting, 5)
-            assert "restart 2 of 2 failed: planted: not up in time" in caplog.text
+            assert "restart 2 of 2 within an hour failed: planted: not up in time" in caplog.text
         assert starter.calls == 2
         pool.fence(A, "again")
         assert pool.num_returning == 0, "it has had its restarts"
@@ -248,3 +256,86 @@ async def test_without_restarts_a_lost_engine_stays_lost() -> None:
         pool.fence(A, "planted")
         assert (pool.num_returning, starter.calls) == (0, 0)
         assert len((await publisher.publish(1)).acks) == 1
+
+
+@dataclass
+class TimedStarter(Starter):
+    """Takes `start_s` for each start."""
+
+    start_s: float = 0.0
+    called_at: list[float] = field(default_factory=list)
+
+    async def __call__(self, engine_id: EngineId) -> Receiver:
+        self.called_at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.start_s)
+        return await super().__call__(engine_id)
+
+
+def timed(starter: TimedStarter) -> TimedStarter:
+    starter.may_start.set()
+    return starter
+
+
+def test_pauses_between_restarts_double_and_differ_between_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_restarts, "FIRST_PAUSE_S", 1.0)
+
+    async def pauses() -> list[float]:
+        starter = timed(TimedStarter(failures=99))
+        async with service(Receiver(A), Receiver(B), starter=starter, max_restarts=9) as (publisher, pool):
+            await publisher.publish(0)
+            pool.fence(A, "planted")
+            pool.fence(B, "planted")
+            with pytest.raises(EngineLostError):
+                await pool.lease().acquire()
+        first, second = (starter.called_at[index::2] for index in (0, 1))
+        assert first[0] == second[0] == 0.0, "the first restart comes at once"
+        assert len(starter.called_at) == 18
+        times = sorted(starter.called_at)
+        assert len(set(times)) == 17, "those after it do not come together"
+        return times
+
+    times = run_virtual(pauses())
+    assert 2 * 60 / 2 + 63 / 2 <= times[-1] <= 2 * 60 + 63, "1 + 2 + 4 + … + 32 + 60 + 60 s, or at least half of it"
+
+
+def test_an_engine_that_is_lost_now_and_then_is_restarted_for_as_long_as_the_run_takes() -> None:
+    async def preemptions() -> int:
+        async with service(Receiver(A), starter=timed(TimedStarter(start_s=60.0)), max_restarts=3) as (publisher, pool):
+            await publisher.publish(0)
+            for number in range(1, 101):
+                pool.fence(A, "preempted")
+                async with pool.lease():
+                    assert pool.num_returned == number
+                await asyncio.sleep(1200.0)  # three an hour
+        return number
+
+    assert run_virtual(preemptions()) == 100
+
+
+def test_an_engine_that_is_lost_more_often_within_an_hour_stays_out() -> None:
+    async def losses() -> int:
+        async with service(Receiver(A), starter=timed(TimedStarter()), max_restarts=3) as (publisher, pool):
+            await publisher.publish(0)
+            for _ in range(3):
+                pool.fence(A, "planted")
+                async with pool.lease():
+                    await asyncio.sleep(1000.0)
+            pool.fence(A, "planted")
+            with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+                await pool.lease().acquire()
+            return pool.num_returned
+
+    assert run_virtual(losses()) == 3
+
+
+def test_an_engine_that_never_comes_up_is_given_up_however_long_each_start_takes() -> None:
+    async def starts() -> float:
+        starter = timed(TimedStarter(failures=99, start_s=3000.0))
+        async with service(Receiver(A), starter=starter, max_restarts=4) as (publisher, pool):
+            await publisher.publish(0)
+            pool.fence(A, "planted")
+            with pytest.raises(EngineLostError, match="no rollout engine is left in service"):
+                await pool.lease().acquire()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(starts()) == 4 * 3000.0

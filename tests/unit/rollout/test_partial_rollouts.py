@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -242,6 +243,36 @@ async def test_a_context_that_is_full_is_complete_though_its_engine_was_lost_bef
     pool = EnginePool([dying], 8, version_timeout_s=0.05)
     trajectory = await run(TrajectoryRunner(pool, CODEC, 5.0, max_context_tokens=context))
     assert (trajectory.num_sampled_tokens, trajectory.finish_reason, dying.served) == (5, "length", 1)
+
+
+async def test_a_driver_that_stood_still_takes_no_request_for_silent() -> None:
+    async def with_tokens_every_20_ms(request):  # type: ignore[no-untyped-def]
+        async for delta in FakeEngine.generate(slow, request):
+            await asyncio.sleep(0.02)
+            yield delta
+
+    slow = engine()
+    slow.generate = with_tokens_every_20_ms  # type: ignore[method-assign]
+    runner = make_runner(slow, silence_s=0.4)
+    asyncio.get_running_loop().call_later(0.03, time.sleep, 1.5)
+    await run(runner)
+    assert runner.stats.interruptions == {}
+
+
+async def test_a_driver_that_stood_still_fails_no_request_that_waits_for_a_version() -> None:
+    older, runner, running = await stranded()
+    await until(lambda: runner.pool.num_waiting == 1)
+
+    def stand_still() -> None:
+        time.sleep(1.2)
+        asyncio.get_running_loop().call_later(0.01, follow)
+
+    def follow() -> None:
+        older.version = 3
+        runner.pool.refresh()
+
+    asyncio.get_running_loop().call_soon(stand_still)
+    assert (await running).spans[0].version == 3
 
 
 async def until(condition: Callable[[], bool]) -> None:
