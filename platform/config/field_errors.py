@@ -94,6 +94,7 @@ RENAMED = {
     "algorithm.lag_decay": "algorithm.staleness_decay=VALUE",
     "dataflow.prefetch": "dataflow.early_logprobs=VALUE",
     "evaluation.num_tasks_beside": "evaluation.num_tasks_during_training=VALUE",
+    "rollout.max_engine_restarts": "rollout.max_engine_restarts_per_hour=VALUE (a budget within an hour)",
     "sample.side": "sample.split=VALUE",
 }
 """Old key, or old `key=value` -> what to type now; VALUE is the old value, and what is in brackets is a remark."""
