@@ -93,8 +93,8 @@ def check_device_counts(config: RunConfig, command: Command) -> Iterator[Finding
             words = " and ".join(f"{number} for {_named(role)}" for role, number in counts.items())
             yield error(
                 f"cluster.pools.{pool}.count={count} is too small: the roles need {words}, {needed} GPUs in all. "
-                "Use fewer ranks, engines or reward workers, a smaller rollout.engine.tensor_parallel_size, or a larger "
-                "pool.",
+                "Use fewer ranks, engines or reward workers, a smaller rollout.engine.tensor_parallel_size, or a "
+                "larger pool.",
                 "cluster",
                 "trainer.num_ranks",
                 "rollout.num_engines",
@@ -190,7 +190,7 @@ def check_tensor_parallel(config: RunConfig) -> Iterator[Finding]:
 def check_weights(config: RunConfig) -> Iterator[Finding]:
     """Check the weight transfer and the update mode of the engines."""
     weights, cluster, tp_size = config.weights, config.cluster, config.rollout.engine.tensor_parallel_size
-    way, mode = weight_route(config), weights.update_mode
+    route, mode = weight_route(config), weights.update_mode
     devices = {cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool)}
     drains, streams = mode in ("drain", "multi_version"), weights.staging == "bucket"
     if drains and cluster.colocated:
@@ -226,7 +226,7 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
             f"weights.staging=bucket with weights.codec={weights.codec}: a delta needs the previous version, which an "
             "interrupted stream has overwritten. Use weights.staging=shard, or weights.codec=full."
         )
-    if mode == "multi_version" and way == "live_parameters":
+    if mode == "multi_version" and route == "live_parameters":
         yield error(
             "weights.staging=bucket with weights.update_mode=multi_version: a process group sends a version to all "
             "engines at once, so none could serve during it. Use weights.staging=shard, or another "
@@ -253,10 +253,10 @@ def check_weights(config: RunConfig) -> Iterator[Finding]:
             f"weights.transport=gather with rollout.engine.tensor_parallel_size={tp_size}: checksums of whole tensors "
             "cannot be compared with those of the ranks' shards. Use weights.transport=auto."
         )
-    if weights.codec != "full" and way not in GROUP_ROUTES:
+    if weights.codec != "full" and route not in GROUP_ROUTES:
         yield warning(
             f"weights.codec={weights.codec} has no effect with weights.transport={weights.transport} and "
-            f"cluster.address={cluster.address}: only a process group uses it, but the route is {way}."
+            f"cluster.address={cluster.address}: only a process group uses it, but the route is {route}."
         )
 
 

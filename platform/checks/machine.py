@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from penstock.platform.checks.run_dir import is_finished, occupied
 from penstock.platform.cluster import hardware
-from penstock.platform.cluster.memory import GIB, published_gib, shared_gib
+from penstock.platform.cluster.memory import GIB, published_gib, shared_gib, trained_state_gib
 from penstock.platform.cluster.placement import host_load_gib, plan_placement
 from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command, Finding, absent, error, warning
@@ -45,11 +45,18 @@ _LOG_GIB = 0.5
 """Metrics, sampled trajectories, reports and Ray's logs of one run, GiB."""
 
 
-def check_machine(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Check all resources of this machine that `command` needs. The pools of the configuration must exist."""
+def check_machine(config: RunConfig, command: Command, *, is_resumed: bool = False) -> Iterator[Finding]:
+    """Check all resources of this machine that `command` needs. The pools of the configuration must exist.
+
+    Args:
+        config: The configuration.
+        command: The command that uses it.
+        is_resumed: Whether the run continues in its own directory.
+    """
     yield from check_model_paths(config, command)
     if command != "eval":
-        yield from check_run_dir(config)
+        if not is_resumed:
+            yield from check_run_dir(config)
         yield from check_disk(config, command)
     if config.cluster.address == "local":
         yield from check_driver(config, command)
@@ -171,33 +178,34 @@ def check_free_memory(config: RunConfig, command: Command) -> Iterator[Finding]:
 
 
 def check_disk(config: RunConfig, command: Command) -> Iterator[Finding]:
-    """Check that checkpoints and logs fit on the disk of the run directory."""
-    every = config.checkpoint.every_steps if command == "train" else 0
-    snapshots = 1 + (config.total_steps // every if every else 0)
-    needed = snapshots * published_gib(config) + _LOG_GIB
+    """Check that checkpoints, the policy and logs fit on the disk of the run directory."""
+    checkpoint = config.checkpoint
+    takes_any = command == "train" and (checkpoint.every_steps or checkpoint.every_minutes)
+    count = checkpoint.keep + 1 if takes_any else 0  # a new one is complete before an old one is removed
+    needed = published_gib(config) + count * trained_state_gib(config) + _LOG_GIB
     free = hardware.free_disk_bytes(Path(config.run_dir)) / GIB
     if needed > free:
         yield absent(
-            f"run_dir={config.run_dir}: {snapshots} snapshot(s) and logs need about {needed:.1f} GiB of disk, "
-            f"{free:.1f} GiB are free: the run could not save its policy. Free some, use another run_dir, or a "
-            "larger checkpoint.every_steps.",
+            f"run_dir={config.run_dir}: the policy, {count} checkpoints and logs need about {needed:.1f} GiB of disk, "
+            f"{free:.1f} GiB are free: the run could not save its work. Free some, use another run_dir, or a smaller "
+            "checkpoint.keep.",
             *("run_dir", "name", "checkpoint", "model", "total_steps"),
         )
 
 
 def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
     """Check that two published versions fit in shared memory, the new one and the one that is still being read."""
-    way, has_gpus = weight_route(config), config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
-    if way in DEVICE_BUFFER_ROUTES and has_gpus and (refusal := expandable_segments(os.environ)):
+    route, has_gpus = weight_route(config), config.cluster.pools[config.cluster.rollout_pool].device == "gpu"
+    if route in DEVICE_BUFFER_ROUTES and has_gpus and (refusal := expandable_segments(os.environ)):
         yield error(refusal, "weights.transport")
-    if way in (*DEVICE_BUFFER_ROUTES, "live_parameters"):
+    if route in (*DEVICE_BUFFER_ROUTES, "live_parameters"):
         return
     folder = Path(config.weights.directory or hardware.SHARED_MEMORY)
     if not folder.is_dir():
         if config.weights.directory:
             yield error(f"weights.directory={folder} is not a folder. Create it on every node.")
         return
-    needed = shared_gib(config) if way == "adapters" else 2 * published_gib(config)
+    needed = shared_gib(config) if route == "adapters" else 2 * published_gib(config)
     free = hardware.free_disk_bytes(folder) / GIB
     if needed > free:
         yield absent(

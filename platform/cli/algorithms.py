@@ -1,4 +1,4 @@
-"""`penstock algorithms`: what can be chosen in the `algorithm` section, from the catalog itself."""
+"""`penstock algorithms`: prints the choices of the `algorithm` section from the catalog."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ARXIV_DIGITS = 9
 
 
 def run_algorithms(kind: str | None, console: Console) -> int:
-    """Print a table of one kind, or of each; returns the exit code.
+    """Print the table of one kind, or of all kinds; returns the exit code.
 
     Raises:
-        ConfigError: If there is no such kind.
+        ConfigError: If the kind is unknown.
     """
     if kind is not None and kind not in KINDS:
-        raise ConfigError([f"--kind {kind} is none. Kinds: {', '.join(KINDS)}.{nearest_hint(kind, KINDS)}"])
+        raise ConfigError([f"--kind {kind} is unknown. Kinds: {', '.join(KINDS)}.{nearest_hint(kind, KINDS)}"])
     for shown in KINDS if kind is None else (kind,):
         table = Table(title=shown, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         for column in ("name", "formula", "source", "where"):
@@ -44,6 +44,6 @@ def run_algorithms(kind: str | None, console: Console) -> int:
 
 
 def is_arxiv(text: str) -> bool:
-    """`2402.03300`."""
+    """Whether a text is an arXiv id such as `2402.03300`."""
     digits = text.replace(".", "")
     return len(digits) == _ARXIV_DIGITS and digits.isdigit()

@@ -1,6 +1,6 @@
-"""`penstock doctor`: what this machine has and what is broken, one line each, with what to do.
+"""`penstock doctor`: checks this machine, one line per check, with advice for everything that is broken.
 
-Heavy imports run in child processes with a time-out: a package that hangs or crashes costs one line, not the report.
+Heavy imports run in child processes with a time limit, so a package that hangs or crashes fails only its own check.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.platform.cluster.memory import GIB
 Status = Literal["ok", "warn", "bad"]
 IMPORT_TIMEOUT_S = 120
 MIN_MEMORY_GIB, MIN_DISK_GIB, MIN_SHM_GIB = 6.0, 2.0, 0.5
-"""What the demo needs."""
+"""Requirements of the demo."""
 MIN_NVIDIA_DRIVER = "580.65.06"
-"""For CUDA 13.0, which the pinned torch is built with: NVIDIA's table of CUDA 13.x says 580 and newer."""
+"""Minimum for CUDA 13.0, which the pinned torch is built with, by NVIDIA's compatibility table of CUDA 13.x."""
 
 _STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 _PIN = re.compile(r"^(?P<name>[\w.-]+)(\[.*\])?==(?P<version>[^;\s]+)\s*(;.*extra == ['\"](?P<extra>\w+)['\"])?")
@@ -39,9 +39,9 @@ class Diagnosis:
     """One line of the report.
 
     Attributes:
-        subject: What was looked at.
-        found: What is there.
-        advice: What to do; empty if nothing.
+        subject: What was checked.
+        found: What was found.
+        advice: How to fix it; empty if nothing is wrong.
     """
 
     subject: str
@@ -51,7 +51,7 @@ class Diagnosis:
 
 
 def run_doctor(console: Console | None = None) -> int:
-    """Print one line per diagnosis as it is made; 1 if something is broken, else 0."""
+    """Print one line per diagnosis; returns 1 if something is broken, else 0."""
     console = console or Console(highlight=False, soft_wrap=True)
     is_broken = False
     looks = (check_python, check_packages, check_torchvision, check_devices, check_engines, check_free_space)
@@ -68,12 +68,12 @@ def run_doctor(console: Console | None = None) -> int:
 
 
 def check_python() -> Iterator[Diagnosis]:
-    """The interpreter's version."""
+    """Report the version of the interpreter."""
     yield Diagnosis("python", "ok", f"{sys.version.split()[0]} ({sys.executable})")
 
 
 def check_packages() -> Iterator[Diagnosis]:
-    """Every pinned requirement of penstock itself, and of its cpu or cuda extra: present and at its pin."""
+    """Check that all pinned requirements, including those of the cpu or cuda extra, have their pinned versions."""
     flavor = "cpu" if hardware.is_cpu_build() else "cuda"
     pins = [match for text in metadata.requires("penstock") or [] if (match := _PIN.match(text))]
     pins = [pin for pin in pins if pin["extra"] in (None, flavor)]
@@ -92,23 +92,26 @@ def check_packages() -> Iterator[Diagnosis]:
 
 
 def check_torchvision() -> Iterator[Diagnosis]:
-    """On CPU, torchvision and its siblings are CUDA builds that break `import transformers`."""
+    """Check that there is no CUDA build of torchvision or torchaudio next to the CPU build of torch.
+
+    Such a build makes `import transformers` fail.
+    """
     strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if hardware.installed_version(name)]
     if hardware.is_cpu_build() and strays:
         names = " ".join(strays)
-        why = "CUDA builds beside the CPU build of torch: `import transformers` fails"
+        why = "CUDA builds next to the CPU build of torch, which make `import transformers` fail"
         yield Diagnosis("torchvision", "bad", f"{names}: {why}", f"pip uninstall -y {names}")
 
 
 def check_devices() -> Iterator[Diagnosis]:
-    """CPU cores, the NVIDIA driver, and whether torch sees what the driver has."""
+    """Check CPU cores, the NVIDIA driver, and whether torch sees the driver's GPUs."""
     yield Diagnosis("cpu", "ok", f"{len(os.sched_getaffinity(0))} cores for this process")
     if not hardware.has_nvidia_driver():
         yield Diagnosis("gpu", "ok", "no NVIDIA driver: CPU experiments only")
         return
     yield _compare_driver(hardware.nvidia_driver_version())
     if hardware.is_cpu_build():
-        advice = "`make setup FLAVOR=cuda` in a fresh environment, to use them."
+        advice = "Run `make setup FLAVOR=cuda` in a fresh environment to use them."
         yield Diagnosis("gpu", "warn", f"{hardware.num_nvidia_gpus()} GPUs, but torch is the CPU build", advice)
     else:
         yield _import_in_child(
@@ -120,36 +123,36 @@ def check_devices() -> Iterator[Diagnosis]:
 
 
 def check_engines() -> Iterator[Diagnosis]:
-    """Ray, DeepSpeed and vLLM can be imported, each in a process of its own."""
-    reinstall = "`make setup`; if that does not help, remove .venv first."
+    """Check that Ray, DeepSpeed and vLLM can be imported, each in its own process."""
+    reinstall = "Run `make setup`. If that does not help, remove .venv first."
     for name in ("torch", "transformers", "ray", "deepspeed"):
         yield _import_in_child(name, f"import {name}; print({name}.__version__)", reinstall)
     if find_spec("vllm") is None:
-        yield Diagnosis("vllm", "warn", "not installed", "`make setup`, or use rollout/engine=torch without it.")
+        yield Diagnosis("vllm", "warn", "not installed", "Run `make setup`, or use rollout/engine=torch.")
     else:
         program = "from vllm import AsyncLLMEngine; import vllm; print(vllm.__version__)"
         yield _import_in_child("vllm", program, reinstall)
 
 
 def check_free_space() -> Iterator[Diagnosis]:
-    """Free memory, disk and shared memory."""
+    """Check free memory, disk space and shared memory."""
     total = hardware.total_memory_bytes() / GIB
     free = hardware.available_memory_bytes() / GIB
     advice = "Stop other programs, or use fewer engines."
-    yield _room("memory", free, f"of {total:.1f} GiB free", MIN_MEMORY_GIB, advice)
+    yield _free_space("memory", free, f"of {total:.1f} GiB free", MIN_MEMORY_GIB, advice)
     disk = hardware.free_disk_bytes(Path.cwd()) / GIB
-    yield _room("disk", disk, f"free at {Path.cwd()}", MIN_DISK_GIB, "Free some, or set run_dir to another disk.")
+    yield _free_space("disk", disk, f"free at {Path.cwd()}", MIN_DISK_GIB, "Free some, or set run_dir to another disk.")
     if hardware.SHARED_MEMORY.is_dir():
         shared = hardware.free_disk_bytes(hardware.SHARED_MEMORY) / GIB
         advice = "Enlarge it (containers: --shm-size=2g), or set weights.directory."
-        yield _room("shared memory", shared, f"free in {hardware.SHARED_MEMORY}", MIN_SHM_GIB, advice)
+        yield _free_space("shared memory", shared, f"free in {hardware.SHARED_MEMORY}", MIN_SHM_GIB, advice)
     else:
         advice = "Published weights go to the temporary folder, or to weights.directory."
         yield Diagnosis("shared memory", "warn", f"no {hardware.SHARED_MEMORY}", advice)
 
 
 def check_sandbox_support() -> Iterator[Diagnosis]:
-    """Whether programs of a policy, and user code where that is asked for, can be kept from the machine."""
+    """Check whether programs of a policy, and user code with `isolation=strict`, can run in a sandbox."""
     if problem := why_no_namespaces():
         advice = "Rewards that run code are refused. Allow user namespaces: docs/guides/sandbox.md."
         yield Diagnosis("sandboxes", "warn", f"no sandbox and no isolation=strict here: {problem}", advice)
@@ -158,7 +161,7 @@ def check_sandbox_support() -> Iterator[Diagnosis]:
 
 
 def _compare_driver(version: str | None) -> Diagnosis:
-    """The driver against what the CUDA build of torch needs; of no matter to the CPU build, until it is replaced."""
+    """Compare the driver with the minimum of the CUDA build of torch. The CPU build does not need it."""
     if version is None:
         advice = f"FLAVOR=cuda needs {MIN_NVIDIA_DRIVER} or newer: compare it with what `nvidia-smi` prints."
         return Diagnosis("nvidia driver", "warn", "its version is not known", advice)
@@ -173,7 +176,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("."))
 
 
-def _room(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:
+def _free_space(subject: str, gib: float, words: str, least_gib: float, advice: str) -> Diagnosis:
     found = f"{gib:.1f} GiB {words}"
     if gib >= least_gib:
         return Diagnosis(subject, "ok", found)
@@ -181,7 +184,7 @@ def _room(subject: str, gib: float, words: str, least_gib: float, advice: str) -
 
 
 def _import_in_child(subject: str, program: str, advice: str) -> Diagnosis:
-    """Run a short program and report the last line it printed, or the last line of its traceback."""
+    """Run a short program and report the last line of its output or traceback."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-c", program]
     try:

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved configuration, where every process would run, and what to know before."""
+"""Output of `--dry-run`: the resolved configuration, the placement of every process, and warnings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.dataflow.ids import POLICY
 from penstock.platform.checks.load import LoadedConfig
 from penstock.platform.cluster.memory import published_gib, shared_gib
 from penstock.platform.cluster.placement import RolePlacement, device_load_gib, host_load_gib, plan_placement
-from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.compose import to_yaml
 from penstock.platform.config.findings import Command
 
 _LEAST_GIB = 0.005
-"""What takes less is not printed."""
+"""Smaller entries are not printed."""
 
 
 def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> None:
-    """Print configuration, placement and warnings of a run that is not started."""
+    """Print configuration, placement and warnings of a run without starting it."""
     config, placements = loaded.config, plan_placement(loaded.config, command)
     console.print(Syntax(to_yaml(config).rstrip(), "yaml", background_color="default", word_wrap=True))
     console.print()
@@ -40,12 +40,12 @@ def print_dry_run(loaded: LoadedConfig, command: Command, console: Console) -> N
         console.print(f"pool {pool}: up to {load:.1f} of {of_one:g} GiB on a GPU (estimate)")
     console.print(f"main memory: {host_load_gib(placements):.1f} GiB in all (estimate)")
     if command == "train":
-        way = weight_route(config)
-        if way in SLOT_ROUTES:
+        route = weight_route(config)
+        if route in DEVICE_BUFFER_ROUTES:
             gib = published_gib(config) / config.rollout.engine.tensor_parallel_size
-            console.print(f"weights by {way}: 1 slot of {gib:.2f} GiB for each rank of an engine")
+            console.print(f"weights by {route}: 1 slot of {gib:.2f} GiB for each rank of an engine")
         else:
-            console.print(f"weights by {way}: {shared_gib(config):.2f} GiB of shared memory")
+            console.print(f"weights by {route}: {shared_gib(config):.2f} GiB of shared memory")
     print_warnings(loaded.warnings, console)
     console.print("dry run: nothing was started.", style="bold")
 
@@ -57,7 +57,7 @@ def print_warnings(warnings: Sequence[str], console: Console) -> None:
 
 
 def placement_table(by_role: Mapping[tuple[str, str | None], Sequence[RolePlacement]]) -> Table:
-    """Roles × processes × devices × memory of each; equal processes share a row."""
+    """Table of roles, processes, devices and memory per process. Equal processes share a row."""
     table = Table(title="placement", title_justify="left")
     for heading in ("role", "processes", "pool", "devices of it", "device GiB", "main GiB"):
         table.add_column(heading, no_wrap=True)

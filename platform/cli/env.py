@@ -1,4 +1,4 @@
-"""`penstock env list | show | check | play`: look at an environment without a model, an engine or Ray."""
+"""`penstock env list | show | check | play`: inspect an environment without a model, an engine or Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from yaml import YAMLError, safe_load
 from penstock.dataflow.errors import ConfigError, TrajectoryError
 from penstock.dataflow.trajectory import MAIN_THREAD, Task
 from penstock.envs.config import EnvConfig, EpisodeConfig, IsolationConfig, RewardConfig
-from penstock.envs.endpoint.message_history import Part
+from penstock.envs.endpoint.message_history import NewContent
 from penstock.envs.endpoint.scripted import play_program
 from penstock.envs.environment import Action, EnvironmentSource
 from penstock.envs.import_path import load_object
@@ -30,7 +30,7 @@ _MARK = {True: "[green]ok[/green]", False: "[bold red]FAILED[/bold red]", None: 
 
 
 def parse_args(pairs: list[str]) -> dict[str, Any]:
-    """`KEY=VALUE` words as keyword arguments; values are read as YAML, as on the command line of `train`.
+    """Parse `KEY=VALUE` words into keyword arguments. Values are parsed as YAML, as on the command line of `train`.
 
     Raises:
         ConfigError: If a word has no `=`.
@@ -39,29 +39,29 @@ def parse_args(pairs: list[str]) -> dict[str, Any]:
 
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise ConfigError([f"{wrong[0]!r} is no KEY=VALUE; write arguments of the environment like high=100."])
+        raise ConfigError([f"{wrong[0]!r} is not KEY=VALUE. Write arguments of the environment like high=100."])
     loaded = OmegaConf.to_container(OmegaConf.from_dotlist(pairs))
     assert isinstance(loaded, dict)
     return {str(key): value for key, value in loaded.items()}
 
 
 def _isolation(text: str | None) -> IsolationConfig | None:
-    """What `--isolation` says; it is read as YAML, as on the command line of `train`.
+    """Parse `--isolation` as YAML, as on the command line of `train`.
 
     Raises:
-        ConfigError: If it is neither a word for it nor a set of grants.
+        ConfigError: If it is neither the name of an isolation nor a set of grants.
     """
     if text is None:
         return None
     try:
         return EpisodeConfig(isolation=safe_load(text)).isolation
     except (ValueError, YAMLError) as error:
-        wanted = "process, strict, or what is granted, e.g. '{network: true, variables: [MY_KEY]}'"
+        wanted = "process, strict, or grants, e.g. '{network: true, variables: [MY_KEY]}'"
         raise ConfigError([f"--isolation={text!r}: write {wanted}."]) from error
 
 
 def run_env_list(console: Console) -> int:
-    """One line per environment that is built in or installed."""
+    """Print one line per built-in or installed environment."""
     table = Table("name", "import path")
     for name, path in sorted(known_factories().items()):
         table.add_row(name, path)
@@ -70,7 +70,7 @@ def run_env_list(console: Console) -> int:
 
 
 def run_env_show(factory: str, pairs: list[str], console: Console) -> int:
-    """What a factory takes, what its tasks look like, and whether they have several turns."""
+    """Print the arguments of a factory, its first tasks, and whether they have several turns."""
     path = factory_path(factory)
     made_by = load_object(path, "env.factory")
     source = load_task_source(EnvConfig(factory=factory, args=parse_args(pairs)), 0)
@@ -93,7 +93,7 @@ def run_env_check(
     isolation: str | None,
     console: Console,
 ) -> int:
-    """Play it with a scripted agent, or score scripted answers; 1 if something is wrong, else 0."""
+    """Play an environment with a scripted agent, or score scripted answers; returns 1 if a check failed, else 0."""
     wanted = _isolation(isolation)
     limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s, isolation=wanted)
     config = EnvConfig(factory=factory, args=parse_args(pairs), episode=limits)
@@ -111,7 +111,7 @@ def run_env_check(
 def run_env_play(
     factory: str, pairs: list[str], ask: Callable[[], str], console: Console, isolation: str | None = None
 ) -> int:
-    """Play one episode by hand; an empty line, or the end of the input, ends it."""
+    """Play one episode by hand until an empty line or the end of the input."""
     config = EnvConfig(factory=factory, args=parse_args(pairs), episode=EpisodeConfig(isolation=_isolation(isolation)))
     source = load_task_source(config, 0)
     if not isinstance(source, EnvironmentSource):
@@ -131,7 +131,7 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
                 return await _answer_program(config, played, task, ask, console)
             names = ThreadNames(task.task_id, config.episode.max_threads)
             reply, num_turns = began, 0
-            while said := names.listen(reply):
+            while said := names.check(reply):
                 if num_turns + len(said) > config.episode.max_turns:
                     console.print(f"env.episode.max_turns={config.episode.max_turns} turns are over")
                     return 0
@@ -156,7 +156,7 @@ async def _play(config: EnvConfig, task: Task, ask: Callable[[], str], console: 
 async def _answer_program(
     config: EnvConfig, played: PlayedEpisode, task: Task, ask: Callable[[], str], console: Console
 ) -> int:
-    async def say(part: Part) -> str | None:
+    async def say(part: NewContent) -> str | None:
         console.print(part, markup=False)
         return await asyncio.to_thread(_line, ask) or None
 

@@ -146,14 +146,17 @@ def add_run(command: Command, summary: str) -> None:
 
 
 def start(command: Command, config: RunConfig) -> int:
-    """Run to the end. A foreign error is reported in one line; its traceback is in the run directory."""
+    """Run to the end."""
+    module, _, function = RUNS[command][0].partition(":")
+    return with_trace(Path(config.run_dir) / "error.txt", lambda: getattr(import_module(module), function)(config))
+
+
+def with_trace(trace: Path, run: Callable[[], int]) -> int:
+    """Report a foreign error of a run in one line; its traceback is in `trace`, in the run directory."""
     from penstock.platform.run.lifecycle import Interrupted
 
-    module, _, function = RUNS[command][0].partition(":")
-    trace = Path(config.run_dir) / "error.txt"
     try:
-        code: int = getattr(import_module(module), function)(config)
-        return code
+        return run()
     except Interrupted as interrupted:
         return EXIT_SIGNAL + interrupted.signum
     except PenstockError:
@@ -221,6 +224,42 @@ def sweep(
         config_dir=config_dir,
         console=Console(soft_wrap=True),
     )
+
+
+@app.command(no_args_is_help=True)
+@exits
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changed keys, e.g. total_steps=200.", show_default=False),
+    ] = None,
+    *,
+    step: Annotated[int | None, typer.Option(help="Checkpoint to continue from. Default: the newest.")] = None,
+    allow_changed: Annotated[
+        bool, typer.Option("--allow-changed", help="Accept changed keys and tasks that change what the run learns.")
+    ] = False,
+) -> int:
+    """Continue an interrupted run from its newest checkpoint, exactly once."""
+    from penstock.platform.run.resume import resume as resume_run
+
+    return with_trace(run / "error.txt", lambda: resume_run(run, overrides or [], step, allows_changed=allow_changed))
+
+
+@app.command(no_args_is_help=True)
+@exits
+def checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, e.g. runs/arithmetic.")],
+    *,
+    step: Annotated[int | None, typer.Option(help="Checkpoint to export. Default: the newest.")] = None,
+    to_hf: Annotated[
+        Path | None, typer.Option("--to-hf", metavar="DIR", help="Write its policy there in Hugging Face form.")
+    ] = None,
+) -> int:
+    """List the checkpoints of a run with size, step and whether they are complete, or export the policy of one."""
+    from penstock.platform.cli.checkpoints import run_checkpoints
+
+    return run_checkpoints(run, plain_console(), step, to_hf)
 
 
 @app.command()

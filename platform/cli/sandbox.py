@@ -1,4 +1,4 @@
-"""`penstock sandbox check`: what this machine contains. `penstock sandbox serve`: programs of other machines."""
+"""`penstock sandbox check` tests the sandbox of this machine; `penstock sandbox serve` offers it to other machines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WORDS = {True: "[green]contained[/green]", False: "[bold red]NOT CONTAINED[/bol
 
 
 def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
-    """Print the isolation that was found and one line per hostile program; 1 if one was not contained, else 0.
+    """Print the isolation and one line per hostile program; returns 1 if one was not contained, else 0.
 
     Args:
-        isolate: False shows what a host that allows no isolation would give.
+        isolate: False shows the results on a host without isolation.
         console: Where to print; None is standard output.
     """
     console = console or Console(highlight=False)
-    logging.getLogger("penstock.envs.sandbox").setLevel(logging.ERROR)  # the table says it
+    logging.getLogger("penstock.envs.sandbox").setLevel(logging.ERROR)  # the table shows it
     isolation, verdicts = asyncio.run(try_all(SandboxConfig(allow_unisolated=True), isolate=isolate))
     table = Table("program", "verdict", "how it ended")
     for case, verdict in verdicts.items():
@@ -35,7 +35,7 @@ def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
     bad = [case.name for case, verdict in verdicts.items() if verdict.is_contained is False]
     if bad:
         console.print(
-            f"{len(bad)} of {len(verdicts)} are not contained: run no code here that you do not trust. Allow user "
+            f"{len(bad)} of {len(verdicts)} are not contained: do not run untrusted code on this machine. Allow user "
             "namespaces, or use sandbox=remote (docs/guides/sandbox.md)."
         )
     else:
@@ -44,25 +44,25 @@ def run_sandbox_check(*, isolate: bool, console: Console | None = None) -> int:
 
 
 def run_sandbox_service(config: SandboxConfig, host: str, port: int, token_variable: str | None) -> int:
-    """Serve until SIGINT or SIGTERM.
+    """Serve sandbox jobs until SIGINT or SIGTERM.
 
     Args:
-        config: Isolation, slots, and the largest limits that a job may ask for.
+        config: Isolation, slots, and the largest limits that a job may request.
         host: Address to listen on.
         port: TCP port to listen on.
-        token_variable: Environment variable that holds the token; None asks for none.
+        token_variable: Environment variable that holds the token; None requires no token.
 
     Raises:
-        ConfigError: If the configuration is that of a client, the token is not there, or the host allows no isolation.
+        ConfigError: If the configuration is for a client, the token is not set, or the host allows no isolation.
     """
     if config.remote is not None:
         raise ConfigError(
-            [f"sandbox.remote.url={config.remote.url}: a service runs programs itself. Use sandbox=local."]
+            [f"sandbox.remote.url={config.remote.url}: the service must run programs itself. Use sandbox=local."]
         )
     token = None if token_variable is None else os.environ.get(token_variable, "")
     if token == "":
         raise ConfigError(
-            [f"--token-variable {token_variable}: this environment variable is not set, or empty. Set it."]
+            [f"--token-variable {token_variable}: this environment variable is not set or empty. Set it."]
         )
     serve(config, host, port, token)
     return 0

@@ -1,4 +1,4 @@
-"""`penstock simulate`: the shipping controller in virtual time, over many seeds, with faults."""
+"""`penstock simulate`: runs the production controller in virtual time with faults, for many seeds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace: bool, calibrate: Path | None) -> int:
-    """Simulate seeds, or calibrate with a run; prints the figures; 1 if an invariant was violated, else 0."""
+    """Simulate seeds, or calibrate with a run, and print results; returns 1 if an invariant was violated, else 0."""
     from penstock.platform.simulator.calibration import calibrate as fit_to
     from penstock.platform.simulator.config import parse_simulation
     from penstock.platform.simulator.sweep import replay_command, run_seeds, summary
 
     logger = logging.getLogger("penstock")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # a fenced engine is what is being simulated, and no reason for a warning
+    logger.setLevel(logging.ERROR)  # fenced engines are part of the simulation and need no warning
 
     def report(outcome: Outcome) -> None:
         if outcome.violation is not None:
@@ -53,10 +53,10 @@ def run_simulate(overrides: list[str], seeds: str, *, as_json: bool, shows_trace
 
 
 def parse_seeds(text: str, key: str = "--seeds ") -> range:
-    """`FIRST:END` as in a slice, or the number of one seed; `key` is what it was written after.
+    """Parse `FIRST:END` as in a slice, or a single seed. `key` is the option that the text belongs to.
 
     Raises:
-        ConfigError: If it is neither.
+        ConfigError: If the text is neither.
     """
     match = re.fullmatch(r"(?:(\d+):)?(\d+)", text)
     if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):

@@ -1,13 +1,13 @@
-"""`penstock sweep`: one training run for each combination of the values that the overrides name.
+"""`penstock sweep`: one training run per combination of the values in the overrides.
 
     penstock sweep experiment=arithmetic trainer.lr=1e-4,3e-4 dataflow.max_staleness=0,4 seeds=0:3 total_steps=30
 
-1. `parse_grid` reads the overrides: `KEY=A,B` is an axis, `seeds=FIRST:END` too, the rest holds for all trials.
-2. `check_trials` composes and checks every trial, and reports all that is wrong before the first one starts.
-3. `run_trials` runs them one after the other, each as `penstock train` in a process of its own. A trial whose run
-   directory holds a completed run of the same configuration is not run again, so that an interrupted sweep continues. A
-   trial that fails is recorded, and the next one starts.
-4. `write_results` writes table, figures and plot after every trial.
+1. `parse_grid` parses the overrides: `KEY=A,B` and `seeds=FIRST:END` are axes, all others apply to every trial.
+2. `check_trials` composes and checks all trials, and reports all violations before the first trial starts.
+3. `run_trials` runs them one after the other, each as `penstock train` in its own process. A trial whose run directory
+   holds a completed run of the same configuration is skipped, so the same command continues an interrupted sweep. A
+   failed trial is recorded, and the next one starts.
+4. `write_results` writes the table, figures and plot after every trial.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Trial:
 
     Attributes:
         values: Its value on each axis, in the order of the axes, as typed.
-        overrides: The same as overrides.
+        overrides: The same values as overrides.
     """
 
     values: tuple[tuple[str, str], ...]
@@ -64,7 +64,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Of its run directory: `lr-0.0001--seed-0`. Values that a file name cannot hold are told apart by a hash."""
+        """Name of the run directory, e.g. `lr-0.0001--seed-0`. A hash replaces values that a file name cannot hold."""
         plain = "--".join(f"{key.rpartition('.')[2].replace('/', '.')}-{value}" for key, value in self.values)
         safe = re.sub(r"[^\w.+-]", "_", plain)[:_MAX_NAME]
         if safe == plain:
@@ -73,7 +73,7 @@ class Trial:
 
     @property
     def line(self) -> tuple[tuple[str, str], ...]:
-        """What it has in common with the same trial of other seeds."""
+        """The values without the seed, which are common to the trials of all seeds."""
         return tuple((key, value) for key, value in self.values if key != SEED)
 
 
@@ -82,9 +82,9 @@ class Grid:
     """The trials of a sweep.
 
     Attributes:
-        axes: Key -> its values, as typed; the seeds, if they are one, last.
+        axes: Key -> values, as typed; the seeds, if given, are the last axis.
         fixed: Overrides of all trials.
-        trials: All combinations, seed by seed, so that a sweep that is cut short has whole tables of the first seeds.
+        trials: All combinations, seed by seed, so that an interrupted sweep has complete tables of the first seeds.
     """
 
     axes: dict[str, tuple[str, ...]]
@@ -98,9 +98,9 @@ class Result:
 
     Attributes:
         status: `completed`, or `failed` with the cause in the trial's log.
-        run_dir: Where it wrote.
-        accuracy: Greedy, held out, after the last step; None if the run measured none.
-        gain: What it rose by.
+        run_dir: Run directory of the trial.
+        accuracy: Greedy held-out accuracy after the last step; None if the run has no evaluation.
+        gain: Increase of the accuracy over the run.
         mean_staleness: Mean staleness of the trained tokens, versions.
         max_staleness: Largest staleness of any trained token, versions.
     """
@@ -117,10 +117,10 @@ Results = Mapping[Trial, Result]
 
 
 def parse_grid(overrides: Sequence[str]) -> Grid:
-    """Read the overrides of `penstock sweep`. `KEY=A,B` is read by Hydra: commas in quotes or brackets do not split.
+    """Parse the overrides of `penstock sweep` with Hydra, so commas in quotes or brackets do not separate values.
 
     Raises:
-        ConfigError: If overrides cannot be read, or set what the sweep sets itself; all of them are named.
+        ConfigError: Listing all overrides that cannot be parsed, or that set keys of the sweep itself.
     """
     parser, problems = OverridesParser.create(), []
     axes: dict[str, tuple[str, ...]] = {}
@@ -138,11 +138,12 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
             try:
                 override = parser.parse_override(text)
             except HydraException as error:
-                problems.append(f"{text!r} is no override: {' '.join(str(error).split())}. Write KEY=VALUE or KEY=A,B.")
+                detail = " ".join(str(error).split())
+                problems.append(f"{text!r} is not an override: {detail}. Write KEY=VALUE or KEY=A,B.")
                 continue
             key = override.key_or_group
             if key in OF_THE_SWEEP:
-                problems.append(f"{text}: a sweep names its run directories itself. Choose their folder by --folder.")
+                problems.append(f"{text}: a sweep names its run directories itself. Choose their folder with --folder.")
                 continue
             if not override.is_sweep_override():
                 fixed.append(text)
@@ -154,10 +155,10 @@ def parse_grid(overrides: Sequence[str]) -> Grid:
         if key in axes:
             problems.append(f"{text}: {key} has values already. Give all of them once.")
         if len(set(values)) < len(values):
-            problems.append(f"{text}: a value is listed twice, and would be run twice.")
+            problems.append(f"{text}: a value is listed twice and would run twice. List it once.")
         axes[key] = values
     if not axes and not problems:
-        problems.append("There is nothing to sweep over: list values as KEY=A,B, or give seeds=FIRST:END.")
+        problems.append("The sweep has no axis: list values as KEY=A,B, or give seeds=FIRST:END.")
     if problems:
         raise ConfigError(problems)
     if SEED in axes:
@@ -178,15 +179,15 @@ def check_trials(
 
     Args:
         grid: The sweep.
-        folder: Of the sweep.
-        config_dir: The folder with the user's own YAML.
-        dry_run: What this machine lacks becomes a warning.
+        folder: Folder of the sweep.
+        config_dir: Folder with the user's own YAML.
+        dry_run: Whether to report missing resources of this machine as warnings.
 
     Returns:
-        The configuration of each trial, and the warnings, each once.
+        The configuration of each trial, and the distinct warnings.
 
     Raises:
-        ConfigError: With all that is wrong; what is wrong with every trial is said once.
+        ConfigError: Listing all violations. A violation of every trial is listed once.
     """
     configs: dict[Trial, RunConfig] = {}
     warnings: dict[str, None] = {}
@@ -218,17 +219,17 @@ def run_trials(
     note: Callable[[str], None],
     config_dir: Path | None = None,
 ) -> Results:
-    """Run the trials that have not completed yet, one after the other; one that fails does not end the sweep.
+    """Run the uncompleted trials one after the other. A failed trial does not end the sweep.
 
     After every trial the results so far are written.
 
     Args:
         grid: The sweep.
-        configs: Of `check_trials`.
-        folder: Of the sweep; run directories and logs are in it.
-        timeout_s: Longest run of one trial, seconds.
-        note: Gets a line before and after each trial.
-        config_dir: The folder with the user's own YAML.
+        configs: Result of `check_trials`.
+        folder: Folder of the sweep, which holds run directories and logs.
+        timeout_s: Time limit of one trial, seconds.
+        note: Prints a line before and after each trial.
+        config_dir: Folder with the user's own YAML.
     """
     results: dict[Trial, Result] = {}
     own_yaml = [] if config_dir is None else ["--config-dir", str(config_dir)]
@@ -257,7 +258,7 @@ def run_trials(
 
 
 def find_completed(config: RunConfig) -> Result | None:
-    """The result of a completed run of this very configuration; None if there is none."""
+    """Return the result of a completed run of the same configuration; None if there is none."""
     run_dir = Path(config.run_dir)
     written, summary_file = run_dir / CONFIG_FILE, run_dir / SUMMARY_FILE
     if not summary_file.exists() or not written.exists() or written.read_text() != to_yaml(config):
@@ -280,7 +281,7 @@ def find_completed(config: RunConfig) -> Result | None:
 
 
 def result_rows(grid: Grid, results: Results) -> list[list[str]]:
-    """Header and one row per combination of values: means over its seeds, accuracy with its range."""
+    """Header and one row per combination of values, with means over the seeds and the range of the accuracy."""
     keys = [key for key in grid.axes if key != SEED]
     rows = [[*keys, "completed", "accuracy", "gain", "mean staleness, versions", "run directory"]]
     for line in dict.fromkeys(trial.line for trial in grid.trials):
@@ -310,7 +311,7 @@ def write_results(grid: Grid, results: Results, folder: Path) -> None:
     """Write sweep.md (the table), sweep.csv and sweep.json (one record per trial), and sweep.html (a plot)."""
     header, *rows = result_rows(grid, results)
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-    title = "Greedy held-out accuracy after the last step; means over seeds, accuracy with least and greatest."
+    title = "Greedy held-out accuracy after the last step: mean over seeds, with minimum and maximum."
     (folder / "sweep.md").write_text("\n".join([title, "", *lines]) + "\n")
     records = [dict(trial.values) | asdict(result) for trial, result in results.items()]
     (folder / "sweep.json").write_text(json.dumps(records, indent=2) + "\n")
@@ -330,11 +331,11 @@ def run_sweep(
     config_dir: Path | None,
     console: Console,
 ) -> int:
-    """The command: check all trials, run those that have not completed, print the table; returns the exit code.
+    """Check all trials, run the uncompleted ones and print the table; returns the exit code.
 
     Raises:
-        ConfigError: If a trial cannot run, before any does.
-        PenstockError: If trials failed, once all others are done.
+        ConfigError: If a trial is invalid; raised before any trial runs.
+        PenstockError: If trials failed; raised after all others are done.
     """
     from rich.table import Table
 
@@ -365,7 +366,7 @@ def run_sweep(
     if failed:
         raise PenstockError(
             f"sweep: {len(failed)} of {len(results)} trials failed: {', '.join(failed)}. Their output is in "
-            f"{folder}/<trial>.log; the same command runs them again."
+            f"{folder}/<trial>.log. The same command runs them again."
         )
     return 0
 
@@ -376,7 +377,7 @@ def _overrides(grid: Grid, trial: Trial, folder: Path) -> list[str]:
 
 
 def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> None:
-    """Run `penstock train` with its output in `log`; it is ended, with its processes, when this is interrupted."""
+    """Run `penstock train` with its output in `log`. An interrupt stops it together with its child processes."""
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, "train", *arguments], stdout=output, stderr=subprocess.STDOUT
@@ -399,7 +400,7 @@ def _run(arguments: Sequence[str], log: Path, timeout_s: float, name: str) -> No
 
 
 def _plot(grid: Grid, results: Results, path: Path) -> None:
-    """Accuracy over the last axis, a line per combination of the others; bars from the least to the greatest seed."""
+    """Plot accuracy over the last axis, one line per combination of the others; bars span the range over seeds."""
     import plotly.graph_objects as go
 
     keys = [key for key in grid.axes if key != SEED] or [SEED]

@@ -1,4 +1,4 @@
-"""`penstock weights plan`: what a publish would send from where to where, computed from the configuration alone."""
+"""`penstock weights plan`: the transfers of a publish, computed from the configuration alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.platform.config.schema import RunConfig
 from penstock.rollout.engines.vllm.environment import vllm_environment
 from penstock.trainer.backends.tensor_parallel import expected_splits
 from penstock.weights.layout.checkpoint import config_of_shape, module_tensors
-from penstock.weights.layout.engine import EngineSide, TrainingSide
+from penstock.weights.layout.engine import EngineLayout, TrainingSharding
 from penstock.weights.layout.training import training_layout
 from penstock.weights.model_config import DTYPE_BYTES
 from penstock.weights.planner.plan import lower_bound_bytes
@@ -35,15 +35,15 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Figures of a plan, bytes.
+    """Transfer volumes of a plan, in bytes.
 
     Attributes:
-        num_planned_engines: Engines that the training side writes to: the first one, or all into device memory. The
-            bytes it sends are summed over them.
-        local_bytes: What stays on its device, since a training rank that has it is there.
-        links: `(training rank, engine rank)` and what it carries, for the first engine.
-        relayed_bytes: What engines pass on to engines.
-        gathered_bytes: What gathering on rank 0 and sending whole tensors to every engine rank would send.
+        num_planned_engines: Engines that the training ranks write to: the first one, or all if the route is device
+            memory. The bytes sent are summed over them.
+        local_bytes: Bytes that need no transfer because a training rank holds them on the same device.
+        links: `(training rank, engine rank, bytes)` for the first engine.
+        relayed_bytes: Bytes that engines forward to other engines.
+        gathered_bytes: Bytes that gathering on rank 0 and sending whole tensors to every engine rank would send.
     """
 
     model_bytes: int
@@ -63,7 +63,7 @@ class PlanReport:
 
 
 def run_weights_plan(config: RunConfig, *, as_json: bool) -> int:
-    """Print the plan of `config`; returns the exit code."""
+    """Print the transfer plan of `config`; returns the exit code."""
     report = plan_report(config)
     if as_json:
         print(json.dumps(asdict(report)))
@@ -76,22 +76,22 @@ def plan_report(config: RunConfig) -> PlanReport:
     """Plan a publish.
 
     Raises:
-        WeightSyncError: If vLLM's loader cannot be read as a layout.
+        WeightSyncError: If the layout cannot be derived from vLLM's loader.
     """
     rollout, trainer, shape = config.rollout, config.trainer, config.model.shape
     hf_config = _transformers_config(config)
     tensors = tuple(module_tensors(hf_config))
     if rollout.engine.type == "torch":
         layout = training_layout(tensors)
-    else:  # vLLM's own loader tells it, without a device or memory
+    else:  # traced from vLLM's own loader, without allocating weights
         os.environ.update(vllm_environment(pool_device(config, config.cluster.rollout_pool), threads=1))
         from penstock.rollout.engines.vllm.layout import plain_layout
 
         layout = plain_layout(hf_config, tensors, config.model.dtype, rollout.engine.tensor_parallel_size)
-    engine = EngineSide(rollout.engine.type, layout)
+    engine = EngineLayout(rollout.engine.type, layout)
     started = time.perf_counter()
     num_replicas = trainer.num_ranks // trainer.tensor_parallel_size
-    training = TrainingSide(
+    training = TrainingSharding(
         tensors,
         num_replicas,
         trainer.zero_stage == 3,
@@ -127,7 +127,7 @@ def plan_report(config: RunConfig) -> PlanReport:
 
 
 def _transformers_config(config: RunConfig) -> Any:
-    """transformers' configuration of the policy: of its checkpoint where that is on this machine, else by its shape."""
+    """The policy's transformers configuration: from the checkpoint if it is on this machine, else from the shape."""
     from transformers import AutoConfig
 
     if config.model.path is not None:
@@ -135,16 +135,16 @@ def _transformers_config(config: RunConfig) -> Any:
             return AutoConfig.from_pretrained(config.model.path, local_files_only=True)
         except OSError as error:
             logger.info(
-                "%s is not on this machine, so the plan is of a model of its shape: %s", config.model.path, error
+                "%s is not on this machine, so the plan uses a model of model.shape: %s", config.model.path, error
             )
     return config_of_shape(config.model.shape)
 
 
 def _devices(config: RunConfig) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Devices of the training ranks, and of the ranks of each engine that the training side writes to by itself.
+    """Devices of the training ranks, and of the ranks of each engine that the training ranks write to directly.
 
-    Through files of shared memory or a process group that is the first engine, and nothing stays on a device. By CUDA
-    IPC it is every engine: what its device has already, because a training rank is on it, need not be sent.
+    With shared memory or a process group this is only the first engine, and no data is already in place. With CUDA IPC
+    it is every engine, and data that a training rank holds on the same device need not be sent.
     """
     if weight_route(config) != "cuda_ipc":
         return (), [()]
@@ -172,24 +172,24 @@ def _print(config: RunConfig, report: PlanReport, console: Console) -> None:
         carried: dict[int, Any] = {dst: num_bytes for one, dst, num_bytes in report.links if one == src}
         table.add_row(str(src), *(f"{carried.get(dst, 0) / MIB:,.1f}" for dst in destinations))
     console.print(table)
-    passed_on = f"{report.relayed_bytes / MIB:,.1f} MiB, at most {report.relay_depth} hop(s) from the first"
+    relayed = f"{report.relayed_bytes / MIB:,.1f} MiB, at most {report.relay_depth} hop(s) from the first"
     for name, value in {
         "model": f"{report.model_bytes / MIB:,.1f} MiB",
-        "sent by the training side": f"{report.wire_bytes / MIB:,.1f} MiB",
+        "sent by training ranks": f"{report.wire_bytes / MIB:,.1f} MiB",
         "stays on its device": f"{report.local_bytes / MIB:,.1f} MiB",
-        "lower bound: what engine ranks lack": f"{report.lower_bound_bytes / MIB:,.1f} MiB",
+        "lower bound (missing on engine ranks)": f"{report.lower_bound_bytes / MIB:,.1f} MiB",
         "busiest training rank sends": f"{report.max_egress_bytes / MIB:,.1f} MiB",
-        "passed on from engine to engine": passed_on,
+        "forwarded between engines": relayed,
         "gather and broadcast would send": f"{report.gathered_bytes / MIB:,.1f} MiB",
         "copies": f"{report.num_copies:,} in {report.num_buckets:,} buckets of {report.bucket_bytes // MIB} MiB",
         "planned in": f"{report.planning_s:.2f} s",
     }.items():
         console.print(f"  {name:<36}{value}")
     if weight_route(config) == "gather":
-        console.print("  weights.transport=gather: this plan is not used, whole tensors go through rank 0.")
+        console.print("  weights.transport=gather: this plan is not used, because whole tensors go through rank 0.")
     elif weight_route(config) == "adapters":
-        console.print("  trainer.lora: this plan is not used, only adapters travel (weights.transport=auto).")
+        console.print("  trainer.lora: this plan is not used, because only adapters are sent (weights.transport=auto).")
     elif report.num_planned_engines > 1:
-        console.print(f"  The training side writes to the devices of all {report.num_planned_engines} engines.")
+        console.print(f"  The training ranks write to the devices of all {report.num_planned_engines} engines.")
     elif report.relayed_bytes and weight_route(config) == "shared_memory":
-        console.print("  On one node engines map the same shared memory, so nothing is passed on.")
+        console.print("  On one node engines map the same shared memory, so nothing is forwarded.")

@@ -1,4 +1,4 @@
-"""From the placement plan to running actors, and back to nothing."""
+"""Starts the actors of a run according to the placement plan, and stops them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from penstock.actors.cluster import (
@@ -24,9 +25,9 @@ from penstock.actors.reward.client import RewardClient
 from penstock.actors.trainer.client import TrainerClient
 from penstock.actors.weights.process_group import (
     EngineReceivers,
+    InPlaceTransport,
     NodeReceivers,
     ProcessGroupTransport,
-    StreamingTransport,
 )
 from penstock.actors.weights.publisher import ActorWeightPublisher, Probe
 from penstock.actors.weights.transports import (
@@ -48,7 +49,7 @@ from penstock.rollout.pool.pool import EnginePool
 from penstock.trainer.batches.sequences import ModelKind
 from penstock.trainer.spec import ReferenceSpec, TrainerSpec
 from penstock.weights.copies import copy_environment
-from penstock.weights.layout.engine import EngineSide
+from penstock.weights.layout.engine import EngineLayout
 from penstock.weights.planner.plan import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunActors:
-    """Every process of a run, behind its port."""
+    """The actors of a run."""
 
     engines: list[RemoteEngine]
     trainer: TrainerClient
@@ -67,17 +68,17 @@ class RunActors:
     partner: RunActors | None = None
 
     def of_policies(self) -> list[TrainerClient | RemoteEngine]:
-        """Trainers and engines, the partner's too."""
+        """Trainers and engines of all policies."""
         return [self.trainer, *self.engines, *([] if self.partner is None else self.partner.of_policies())]
 
     async def publisher(self, pool: EnginePool, config: RunConfig, probe: Probe) -> ActorWeightPublisher:
         return ActorWeightPublisher(pool, config.weights, await self._export(pool, config), self.trainer, probe)
 
     async def restarted(self, config: RunConfig, engine_id: EngineId) -> RemoteEngine:
-        """End what is left of an engine, and start it again: a process with the model of `model.path`, in no pool yet.
+        """Kill the remains of an engine and start a new process with the model of `model.path`, not yet in the pool.
 
         Raises:
-            PlacementError: If it is not up within `rollout.start_timeout_s`.
+            PlacementError: If it does not start within `rollout.start_timeout_s`.
             EngineLostError: If it fails to start.
         """
         index = [engine.engine_id for engine in self.engines].index(engine_id)
@@ -87,38 +88,42 @@ class RunActors:
         return self.engines[index]
 
     async def _export(self, pool: EnginePool, config: RunConfig) -> WeightTransport:
-        """How weights travel, by the configuration and by the nodes that Ray has put trainer and engines on."""
+        """Create the weight transport, by the configuration and the nodes on which Ray placed trainer and engines."""
         weights, dtype = config.weights, config.model.dtype
-        way, first = weight_route(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
-        if weights.codec != "full" and way not in GROUP_ROUTES:
-            logger.warning("weights.codec=%s has no effect: versions go by %s", weights.codec, way)
-        if way == "gather":
+        route, first = weight_route(config, is_one_node=is_one_node(self.trainer, self.engines)), self.trainer.node_id
+        if weights.codec != "full" and route not in GROUP_ROUTES:
+            logger.warning("weights.codec=%s has no effect: the weight route is %s", weights.codec, route)
+        if route == "gather":
             return GatherTransport(self.trainer, pool)
-        training, _ = await self.trainer.training_side()
-        layout = EngineSide(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
-        if way == "adapters":
+        training, _ = await self.trainer.training_sharding()
+        layout = EngineLayout(config.rollout.engine.type, await self.engines[0].layout(training.tensors))
+        if route == "adapters":
             return AdapterTransport(self.trainer, pool, layout, dtype)
-        if way == "cuda_ipc":
+        if route == "cuda_ipc":
             return DeviceMemoryTransport(self.trainer, pool, layout, dtype, weights)
-        if way == "shared_memory":
+        if route == "shared_memory":
             return SharedMemoryTransport(
-                self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_slots
+                self.trainer, self.engines, layout, dtype, weights.timeout_s, weights.num_buffers
             )
-        if way == "live_parameters":
-            return StreamingTransport(self.trainer, EngineReceivers(pool, first), layout, dtype, weights)
-        ends = EngineReceivers(pool, first) if way == "engine_devices" else NodeReceivers(pool, first, weights)
-        return ProcessGroupTransport(self.trainer, ends, layout, dtype, weights)
+        if route == "live_parameters":
+            return InPlaceTransport(self.trainer, EngineReceivers(pool, first), layout, dtype, weights)
+        receivers = EngineReceivers(pool, first) if route == "engine_devices" else NodeReceivers(pool, first, weights)
+        return ProcessGroupTransport(self.trainer, receivers, layout, dtype, weights)
 
 
 @asynccontextmanager
-async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
-    """Ray, trainer, engines and reward workers, all starting at once; ended whatever happens."""
+async def start_actors(config: RunConfig, restore_from: str | None = None) -> AsyncIterator[RunActors]:
+    """Start Ray, trainer, engines and reward workers concurrently. They are always stopped on exit."""
     async with ray_session(config.cluster.address, config.weights.directory):
         rewards = reward_workers(config)
         devices = await share_devices(config)
         async with asyncio.TaskGroup() as starting:
-            partner_start = starting.create_task(_start_partner(config, rewards)) if config.partner else None
-            trainer_start = starting.create_task(start_trainer_group(config, devices=devices))
+            partner_start = (
+                starting.create_task(_start_partner(config, rewards, restore_from)) if config.partner else None
+            )
+            trainer_start = starting.create_task(
+                start_trainer_group(config, devices=devices, restore_from=restore_from)
+            )
             engines_start = starting.create_task(start_engine_group(config, devices=devices))
             starting.create_task(rewards_are_loaded(config, rewards))
             frozen_starts = [starting.create_task(start_frozen_group(config, role)) for role in FROZEN_ROLES]
@@ -138,18 +143,21 @@ async def start_actors(config: RunConfig) -> AsyncIterator[RunActors]:
             await asyncio.gather(rewards.close(), *(part.close() for part in actors.of_policies()))
 
 
-async def _start_partner(config: RunConfig, rewards: RewardClient) -> RunActors:
-    """Trainer and engines of the other policy."""
+async def _start_partner(config: RunConfig, rewards: RewardClient, restore_from: str | None) -> RunActors:
+    """Start the trainer and the engines of the partner policy."""
     view = config.partner_view
-    trainer, engines = await asyncio.gather(start_trainer_group(view, policy_id=PARTNER), start_engine_group(view))
+    folder = None if restore_from is None else str(Path(restore_from) / PARTNER)
+    trainer, engines = await asyncio.gather(
+        start_trainer_group(view, policy_id=PARTNER, restore_from=folder), start_engine_group(view)
+    )
     return RunActors(engines, trainer, rewards, ObjectStore(), None, None)
 
 
 async def share_devices(config: RunConfig) -> SharedDevices | None:
-    """Reserve the GPUs that trainer and engines take turns on; None if they have their own, or none.
+    """Reserve the GPUs that trainer and engines share; None if they are not colocated or use no GPUs.
 
     Raises:
-        PlacementError: If the cluster does not have them.
+        PlacementError: If the cluster does not have these GPUs.
     """
     bundles = shared_bundles(config)
     if not bundles:
@@ -165,9 +173,10 @@ async def start_trainer_group(
     command: Command = "train",
     policy_id: PolicyId = POLICY,
     devices: SharedDevices | None = None,
+    restore_from: str | None = None,
 ) -> TrainerClient:
-    """The trainer ranks of `config`, from the policy at `path` (default: `model.path`)."""
-    spec = trainer_spec(config, path, kind, policy_id)
+    """Start the trainer ranks of `config` with the policy at `path` (default: `model.path`)."""
+    spec = replace(trainer_spec(config, path, kind, policy_id), restore_from=restore_from)
     needs = resources(config, "trainer", command, devices)
     return await start_trainer(spec, needs, torch_environment(config, spec.device))
 
@@ -175,7 +184,7 @@ async def start_trainer_group(
 def trainer_spec(
     config: RunConfig, path: str | None = None, kind: ModelKind = "policy", policy_id: PolicyId = POLICY
 ) -> TrainerSpec:
-    """What the ranks need to know."""
+    """Settings of the trainer ranks."""
     cluster = config.cluster
     return TrainerSpec(
         model_path=path or model_path(config),
@@ -196,7 +205,7 @@ def trainer_spec(
 
 
 async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceClient | None:
-    """The processes with the reference policy of `config`, or with its teacher; None if the algorithm has none."""
+    """Start the processes of the reference policy or the teacher; None if the algorithm needs none."""
     if not config.num_frozen(role):
         return None
     section = config.frozen(role)
@@ -214,23 +223,23 @@ async def start_frozen_group(config: RunConfig, role: FrozenRole) -> ReferenceCl
 
 
 def torch_environment(config: RunConfig, device: str) -> dict[str, str]:
-    """Variables of a process that computes with torch."""
+    """Environment variables of a process that uses torch."""
     return {
         "OMP_NUM_THREADS": str(config.cluster.threads_per_process),
-        "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits for the others must not burn their core
+        "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not occupy the cores of the others
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": device,
     } | copy_environment()
 
 
 def reward_workers(config: RunConfig, command: Command = "train") -> RewardClient:
-    """The reward workers, on the devices of `reward.pool` if there is one."""
+    """Start the reward workers, on the devices of `reward.pool` if it is set."""
     device = "cpu" if config.reward.pool is None else pool_device(config, config.reward.pool)
     return start_rewards(config.reward, config.sandbox, resources(config, "reward", command), device)
 
 
 async def rewards_are_loaded(config: RunConfig, rewards: RewardClient) -> None:
-    """Wait for those of a pool: a model takes long to load, and the cluster may have no room. Others load by need."""
+    """Wait for the models of reward workers with a pool. Workers without a pool load on first use."""
     if config.reward.pool is not None:
         await rewards.start(config.rollout.start_timeout_s)
 
@@ -238,13 +247,13 @@ async def rewards_are_loaded(config: RunConfig, rewards: RewardClient) -> None:
 async def start_engine_group(
     config: RunConfig, command: Command = "train", devices: SharedDevices | None = None
 ) -> list[RemoteEngine]:
-    """The rollout engines of `config`."""
+    """Start the rollout engines of `config`."""
     needs = resources(config, "engine", command, devices)
     return await start_engines(engine_specs(config), needs, config.rollout.start_timeout_s)
 
 
 def engine_specs(config: RunConfig) -> list[EngineSpec]:
-    """What each engine needs to know."""
+    """Settings of each engine."""
     cluster = config.cluster
     return [
         EngineSpec(
@@ -255,7 +264,8 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
             device=pool_device(config, cluster.rollout_pool),
             update_mode=config.weights.kv_mode,
             bucket_bytes=BUCKET_BYTES if config.weights.staging == "bucket" else None,
-            stage_timeout_s=0.9 * config.weights.timeout_s,  # it tells more than the driver, who waits for all of it
+            # Shorter than the driver's time limit, because the engine's own error has more detail.
+            stage_timeout_s=0.9 * config.weights.timeout_s,
             publish_in=config.weights.directory,
             seed=config.seed + index,
             threads=cluster.threads_per_process,
@@ -265,7 +275,7 @@ def engine_specs(config: RunConfig) -> list[EngineSpec]:
 
 
 def resources(config: RunConfig, role: Role, command: Command, devices: SharedDevices | None = None) -> list[Resources]:
-    """What each process of a role asks Ray for; with `devices`, which of those it uses in turns."""
+    """Ray resources of each process of a role; with `devices`, the shared devices that it uses."""
     placements = [
         placement
         for placement in plan_placement(config, command)

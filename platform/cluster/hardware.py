@@ -1,4 +1,4 @@
-"""What this machine has: accelerators, memory, disk. Cheap probes, no torch."""
+"""Fast probes of this machine without torch: accelerators, memory, disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount point, not a temporary file
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a mount point, not a temporary file
 _CGROUP = Path("/sys/fs/cgroup")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -21,24 +21,24 @@ def has_nvidia_driver() -> bool:
 
 
 def nvidia_driver_version() -> str | None:
-    """Version of the NVIDIA driver, as `580.65.06`; None if it is not said."""
+    """Version of the NVIDIA driver, e.g. `580.65.06`; None if unknown."""
     said = (
         _NVIDIA_DRIVER.read_text()
         if _NVIDIA_DRIVER.exists()
-        else _ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+        else _run_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     )
     found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", said or "")
     return found[0] if found else None
 
 
 def num_nvidia_gpus() -> int | None:
-    """GPUs that nvidia-smi lists; None if it cannot be asked."""
-    listed = _ask_nvidia_smi("-L")
+    """Number of GPUs that nvidia-smi lists; None if it cannot be run."""
+    listed = _run_nvidia_smi("-L")
     return None if listed is None else sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None if it is not installed."""
+    """Installed version of a distribution; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -51,9 +51,9 @@ def is_cpu_build() -> bool:
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can take: the machine's, or what the container has left.
+    """Memory available to new processes: that of the machine, or the remaining memory of the container.
 
-    File pages that nobody has touched lately count as free: the kernel gives them up before anything else.
+    Inactive file pages count as free, because the kernel reclaims them first.
     """
     available = psutil.virtual_memory().available
     limit = _read_cgroup("memory.max")
@@ -69,19 +69,19 @@ def available_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Memory of the machine, or of the container."""
+    """Total memory of the machine or the container."""
     total = psutil.virtual_memory().total
     return min(total, _read_cgroup("memory.max") or total)
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Free space of the file system that `path` is, or will be, on."""
+    """Free space of the file system of `path`, which need not exist yet."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free
 
 
-def _ask_nvidia_smi(*arguments: str) -> str | None:
-    """What it prints; None if it cannot be asked."""
+def _run_nvidia_smi(*arguments: str) -> str | None:
+    """Output of nvidia-smi; None if it cannot be run."""
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", *arguments]
@@ -92,7 +92,7 @@ def _ask_nvidia_smi(*arguments: str) -> str | None:
 
 
 def _read_cgroup(name: str) -> int | None:
-    """A number of the container's memory controller (cgroup v2); None if unlimited or absent."""
+    """A value of the container's memory controller (cgroup v2); None if unlimited or absent."""
     try:
         text = (_CGROUP / name).read_text().strip()
     except OSError:

@@ -1,8 +1,9 @@
-"""How much memory each process needs: estimates from the shapes in the YAML, nothing is loaded.
+"""Estimates the memory of each process from the model shape in the configuration, without loading anything.
 
 P parameters, b bytes of `model.dtype`, R trainer ranks, Z ZeRO stage, T tokens of a micro-batch, L layers, H hidden,
-Q and K query and key/value width, I intermediate, V vocabulary. Under tensor parallelism of size t: P is what a rank
-has, all but embeddings over t, R is over t, as are Q, K, I and the V of an untied head.
+Q and K query and key/value width, I intermediate, V vocabulary. Under tensor parallelism of size t, P is the number of
+parameters of one rank (all but the embeddings are divided by t), and R, Q, K, I and the V of an untied head are
+divided by t.
 
     trainer weights      P·b          / R if Z = 3
     gradients            P·b          / R if Z ≥ 2
@@ -11,17 +12,17 @@ has, all but embeddings over t, R is over t, as are Q, K, I and the V of an unti
     gathered layers      2e9·b / 2 at most, if Z = 3 and R > 1 (DeepSpeed keeps up to 1e9 parameters live)
     activations          T·b·(L·(6H + 2Q + 2K + 4I)), with checkpointing T·b·(L·H + one layer)
     logits               3·4·V·min(T, 1024): chunked, forward and backward
-    engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for an arriving version
-                       (64 MiB with weights.staging=bucket, none with weights.transport=gather)
-    critic               as a second policy; activations are of one of them at a time
-    published            P·b in shared memory, twice but with weights.transport=gather; or P·b / tp on each device of an
+    engine               P·b / tp + KV cache, on each of its tp devices; P·b / tp more for a staged version
+                         (64 MiB with weights.staging=bucket, none with weights.transport=gather)
+    critic               as a second policy; only one of them has activations at a time
+    published            P·b in shared memory, twice unless weights.transport=gather; or P·b / tp on each device of an
                          engine, also while it sleeps (weights.transport=cuda_ipc)
-    with adapters        of A parameters: gradients, masters and moments are of A. 4·A in shared memory, P·b of main
-                         memory beside each engine; where all weights travel all the same, P·b while a version is merged
-    reference, teacher   4·P (of its own) + activations of one layer; so for a reward worker with a pool
-    base                 what a process takes before any weight (measured on CPU; the CUDA context on GPU)
+    with adapters        of A parameters: gradients, master weights and moments for A only; 4·A in shared memory, and
+                         P·b of main memory per engine; if full weights are sent, P·b while a version is merged
+    reference, teacher   4·P (of that model) + activations of one layer; also for a reward worker with a pool
+    base                 process without weights (measured on CPU; the CUDA context on GPU)
 
-Good to about 20 %, on the high side.
+Accurate to about 20 %, and rather too high.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.schema import PoolConfig, RunConfig
 from penstock.rollout.config import VllmEngineConfig
 from penstock.weights.model_config import DTYPE_BYTES
@@ -40,11 +41,11 @@ LOGITS_CHUNK_TOKENS = 1024
 LIVE_PARAMETERS = 1_000_000_000
 
 PAYLOAD_BYTES_PER_TOKEN = 16
-"""Of a trajectory in the store: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
+"""Size of a stored trajectory: ids 4, loss mask 1, behavior logprobs 4, text and rewards about 7."""
 BASE_HOST_GIB = {"driver": 1.2, "trainer": 0.7, "vllm": 1.6, "torch": 0.7, "reward": 0.3}
-"""Resident memory of a process that has imported what it needs, GiB. `driver` includes Ray's own processes."""
+"""Resident memory of a process after its imports, GiB. `driver` includes Ray's own processes."""
 BASE_GPU_HOST_GIB = 3.0
-"""Host memory of a process that drives a GPU, GiB."""
+"""Host memory of a process that uses a GPU, GiB."""
 CUDA_CONTEXT_GIB = 1.0
 
 Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_cache", "published"]
@@ -52,11 +53,11 @@ Part = Literal["base", "weights", "gradients", "optimizer", "activations", "kv_c
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one process, GiB, split by what takes it.
+    """Memory of one process by purpose, GiB.
 
     Attributes:
-        device: On its accelerator; empty on a CPU pool.
-        host: In main memory.
+        device: Memory on its accelerator; empty on a CPU pool.
+        host: Main memory.
     """
 
     device: dict[Part, float]
@@ -74,7 +75,7 @@ class Memory:
 def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
     """Memory of one trainer rank."""
     tp, shape, width = config.trainer.tensor_parallel_size, config.model.shape, DTYPE_BYTES[config.model.dtype]
-    embeddings = shape.vocab_size * shape.hidden_size  # whole on every rank
+    embeddings = shape.vocab_size * shape.hidden_size  # not split, whole on every rank
     parameters = embeddings + (shape.num_parameters - embeddings) / tp
     stage, ranks = config.trainer.zero_stage, max(1, config.trainer.num_ranks // tp)
     has_masters = config.model.dtype != "float32" or stage > 0
@@ -100,13 +101,13 @@ def trainer_memory(config: RunConfig, pool: PoolConfig) -> Memory:
 
 
 def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
-    """Memory of one rollout engine: on each of its devices, and in main memory in all."""
+    """Memory of one rollout engine: per device, and total main memory."""
     engine, weights, kv_cache = config.rollout.engine, published_gib(config), kv_cache_gib(config, pool)
     num_devices = engine.tensor_parallel_size
     kept = weights if weight_route(config) == "adapters" else 0.0
     if pool.device == "cpu":
         base = BASE_HOST_GIB[engine.type] * num_devices
-        slots = weights * (weight_route(config) in SLOT_ROUTES)
+        slots = weights * (weight_route(config) in DEVICE_BUFFER_ROUTES)
         parts: dict[Part, float] = {"base": base, "weights": weights + kept, "published": slots}
         return Memory({}, {**parts, "kv_cache": kv_cache * num_devices})
     asleep: dict[Part, float] = {"weights": weights * config.cluster.colocated + kept}
@@ -118,9 +119,9 @@ def engine_memory(config: RunConfig, pool: PoolConfig) -> Memory:
 
 
 def frozen_memory(config: RunConfig, pool: PoolConfig, weights: int | None = None) -> Memory:
-    """Memory of one process with a policy that only scores: float32, and nothing is kept for a backward.
+    """Memory of one process with a frozen float32 model, which keeps nothing for a backward pass.
 
-    `weights` is how many it has; None: as many as the trained one.
+    `weights` is its number of parameters; None: as many as the policy.
     """
     shape, tokens = config.model.shape, config.trainer.max_group_tokens
     passing = 4 * tokens * (_layer_width(config, 1) + shape.hidden_size) + _logits_bytes(config, 1)
@@ -131,7 +132,7 @@ def frozen_memory(config: RunConfig, pool: PoolConfig, weights: int | None = Non
 
 
 def adapter_parameters(config: RunConfig) -> int:
-    """Numbers in all adapters of the policy."""
+    """Number of parameters in all adapters of the policy."""
     lora = config.trainer.lora
     if lora is None:
         return 0
@@ -140,32 +141,39 @@ def adapter_parameters(config: RunConfig) -> int:
 
 
 def published_gib(config: RunConfig) -> float:
-    """One published version of the policy, GiB."""
+    """Size of one published version of the policy, GiB."""
     return config.model.shape.num_parameters * DTYPE_BYTES[config.model.dtype] / GIB
 
 
+def trained_state_gib(config: RunConfig) -> float:
+    """Size of what a checkpoint keeps of the trainer, GiB: value and two moments of each trained parameter, float32."""
+    shape, lora = config.model.shape, config.trainer.lora
+    trained = shape.num_parameters if lora is None else adapter_parameters(config)
+    return 12 * (trained + shape.num_parameters * config.algorithm.needs_critic) / GIB
+
+
 def staged_gib(config: RunConfig) -> float:
-    """What a version that has arrived takes on each device of a GPU engine until its swap, GiB."""
-    way, streams = weight_route(config), config.weights.staging == "bucket"
-    if way == "gather" or (way == "adapters" and streams):  # staged in main memory
+    """Memory of a staged version on each device of a GPU engine until the swap, GiB."""
+    route, streams = weight_route(config), config.weights.staging == "bucket"
+    if route == "gather" or (route == "adapters" and streams):  # staged in main memory
         return 0.0
     shard = published_gib(config) / config.rollout.engine.tensor_parallel_size
     return min(shard, BUCKET_BYTES / GIB) if streams else shard
 
 
 def shared_gib(config: RunConfig) -> float:
-    """Published versions in shared memory, GiB: one may be written while another is still read."""
+    """Size of published versions in shared memory, GiB: one may be written while another is still being read."""
     of_partner = 0.0 if config.partner is None else shared_gib(config.partner_view)
-    way = weight_route(config)
-    if way == "adapters":
+    route = weight_route(config)
+    if route == "adapters":
         return 4 * adapter_parameters(config) / GIB + of_partner
-    if way in (*SLOT_ROUTES, "live_parameters"):
+    if route in (*DEVICE_BUFFER_ROUTES, "live_parameters"):
         return of_partner
-    return published_gib(config) * (1 if way == "gather" else config.weights.num_slots) + of_partner
+    return published_gib(config) * (1 if route == "gather" else config.weights.num_buffers) + of_partner
 
 
 def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
-    """KV cache of an engine on each of its devices, GiB. The torch engine's grows with use: this is its upper limit."""
+    """KV cache of an engine on each of its devices, GiB. For the torch engine, whose cache grows, the upper limit."""
     engine = config.rollout.engine
     if isinstance(engine, VllmEngineConfig):
         stated = engine.cache_gib(pool.device)
@@ -178,7 +186,7 @@ def kv_cache_gib(config: RunConfig, pool: PoolConfig) -> float:
 
 
 def sequence_kv_gib(config: RunConfig) -> float:
-    """KV cache of one trajectory of full length, GiB."""
+    """Size of the KV cache of one trajectory of full length, GiB."""
     model = config.model
     return model.max_context_tokens * model.shape.kv_bytes_per_token(DTYPE_BYTES[model.dtype]) / GIB
 
@@ -193,7 +201,7 @@ def _activation_bytes(config: RunConfig) -> float:
 
 
 def _layer_width(config: RunConfig, tp: int) -> float:
-    """Numbers that one of `tp` ranks keeps of a layer per token."""
+    """Number of activations per token of a layer that one of `tp` ranks keeps."""
     shape = config.model.shape
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return 6 * shape.hidden_size + (2 * query + 2 * key + 4 * shape.intermediate_size) / tp
@@ -206,7 +214,7 @@ def _logits_bytes(config: RunConfig, tp: int) -> float:
 
 
 def max_live_trajectories(config: RunConfig) -> int | None:
-    """Trajectories of full length whose payloads fit in `dataflow.max_live_gib`; None is no limit."""
+    """Number of full-length trajectories whose payloads fit in `dataflow.max_live_gib`; None is no limit."""
     if config.dataflow.max_live_gib is None:
         return None
     return int(config.dataflow.max_live_gib * 2**30 / (config.model.max_context_tokens * PAYLOAD_BYTES_PER_TOKEN))

@@ -1,4 +1,7 @@
-"""Which process runs where: a pure function of the configuration. Actors and `--dry-run` read the same plan."""
+"""The placement plan: assigns every process to devices, as a pure function of the configuration.
+
+Actors and `--dry-run` use the same plan.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from penstock.platform.cluster.memory import (
     shared_gib,
     trainer_memory,
 )
-from penstock.platform.cluster.weight_routes import SLOT_ROUTES, weight_route
+from penstock.platform.cluster.weight_routes import DEVICE_BUFFER_ROUTES, weight_route
 from penstock.platform.config.findings import WITHOUT_ENGINES, Command
 from penstock.platform.config.schema import PoolConfig, RunConfig
 
@@ -30,12 +33,12 @@ class RolePlacement:
     """One process of a run.
 
     Attributes:
-        index: Rank of a trainer, number of an engine or reward worker.
-        pool: Name of its pool; None for processes that need no device (driver, reward workers without reward.pool).
-        slot: Device of the pool it runs on, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
-        num_slots: Devices that it runs on, from `slot` on: those of an engine under tensor parallelism.
-        num_gpus: GPUs Ray reserves for it; 0 when colocated, where they are reserved for all (`shared_bundles`).
-        policy_id: Which policy of the run it serves.
+        index: Rank of a trainer, or number of an engine or reward worker.
+        pool: Name of its pool; None for processes without a device (driver, reward workers without reward.pool).
+        slot: Its first device in the pool, 0 ≤ slot < count. Colocated roles share slots; CPU slots are always shared.
+        num_slots: Number of its devices, starting at `slot`; above 1 for an engine with tensor parallelism.
+        num_gpus: GPUs that Ray reserves for it; 0 when colocated, where `shared_bundles` are reserved for all.
+        policy_id: The policy of the run that it belongs to.
     """
 
     role: Role
@@ -50,11 +53,11 @@ class RolePlacement:
 
 
 def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePlacement]:
-    """Place every process that `command` starts. The pools of the configuration must exist (`checks_cluster`).
+    """Place every process that `command` starts. The pools of the configuration must exist (checks/cluster.py).
 
-    GPU pools: rank i is on slot i. Engines take the slots after the ranks, or the same ones when colocated or in a
-    pool of their own, `tensor_parallel_size` each. References take the slots after both, teachers those after them,
-    reward workers with a pool those after them, and a partner's ranks and engines those after all of these.
+    On GPU pools, rank i is on slot i. Engines follow with `tensor_parallel_size` slots each; they start at slot 0 when
+    colocated or in their own pool. The next slots are for references, then teachers, then reward workers with a pool,
+    and finally the ranks and engines of a partner.
     """
     own = _plan(config, command)
     if config.partner is None or command != "train":
@@ -72,7 +75,7 @@ def plan_placement(config: RunConfig, command: Command = "train") -> list[RolePl
 
 
 def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
-    """Of one policy and what serves it; each role takes the slots after those of the roles before it."""
+    """Place the processes of one policy. Each role takes the slots after those of the previous roles."""
     cluster, taken = config.cluster, Counter[str]()
 
     def place(
@@ -108,10 +111,10 @@ def _plan(config: RunConfig, command: Command) -> list[RolePlacement]:
 
 
 def shared_bundles(config: RunConfig, command: Command = "train") -> list[int]:
-    """GPUs that colocated roles take turns on, in bundles of one node each; empty if there are none.
+    """Sizes of the bundles of GPUs that colocated roles share; empty if there are none.
 
-    A bundle is as wide as an engine, which cannot reach over several nodes, so that slot s is device s mod width of
-    bundle s ÷ width: the devices of engine i, and those of ranks i · width and on.
+    Each bundle is on one node and as wide as an engine, which cannot span several nodes. Slot s is therefore device
+    s mod width of bundle s ÷ width. Bundle i holds engine i and the ranks from i · width.
     """
     turns = [
         placement
@@ -130,8 +133,8 @@ def _takes_turns(config: RunConfig, role: Role, command: Command) -> bool:
 def device_load_gib(config: RunConfig, placements: list[RolePlacement]) -> dict[str, float]:
     """Peak memory of the fullest GPU of every pool, GiB.
 
-    Colocated roles take turns, but the trainer's weights and optimizer stay while the engine generates:
-    max(whole trainer, trainer without gradients and activations + engine). Slots for versions stay too.
+    Colocated roles take turns, but the trainer's weights and optimizer state stay while the engine generates:
+    max(whole trainer, trainer without gradients and activations + engine). Buffers for versions stay as well.
     """
     by_slot: dict[tuple[str, int], list[RolePlacement]] = defaultdict(list)
     for placement in placements:
@@ -160,6 +163,8 @@ def _slot_load(here: list[RolePlacement], config: RunConfig) -> float:
     )
     engines = [placement.memory for placement in here if placement.role == "engine"]
     others = sum(placement.memory.device_gib for placement in here if placement.role not in ("trainer", "engine"))
-    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (weight_route(config) in SLOT_ROUTES)
+    slots = sum(memory.device.get("published", 0.0) for memory in engines) * (
+        weight_route(config) in DEVICE_BUFFER_ROUTES
+    )
     turns = max(training + slots, training - passing + sum(memory.device_gib for memory in engines))
     return turns + others

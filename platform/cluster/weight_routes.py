@@ -1,13 +1,13 @@
-"""Which way a version takes from the trainer to the engines: one per situation, by the configuration and the nodes.
+"""Selects the route of weights from the trainer to the engines, by the configuration and the nodes.
 
-situation                                              way               weights.transport
-the trainer trains adapters (trainer.lora)             adapters          auto
+situation                                              route             weights.transport
+adapters are trained (trainer.lora)                    adapters          auto
 one node, trainer and engines on GPUs                  cuda_ipc          auto, cuda_ipc
 one node otherwise, or with staging=bucket             shared_memory     auto, shared_memory
-several nodes, both on GPUs of their own               engine_devices    auto, process_group    NCCL
-the same, or CPU pools, with staging=bucket            live_parameters   auto, process_group    NCCL, gloo
+several nodes, both on their own GPUs                  engine_devices    auto, process_group    NCCL
+the same or CPU pools, with staging=bucket             live_parameters   auto, process_group    NCCL, gloo
 several nodes otherwise                                node_receivers    auto, process_group    gloo
-the model's layout is not known                        gather            gather
+the layout of the model is unknown                     gather            gather
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ WeightRoute = Literal[
     "adapters", "cuda_ipc", "shared_memory", "engine_devices", "live_parameters", "node_receivers", "gather"
 ]
 GROUP_ROUTES: tuple[WeightRoute, ...] = ("engine_devices", "live_parameters", "node_receivers")
-"""Those of a process group, which codecs are for."""
-SLOT_ROUTES: tuple[WeightRoute, ...] = ("cuda_ipc", "engine_devices")
-"""Those that keep a slot in memory of each engine's devices."""
+"""Routes through a process group, which are the only ones that use codecs."""
+DEVICE_BUFFER_ROUTES: tuple[WeightRoute, ...] = ("cuda_ipc", "engine_devices")
+"""Routes with a buffer in the memory of each engine device."""
 
 
 def weight_route(config: RunConfig, *, is_one_node: bool | None = None) -> WeightRoute:
-    """The way of a run's versions.
+    """Return the weight route of a run.
 
     Args:
-        config: Of the run.
-        is_one_node: Whether trainer and engines are on one node; None: before the start, when `cluster.address` tells.
+        config: The configuration of the run.
+        is_one_node: Whether trainer and engines are on one node; None: assumed if `cluster.address` is local.
     """
     weights, cluster = config.weights, config.cluster
     trainer, rollout = (cluster.pools[pool].device for pool in (cluster.trainer_pool, cluster.rollout_pool))
@@ -41,7 +41,7 @@ def weight_route(config: RunConfig, *, is_one_node: bool | None = None) -> Weigh
             return "cuda_ipc" if trainer == rollout == "gpu" and weights.staging == "shard" else "shared_memory"
     elif weights.transport != "process_group":
         return weights.transport
-    # NCCL takes no two processes of one GPU into a group, and both ends of a message must be of one kind of device.
+    # NCCL does not allow two processes of a group on one GPU, and sender and receiver must use the same device type.
     if trainer != rollout or (trainer == "gpu" and cluster.colocated):
         return "node_receivers"
     if weights.staging == "bucket":

@@ -155,10 +155,10 @@ def test_list_and_show_say_what_there_is() -> None:
         (["show", "arithmetik"], "Did you mean 'arithmetic'?"),
         (["show", "guessing:GuessingGame", "hihg=3"], "Did you mean 'high'?"),
         (["show", "guessing:GuessingGame", "high=1"], "high=1 is outside 2..1000000"),
-        (["show", "arithmetic", "digits"], "'digits' is no KEY=VALUE"),
+        (["show", "arithmetic", "digits"], "'digits' is not KEY=VALUE"),
         (["play", "arithmetic"], "tasks of a single turn"),
-        (["check", "arithmetic", "--isolation", "strct"], "write process, strict, or what is granted"),
-        (["check", "arithmetic", "--isolation", "{netwrk: true}"], "write process, strict, or what is granted"),
+        (["check", "arithmetic", "--isolation", "strct"], "write process, strict, or grants"),
+        (["check", "arithmetic", "--isolation", "{netwrk: true}"], "write process, strict, or grants"),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str) -> None:

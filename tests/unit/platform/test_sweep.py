@@ -91,8 +91,8 @@ def test_a_range_of_seeds_is_that_of_a_slice_and_one_number_is_one_seed() -> Non
         (["key=1,1"], "listed twice"),
         (["name=a,b"], "names its run directories"),
         (["run_dir=x", "seeds=3"], "names its run directories"),
-        (["experiment=arithmetic"], "nothing to sweep over"),
-        (["staleness", "seeds=3"], "no override"),
+        (["experiment=arithmetic"], "has no axis"),
+        (["staleness", "seeds=3"], "not an override"),
     ],
 )
 def test_what_is_no_sweep_is_refused(overrides: list[str], what: str) -> None:
