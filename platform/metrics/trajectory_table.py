@@ -1,4 +1,4 @@
-"""Trajectories as parquet: a bounded sample of what was trained, and whole batches that could not be.
+"""Trajectories as parquet: a bounded sample of the trained ones, and whole batches of skipped steps.
 
 `trajectories/step_<n>.parquet`, one file per step; `bad_batches/<n>.parquet`, counted from 1 over the run.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ import pyarrow.parquet as pq
 
 from penstock.dataflow.trajectory import GroupPayload, Trajectory
 from penstock.platform.metrics.atomic_file import write_atomically
+
+logger = logging.getLogger(__name__)
 
 TRAJECTORIES_DIR = "trajectories"
 BAD_BATCHES_DIR = "bad_batches"
@@ -52,51 +55,59 @@ _BAD_BATCH_SCHEMA = pa.schema(
 
 
 class TrajectoryTable:
-    """Write some of a step's trained trajectories (`FlowStats.samples`).
+    """Writes a sample of the trained trajectories of each step (`FlowStats.samples`).
 
     Columns: step, group_id, trajectory_id, task_id, prompt, response, reward, reward_parts (JSON object),
     finish_reason, spans (JSON list of [version, tokens]), staleness (of the oldest sampled token, versions),
-    num_tokens (sampled tokens), threads (JSON list of [name, fork_of, tokens]; empty
-    for a trajectory of one thread), retried_after (why the attempt before it failed; empty for a first attempt). The
-    response of several threads is written turn by turn, behind their names.
+    num_tokens (sampled tokens), threads (JSON list of [name, fork_of, tokens]; empty for a trajectory of one thread),
+    retried_after (why the previous attempt failed; empty for a first attempt). The response of several threads is
+    written turn by turn, each turn after the name of its thread.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / TRAJECTORIES_DIR
+        self._has_warned = False
 
     def write_step(self, step: int, trajectories: Sequence[Trajectory], *, version: int) -> Path:
-        """Write those of one step atomically and return the path.
+        """Write the file of one step atomically and return its path.
+
+        Training goes on without a file that cannot be written; the first one is a warning.
 
         Args:
             step: Training step.
-            trajectories: Of those that were trained in the step.
-            version: The trainer's policy version when it used them.
+            trajectories: Sample of the trajectories trained in the step.
+            version: The trainer's policy version at this step.
         """
         rows = [trajectory_row(step, trajectory, version) for trajectory in trajectories]
         path = self._directory / f"step_{step:06d}.parquet"
         table = pa.Table.from_pylist(rows, schema=TRAJECTORY_SCHEMA)
-        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        try:
+            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s cannot be written: %s. Training goes on without such files.", path, error)
         return path
 
 
 class BadBatches:
-    """Write every trajectory of a batch that could not be trained, and what its step reported.
+    """Writes all trajectories of a batch whose step was skipped, and the metrics of the step.
 
     Columns: those of `TrajectoryTable` (step is the number of the file), policy_id, and per token token_ids, loss_mask,
-    behavior_logprobs. The metadata of the schema has `version` and `metrics` (JSON object; what is not finite as text).
+    behavior_logprobs. The metadata of the schema has `version` and `metrics` (JSON object; non-finite values as text).
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = run_dir / BAD_BATCHES_DIR
         self._num_written = 0
 
-    def write(self, version: int, batch: Sequence[GroupPayload], metrics: Mapping[str, float]) -> Path:
-        """Write one batch atomically and return its path.
+    def write(self, version: int, batch: Sequence[GroupPayload], metrics: Mapping[str, float]) -> Path | None:
+        """Write one batch atomically and return its path; None, with a warning, if it cannot be written.
 
         Args:
-            version: The trainer's policy version when it tried.
-            batch: All its groups.
-            metrics: Of the step.
+            version: The trainer's policy version at the skipped step.
+            batch: All groups of the batch.
+            metrics: Metrics of the step.
         """
         self._num_written += 1
         rows = [
@@ -114,13 +125,17 @@ class BadBatches:
         metadata = {"version": str(version), "metrics": json.dumps(told)}
         table = pa.Table.from_pylist(rows, schema=_BAD_BATCH_SCHEMA.with_metadata(metadata))
         path = self._directory / f"{self._num_written}.parquet"
-        write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        try:
+            write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+        except OSError as error:
+            logger.warning("%s cannot be written: %s. Training goes on without it.", path, error)
+            return None
         (self._directory / f"{self._num_written - MAX_KEPT}.parquet").unlink(missing_ok=True)
         return path
 
 
 def read_trajectories(path: Path) -> list[dict[str, Any]]:
-    """The rows of one step's file, JSON columns decoded."""
+    """Read the rows of a file with decoded JSON columns."""
     rows: list[dict[str, Any]] = pq.ParquetFile(path).read().to_pylist()
     for row in rows:
         row["reward_parts"] = json.loads(row["reward_parts"])
@@ -130,7 +145,7 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
 
 
 def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str, Any]:
-    """One trajectory by the columns of `TRAJECTORY_SCHEMA`; `version` is that of the trainer."""
+    """Convert a trajectory to a row of `TRAJECTORY_SCHEMA`. `version` is that of the trainer."""
     spans, response = trajectory.spans, trajectory.text
     if trajectory.threads and trajectory.episode is not None:
         response = "\n".join(f"{turn.thread}: {turn.reasoning}{turn.response}" for turn in trajectory.episode.turns)
@@ -153,5 +168,5 @@ def trajectory_row(step: int, trajectory: Trajectory, version: int) -> dict[str,
 
 
 def _encodable(text: str) -> str:
-    """Replace lone surrogates, which a model can emit and UTF-8 cannot hold."""
+    """Replace lone surrogates, which a model can emit but UTF-8 cannot represent."""
     return text.encode("utf-8", "replace").decode("utf-8")

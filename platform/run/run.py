@@ -83,7 +83,7 @@ class Run:
         self._consecutive_bad_steps = 0
         self._skipped_steps = 0
         self._failed_evaluations = 0
-        self._bad_batch: Path | None = None
+        self._bad_batch: Path | str | None = None
         self._evaluation_task: asyncio.Task[None] | None = None
 
     def flow(self) -> Flow:
@@ -104,7 +104,8 @@ class Run:
     async def keep_bad_batch(self, report: StepReport) -> None:
         """Dump the whole batch of a skipped step. Call it before `flow.skip`, which ends the groups of the batch."""
         batch = await self._flow.fetch_batch()
-        self._bad_batch = self._instruments.bad_batches.write(self.version, batch, report.metrics)
+        path = self._instruments.bad_batches.write(self.version, batch, report.metrics)
+        self._bad_batch = path or "no file, since it could not be written"
         self._instruments.note(
             f"step at v{self.version} skipped: non-finite loss or gradient; its batch is in {self._bad_batch}"
         )

@@ -1,10 +1,13 @@
-"""`metrics.jsonl`: the sink that is always on, and what reports and tests read."""
+"""`metrics.jsonl`: the tracker that is always enabled, and whose file reports and tests read."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +17,18 @@ from penstock.dataflow.errors import boundary
 from penstock.platform.metrics.run_files import METRICS_FILE
 from penstock.platform.metrics.trackers.base import TrackerError
 
+logger = logging.getLogger(__name__)
+
+MAX_UNWRITTEN = 1024
+"""Records that are kept in memory while the file cannot be written, some kB each."""
+
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
     """One line of `metrics.jsonl`.
 
     Attributes:
-        step: Training step; 0 is before the first.
+        step: Training step; 0 is before the first one.
         time_s: Unix time, seconds.
         metrics: `family/name -> value`.
     """
@@ -31,10 +39,14 @@ class MetricsRecord:
 
 
 class JsonlTracker:
-    """Append one JSON object per call, flushed per line, so that a killed run keeps all but its last line.
+    """Appends one JSON object per call and flushes each line, so that a killed run loses at most its last line.
 
-    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf".
-    The end-of-run figures have a file of their own (`summary.json`), so `log_summary` writes nothing here.
+    A full disk does not end the run: lines that cannot be written are kept in memory and written before the next one.
+    The first failure is a warning, and so is the number of lines that are lost in the end. The file always ends with a
+    whole line, because what was written of a line is cut off when the rest fails.
+
+    NaN and infinities, which JSON does not support, are written as the strings "nan", "inf" and "-inf".
+    The figures of the summary have their own file (`summary.json`), so `log_summary` writes nothing here.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -65,10 +77,10 @@ class JsonlTracker:
 
 
 def read_metrics(run_dir: Path) -> Iterator[MetricsRecord]:
-    """Yield the records of a run in file order; a torn last line, the mark of a killed run, is skipped.
+    """Yield the records of a run in file order. A truncated last line, left by a killed run, is skipped.
 
     Raises:
-        TrackerError: A line before the last is no record.
+        TrackerError: If a line before the last one is not a record.
     """
     path = run_dir / METRICS_FILE
     with path.open(encoding="utf-8") as file:
@@ -80,4 +92,4 @@ def read_metrics(run_dir: Path) -> Iterator[MetricsRecord]:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 if not line.endswith("\n"):
                     return
-                raise TrackerError(f"{path}:{number}: is no metrics record ({error}). Was it edited?") from error
+                raise TrackerError(f"{path}:{number}: not a metrics record ({error}). Was it edited?") from error

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from penstock.dataflow.errors import ConfigError
+from penstock.platform.metrics.trackers import jsonl
 from penstock.platform.metrics.trackers.base import BackgroundTracker, TrackerError
 from penstock.platform.metrics.trackers.build import build_trackers
 from penstock.platform.metrics.trackers.config import TensorboardTrackerConfig, TrackerConfig, WandbTrackerConfig
 from penstock.platform.metrics.trackers.jsonl import JsonlTracker, read_metrics
 from penstock.platform.metrics.trackers.wandb import resolve_mode
+from penstock.platform.metrics.trajectory_table import BadBatches, TrajectoryTable
 
 
 class ListTracker:
@@ -65,6 +70,58 @@ def test_a_torn_last_line_is_skipped_and_a_broken_one_before_it_is_an_error(tmp_
     path.write_text("garbage\n" + path.read_text())
     with pytest.raises(TrackerError, match=r"metrics\.jsonl:1"):
         list(read_metrics(tmp_path))
+
+
+@contextmanager
+def full_disk_after(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond `num_bytes`: a write up to there is cut, and one behind it fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_costs_no_record_and_is_warned_about_once(tmp_path: Path, caplog) -> None:
+    tracker, path = JsonlTracker(tmp_path), tmp_path / "metrics.jsonl"
+    tracker.log(1, {"reward/mean": 0.5})
+    size = path.stat().st_size
+    with full_disk_after(size + 20):
+        for step in (2, 3, 4):
+            tracker.log(step, {"reward/mean": 0.5})
+        (warning,) = caplog.messages
+        assert "metrics.jsonl cannot be written: File too large. Training goes on." in warning
+        assert path.stat().st_size == size + 20, "the beginning of a line"
+    tracker.log(5, {"reward/mean": 0.5})
+    tracker.close()
+    assert [record.step for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [message.partition("metrics.jsonl")[2] for message in caplog.messages[1:]] == [
+        " is written again; 0 records were lost meanwhile."
+    ]
+
+
+def test_what_a_full_disk_never_takes_is_counted_at_the_end(tmp_path: Path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(jsonl, "MAX_UNWRITTEN", 3)
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.5})
+    with full_disk_after((tmp_path / "metrics.jsonl").stat().st_size):
+        for step in range(2, 7):
+            tracker.log(step, {"reward/mean": 0.5})
+        tracker.close()
+    assert [record.step for record in read_metrics(tmp_path)] == [1]
+    assert "lacks 5 records" in caplog.messages[-1]
+
+
+def test_a_full_disk_ends_no_run_at_its_trajectories_or_bad_batches(tmp_path: Path, caplog) -> None:
+    with full_disk_after(100):
+        table = TrajectoryTable(tmp_path)
+        for step in (1, 2):
+            table.write_step(step, [], version=step)
+        assert BadBatches(tmp_path).write(1, [], {}) is None
+    named = [Path(message.partition(" cannot be written")[0]).name for message in caplog.messages]
+    assert named == ["step_000001.parquet", "1.parquet"], "the second file of a kind is not named again"
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_an_unwritable_run_directory_is_a_named_error(tmp_path: Path) -> None:
