@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataflow.errors import boundary
+from penstock.platform.metrics.atomic_file import write_text_atomically
 from penstock.platform.metrics.run_files import METRICS_FILE
 from penstock.platform.metrics.trackers.base import TrackerError
 
@@ -38,6 +39,12 @@ class MetricsRecord:
     metrics: Mapping[str, float]
 
 
+def _line(step: int, time_s: float, metrics: Mapping[str, float]) -> str:
+    numbers = {name: float(value) for name, value in metrics.items()}
+    shown = {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
+    return json.dumps({"step": step, "time_s": time_s, "metrics": shown}, allow_nan=False) + "\n"
+
+
 class JsonlTracker:
     """Appends one JSON object per call and flushes each line, so that a killed run loses at most its last line.
 
@@ -53,27 +60,81 @@ class JsonlTracker:
         self._path = run_dir / METRICS_FILE
         with boundary(TrackerError, f"{self._path}: cannot be opened for appending"):
             run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab", buffering=0)
+            self._size = os.fstat(self._file.fileno()).st_size
+        self._unwritten: deque[bytes] = deque()
+        self._num_lost = 0
+        self._is_failing = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line.
-
-        Raises:
-            TrackerError: The file cannot be written, e.g. because the disk is full.
-        """
-        numbers = {name: float(value) for name, value in metrics.items()}
-        shown = {name: number if math.isfinite(number) else str(number) for name, number in numbers.items()}
-        line = json.dumps({"step": step, "time_s": round(time.time(), 3), "metrics": shown}, allow_nan=False)
-        with boundary(TrackerError, f"{self._path}: cannot be written"):
-            self._file.write(line + "\n")
-            self._file.flush()
+        """Append one line, or keep it for later if the file cannot be written now."""
+        line = _line(step, round(time.time(), 3), metrics)
+        self._unwritten.append(line.encode())
+        if len(self._unwritten) > MAX_UNWRITTEN:
+            self._unwritten.popleft()
+            self._num_lost += 1
+        self._write_all()
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Nothing: `summary.json` holds it."""
+        """Do nothing, because `summary.json` has the figures."""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after a last attempt to write what is missing in it."""
+        if self._file.closed:
+            return
+        self._write_all()
+        self._num_lost += len(self._unwritten)
+        if self._num_lost:
+            logger.warning("%s lacks %d records, which could not be written to the end.", self._path, self._num_lost)
         self._file.close()
+
+    def _write_all(self) -> None:
+        """Write all kept lines in order, until one fails."""
+        try:
+            while self._unwritten:
+                self._write(self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing = True
+                logger.warning(
+                    "%s cannot be written: %s. Training goes on. The newest %d records are kept in memory and written "
+                    "once it is possible. Free some space on this disk.",
+                    self._path,
+                    error.strerror or error,
+                    MAX_UNWRITTEN,
+                )
+        else:
+            if self._is_failing:
+                self._is_failing = False
+                logger.warning("%s is written again; %d records were lost meanwhile.", self._path, self._num_lost)
+
+    def _write(self, line: bytes) -> None:
+        """Append a line as a whole.
+
+        Raises:
+            OSError: The rest of it cannot be written.
+        """
+        number = self._file.fileno()
+        if os.fstat(number).st_size > self._size:
+            os.ftruncate(number, self._size)  # the beginning of a line whose rest could not be written
+        left = line
+        while left:
+            left = left[self._file.write(left) :]
+        self._size += len(line)
+
+
+def drop_later_records(run_dir: Path, first_step: int) -> int:
+    """Drop the records from `first_step` on, which a resumed run writes again.
+
+    Returns:
+        The last step that had been logged; -1 if none was.
+    """
+    records = list(read_metrics(run_dir)) if (run_dir / METRICS_FILE).exists() else []
+    kept = [record for record in records if record.step < first_step]
+    lines = [_line(record.step, record.time_s, record.metrics) for record in kept]
+    write_text_atomically(run_dir / METRICS_FILE, "".join(lines))
+    return records[-1].step if records else -1
 
 
 def read_metrics(run_dir: Path) -> Iterator[MetricsRecord]:
