@@ -160,10 +160,30 @@ class StepReport:
     busy_s: float
 
 
+class WrittenFile(NamedTuple):
+    """A file of a checkpoint: its name relative to the folder of the checkpoint, its size, and zlib's crc32."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+
+
 class TrainerGroup(Protocol):
     async def step(self, batch: AsyncIterator[GroupRef]) -> StepReport: ...
 
     async def save(self, path: str) -> None: ...
+
+    async def snapshot(self) -> float:
+        """Copy the trainer's state to host memory, between steps; returns the seconds that training was blocked."""
+        ...
+
+    async def write_checkpoint(self, folder: str) -> list[WrittenFile]:
+        """Write the last snapshot, while training continues.
+
+        Raises:
+            CheckpointError: If a rank cannot write its file, or does not finish in time.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from penstock.trainer.batches.sequences import (
     preference_sequences,
     supervised_sequences,
 )
+from penstock.trainer.checkpoint import CheckpointReader, Counters, TrainerSnapshot
 from penstock.trainer.early_logprobs import Forwards
 from penstock.trainer.micro_batch_loss import LossFunction, PolicyObjective, supervised_loss
 from penstock.trainer.models.critic import Critic
@@ -221,6 +222,43 @@ class PolicyTrainer:
         """Name and tensor of what engines add to their weights, on every rank. Collective."""
         for name, adapter in self.backend.gathered_adapters().items():
             yield from adapter_tensors(name, adapter.down, adapter.scale * adapter.up)
+
+    def snapshot(self, version: int) -> TrainerSnapshot:
+        """Copy this rank's share of the state to host memory, between steps. Not collective."""
+        assert self._streamed is None, "a batch is half trained"
+        backends = self._backends()
+        num_steps = {"model": self._num_steps}
+        if self.critic is not None:
+            num_steps["critic"] = self.critic.num_steps
+        counters = Counters(version, num_steps, self._spec.trainer.num_ranks)
+        return TrainerSnapshot.take({prefix: one.fragments() for prefix, one in backends.items()}, counters)
+
+    def restore(self, folder: str) -> int:
+        """Continue from the trainer that was saved, of any backend and number of ranks. Collective.
+
+        Args:
+            folder: With the files of all its ranks, on every rank.
+
+        Returns:
+            Its policy version.
+
+        Raises:
+            CheckpointError: If a file is missing, torn or of a newer format, or if this trainer has another model.
+        """
+        reader = CheckpointReader(folder)
+        if self.critic is None:
+            reader.check_model("critic", {})
+        for prefix, backend in self._backends().items():
+            backend.restore(reader, prefix)
+        self._num_steps = reader.counters.num_steps["model"]
+        if self.critic is not None:
+            self.critic.num_steps = reader.counters.num_steps["critic"]
+        torch.set_rng_state(reader.random_state(self.backend.rank))
+        return reader.counters.version
+
+    def _backends(self) -> dict[str, Backend]:
+        """What is trained, by its prefix in a checkpoint."""
+        return {"model": self.backend} | ({} if self.critic is None else {"critic": self.critic.backend})
 
     def close(self) -> None:
         """Leave the process group."""

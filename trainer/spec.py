@@ -23,6 +23,7 @@ class TrainerSpec:
         threads: CPU threads of each rank.
         publish_in: Parent of the folder for published versions; None: shared memory.
         kind: What the ranks train; a reward model by preferences only.
+        restore_from: Folder of a checkpoint's trainer files to continue from; None: start from `model_path`.
         policy_id: Which of the policies of a run they train.
         critic: Of gae; None: there is none.
         streams: Parts of a batch are trained while the rest of it is still being generated.
@@ -42,6 +43,7 @@ class TrainerSpec:
     critic: CriticConfig | None = None
     kind: Literal["policy", "reward"] = "policy"
     policy_id: PolicyId = POLICY
+    restore_from: str | None = None
 
     @property
     def tokens_per_part(self) -> float:

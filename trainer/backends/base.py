@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.batches.collate import ModelInputs
+from penstock.trainer.checkpoint import CheckpointReader, Fragment
 from penstock.trainer.models.lora import Adapter, Adapters
 from penstock.weights.layout.engine import TrainingSharding
 
@@ -95,6 +96,21 @@ class Backend(Protocol):
 
     def save_hf(self, path: str) -> None:
         """Write config and weights in Hugging Face form (rank 0 writes), adapters also by themselves. Collective."""
+        ...
+
+    def fragments(self) -> list[Fragment]:
+        """This rank's share of the trained parameters and their optimizer state, as aliases of the live tensors.
+
+        The shares of all ranks are disjoint, and together they are all elements. Not collective.
+        """
+        ...
+
+    def restore(self, reader: CheckpointReader, prefix: str) -> None:
+        """Continue from saved parameters and optimizer state, of any backend and number of ranks. Collective.
+
+        Raises:
+            CheckpointError: If the parameters are those of another model.
+        """
         ...
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:

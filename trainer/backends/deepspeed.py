@@ -22,28 +22,54 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.dataflow.errors import WeightSyncError
+from penstock.dataflow.errors import CheckpointError, WeightSyncError
 from penstock.kernels.linear_logprob import VocabularyShard
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.backends.tensor_parallel import TensorSplit, autotp_settings, check_splittable, splits_of
-from penstock.trainer.backends.torch import Loader, build_adamw, divide_gradients, evaluating, save_model
+from penstock.trainer.backends.torch import (
+    Loader,
+    build_adamw,
+    divide_gradients,
+    evaluating,
+    flat_state,
+    save_model,
+    set_num_updates,
+    trained_parameters,
+)
 from penstock.trainer.batches.collate import ModelInputs
+from penstock.trainer.checkpoint import CheckpointReader, Fragment, deal
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged
 from penstock.trainer.models.policy_model import PolicyModel, hf_name, hf_parameters, restore_rotary_buffers
-from penstock.weights.layout.algebra import Shape, TensorSpec, volume
+from penstock.weights.layout.algebra import Box, Shape, TensorSpec, volume, whole
 from penstock.weights.layout.engine import TrainingSharding
 from penstock.weights.model_config import ModelConfig
 
 _GATHER_BYTES = 256 << 20
 _BUCKET_ELEMENTS = 50_000_000
+
+
+class MasterStretch(NamedTuple):
+    """Where this rank has float32 values of a parameter.
+
+    Attributes:
+        updated: What AdamW updates: the parameter, its float32 copy, or a flat buffer with stretches of several.
+        offset: First element in it.
+        start: First element in this rank's tensor-parallel part of the parameter, row-major.
+        length: Number of elements, without padding.
+    """
+
+    updated: Tensor
+    offset: int
+    start: int
+    length: int
 
 
 class DeepSpeedBackend:
@@ -79,6 +105,7 @@ class DeepSpeedBackend:
         self.adapters = Adapters(engine.module)
         self._engine = engine
         self._hf_config = hf_config
+        self._zero_stage = trainer.zero_stage
         self._is_partitioned = trainer.zero_stage == 3
         self._num_averaged = self._num_replicas if self._is_partitioned else trainer.data_parallel_size
         self._clip_norm = trainer.optimizer.gradient_clip_norm
@@ -183,6 +210,92 @@ class DeepSpeedBackend:
         if self.rank == 0:
             save_model(self._engine.module.hf_model, state, adapters, path)
         torch.distributed.barrier()
+
+    def fragments(self) -> list[Fragment]:
+        held, split = self._held(), self._split
+        if split is not None and split.rank > 0:  # what is whole on all of them is written by the first one
+            held = [one for one in held if hf_name(one.name) in split.splits]
+        return deal(held, self._replica_rank, self._num_replicas) if self._zero_stage == 0 else held
+
+    def restore(self, reader: CheckpointReader, prefix: str) -> None:
+        engine, optimizer = self._engine, self._engine.optimizer
+        parameters = trained_parameters(engine.module)
+        reader.check_model(prefix, {name: self._part_of(name, one)[0] for name, one in parameters})
+        names_of: dict[Tensor, list[str]] = {updated: [] for updated in self._updated()}
+        for name, _, master in self._masters():
+            names_of[master.updated].append(name)
+        for updated, names in names_of.items():
+            set_num_updates(engine.basic_optimizer, updated, reader.num_updates(prefix, names))
+        if self._is_partitioned:
+            optimizer.checkpoint_event_prologue()  # partitions the small parameters that are whole between steps
+        reader.fill(prefix, self._held())
+        # The float32 values are restored. The model computes with copies, unless it is float32 without ZeRO.
+        if self._is_partitioned:
+            for _, parameter, master in self._masters():
+                values = master.updated.detach()[master.offset : master.offset + master.length]
+                parameter.ds_tensor.data[: master.length].copy_(values)
+            optimizer.checkpoint_event_epilogue()
+        elif self._zero_stage > 0:
+            of_deepspeed(optimizer, "update_lp_params")()
+        else:
+            with torch.no_grad():
+                for _, parameter, master in self._masters():
+                    parameter.copy_(master.updated)
+
+    def _held(self) -> list[Fragment]:
+        """All float32 values that this rank has; the same on all replicas at stage 0."""
+        held = []
+        for name, parameter, (updated, offset, start, length) in self._masters():
+            shape, box = self._part_of(name, parameter)
+            window = slice(offset, offset + length)
+            state = flat_state(self._engine.basic_optimizer, updated)
+            of_parameter = {key: one if key == "step" else one[window] for key, one in state.items()}
+            held.append(Fragment.of(name, shape, updated.view(-1)[window], of_parameter, box=box, start=start))
+        return held
+
+    def _part_of(self, name: str, parameter: Any) -> tuple[Shape, Box]:
+        """Full shape of a parameter, and the part that the ranks of this tensor-parallel rank share."""
+        if self._split is None:
+            shape = full_shape(parameter)
+            return shape, whole(shape)
+        return self._shapes[hf_name(name)], self._split.box(hf_name(name))
+
+    @property
+    def _replica_rank(self) -> int:
+        """This rank among those with the same tensor-parallel part, over which ZeRO partitions."""
+        return self.rank // (1 if self._split is None else self._split.size)
+
+    def _masters(self) -> Iterator[tuple[str, Any, MasterStretch]]:
+        """Name, live parameter and float32 values of each trained parameter of which this rank has some."""
+        optimizer, basic = self._engine.optimizer, self._engine.basic_optimizer
+        copies: dict[Tensor, Tensor] = {}
+        if self._zero_stage == 0 and optimizer is not basic:  # bfloat16: the optimizer has a float32 copy of each
+            groups = zip(of_deepspeed(optimizer, "fp16_groups"), of_deepspeed(optimizer, "fp32_groups"), strict=True)
+            copies = dict(pair for low, high in groups for pair in zip(low, high, strict=True))
+        for name, parameter in trained_parameters(self._engine.module):
+            if self._zero_stage == 0:
+                yield name, parameter, MasterStretch(copies.get(parameter, parameter), 0, 0, parameter.numel())
+            elif self._is_partitioned:
+                values, group = of_deepspeed(optimizer, "_get_fp32_opt_state_partition")(
+                    parameter, release_swap_buffers=False
+                )
+                updated = of_deepspeed(optimizer, "fp32_partitioned_groups_flat")[group]
+                start = self._replica_rank * values.numel()
+                length = min(values.numel(), volume(self._part_of(name, parameter)[1]) - start)
+                if length > 0:  # behind it is padding
+                    offset = values.storage_offset() - updated.storage_offset()
+                    yield name, parameter, MasterStretch(updated, offset, start, length)
+            elif (mapping := of_deepspeed(parameter, "_hp_mapping")) is not None:
+                (updated,) = basic.param_groups[mapping.param_group_index]["params"]
+                address = mapping.get_hp_fragment_address()
+                start = mapping.lp_fragment_address.start
+                yield name, parameter, MasterStretch(updated, address.start, start, address.numel)
+
+    def _updated(self) -> list[Tensor]:
+        """All that AdamW updates on this rank, also flat buffers with nothing but padding."""
+        if self._is_partitioned:
+            return list(of_deepspeed(self._engine.optimizer, "fp32_partitioned_groups_flat"))
+        return [one for group in self._engine.basic_optimizer.param_groups for one in group["params"]]
 
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
         if self._num_replicas == 1:
@@ -333,6 +446,24 @@ def register_ulysses(policy: PolicyModel, model: ModelConfig, trainer: TrainerCo
         micro_batch_size=1,
         seq_length_is_variable=True,
     )
+
+
+def of_deepspeed(owner: Any, name: str) -> Any:
+    """An attribute of DeepSpeed without which there are no checkpoints, some of them private.
+
+    Raises:
+        CheckpointError: If this version has no such attribute.
+    """
+    found = getattr(owner, name, of_deepspeed)
+    if found is of_deepspeed:
+        import deepspeed
+
+        raise CheckpointError(
+            f"trainer: {type(owner).__name__} of DeepSpeed {deepspeed.__version__} has no `{name}`, where the float32 "
+            "parameters and moments are found. Without it no checkpoint can be taken or restored. Install the version "
+            "that pyproject.toml pins."
+        )
+    return found
 
 
 def check_partitions(held: Mapping[str, int], num_elements: Mapping[str, int], num_replicas: int, rank: int) -> None:

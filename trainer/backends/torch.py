@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.trainer.backends.base import OptimizerResult, poison_if_not_finite
 from penstock.trainer.batches.collate import ModelInputs
+from penstock.trainer.checkpoint import CheckpointReader, Fragment
 from penstock.trainer.config import OptimizerConfig, TrainerConfig
 from penstock.trainer.models.lora import Adapter, Adapters, merged, save_adapter
 from penstock.trainer.models.policy_model import PolicyModel, compile_body, hf_parameters
@@ -82,6 +83,15 @@ class TorchBackend:
     def save_hf(self, path: str) -> None:
         save_model(self._model.hf_model, dict(self.export_weights()), self.gathered_adapters(), path)
 
+    def fragments(self) -> list[Fragment]:
+        return whole_parameters(self._model, self._optimizer)
+
+    def restore(self, reader: CheckpointReader, prefix: str) -> None:
+        reader.check_model(prefix, {name: tuple(one.shape) for name, one in trained_parameters(self._model)})
+        for name, parameter in trained_parameters(self._model):
+            set_num_updates(self._optimizer, parameter, reader.num_updates(prefix, [name]))
+        reader.fill(prefix, self.fragments())
+
     def all_reduce(self, values: NDArray[np.float64], operation: Literal["sum", "max"]) -> NDArray[np.float64]:
         del operation
         return values
@@ -106,6 +116,33 @@ def save_model(hf_model: Any, weights: dict[str, Tensor], adapters: dict[str, Ad
     hf_model.save_pretrained(path, state_dict=weights)
     if adapters:
         save_adapter(hf_model, adapters, Path(path) / "adapter")
+
+
+def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Name in the wrapped model and parameter, of all that is trained, tied ones once."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Fragment]:
+    """Every trained parameter as one fragment, where the optimizer has the float32 parameters of the model itself."""
+    return [
+        Fragment.of(name, tuple(one.shape), one.view(-1), flat_state(optimizer, one))
+        for name, one in trained_parameters(model)
+    ]
+
+
+def flat_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's `step` and flat moments of a parameter; empty before its first update."""
+    return {name: tensor.view(-1) for name, tensor in optimizer.state.get(parameter, {}).items()}
+
+
+def set_num_updates(optimizer: torch.optim.Optimizer, parameter: Tensor, num_updates: int) -> None:
+    """Set AdamW's step counter of a parameter, and create its moments if there was no update yet."""
+    state = optimizer.state[parameter]
+    state["step"] = torch.tensor(float(num_updates), dtype=torch.float32)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        if moment not in state:
+            state[moment] = torch.zeros_like(parameter.detach())
 
 
 def divide_gradients(parameters: Iterable[torch.nn.Parameter], normaliser: float) -> None:

@@ -27,14 +27,18 @@ from penstock.trainer.work import FORWARD_AND_BACKWARD, Work
 
 
 class Critic:
-    """One rank's critic. Collective: all ranks make the same calls with the same arguments."""
+    """One rank's critic. Collective: all ranks make the same calls with the same arguments.
+
+    Attributes:
+        num_steps: Optimizer steps taken; they decide the learning rate.
+    """
 
     def __init__(self, backend: Backend, spec: TrainerSpec, config: CriticConfig, work: Work) -> None:
         self.backend = backend
         self._config = config
         self._passes = Passes(backend, spec)
         self._work = work
-        self._num_steps = 0
+        self.num_steps = 0
         self._updates: list[NDArray[np.float64]] = []  # [loss, clipped tokens, tokens, gradient norm] of each
         self._num_skipped = 0
 
@@ -72,13 +76,13 @@ class Critic:
             if micro_batch.num_tokens:
                 num_clipped = (is_clipped[0] | is_clipped[1]).sum()
                 totals += torch.stack([loss.detach().double(), num_clipped.double(), totals.new_tensor(len(terms))])
-        self.backend.set_lr(learning_rate(self._config.optimizer, self._num_steps))
+        self.backend.set_lr(learning_rate(self._config.optimizer, self.num_steps))
         result = self.backend.optimizer_step()
         totals_of_all = self.backend.all_reduce(totals.cpu().numpy(), "sum")
         if result.is_skipped:
             self._num_skipped += 1
             return
-        self._num_steps += 1
+        self.num_steps += 1
         self._updates.append(np.append(totals_of_all, result.grad_norm))
 
     def take_metrics(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:

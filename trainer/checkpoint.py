@@ -1,0 +1,457 @@
+"""The trainer's part of a checkpoint: one form for every backend, number of ranks, ZeRO stage and tensor-parallel size.
+
+    fragments of live state → `TrainerSnapshot` (in host memory) → `write_snapshot` (one file per rank, during training)
+    → `CheckpointReader` → any backend's `restore`
+
+Of each trained parameter the checkpoint has the float32 value and AdamW's moments exp_avg and exp_avg_sq. A rank writes
+them as stretches of the parameter in row-major order, and each element is written by exactly one rank. So nothing is
+gathered when a checkpoint is saved, and a reader puts whole parameters together, whoever wrote the parts.
+
+Files: `trainer_<rank>.safetensors` with the tensors `<prefix>/<parameter>/<start>/<kind>`, flat float32, and the random
+state of the rank. The prefix is `model` or `critic`. The metadata has the shapes, the counters and the format version.
+No Ray and no DeepSpeed here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.dataflow.errors import CheckpointError, boundary
+from penstock.dataflow.ports import WrittenFile
+from penstock.weights.layout.algebra import Box, Shape, extents, intersect, volume, whole
+
+Kind = Literal["value", "exp_avg", "exp_avg_sq"]
+KINDS: tuple[Kind, ...] = ("value", "exp_avg", "exp_avg_sq")
+FORMAT = 1
+"""Version of the file format. A reader refuses newer ones."""
+_PATTERN = "trainer_*.safetensors"
+_METADATA_KEY = "penstock"
+_RANDOM_STATE = "random_state"
+# Large enough that crc32 and write release the GIL for most of the time, small enough to be in cache for both.
+_PIECE_BYTES = 4 << 20
+
+
+class Fragment(NamedTuple):
+    """A stretch of one parameter, with its optimizer state.
+
+    Attributes:
+        name: Name of the parameter in the wrapped model, equal in all backends.
+        shape: Shape of the full parameter.
+        box: The tensor-parallel part of it, as (start, stop) per dimension; all of it without tensor parallelism.
+        start: First element, row-major within the box.
+        values: `[n] float32` by kind; aliases of the live tensors, or of their copies in a snapshot.
+        num_updates: AdamW's step counter, which its bias correction needs.
+    """
+
+    name: str
+    shape: Shape
+    box: Box
+    start: int
+    values: Mapping[Kind, Tensor]
+    num_updates: int
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: Shape,
+        value: Tensor,
+        state: Mapping[str, Tensor],
+        *,
+        box: Box | None = None,
+        start: int = 0,
+    ) -> Fragment:
+        """Describe a stretch by its live tensors.
+
+        Args:
+            name: As the attribute.
+            shape: As the attribute.
+            value: `[n] float32`.
+            state: Of AdamW, for exactly these elements: `step`, `exp_avg` and `exp_avg_sq`; empty before its first
+                update, when the moments are zeros.
+            box: As the attribute; None: all of the parameter.
+            start: As the attribute.
+        """
+        value = value.detach()
+        moments = {kind: state[kind].detach() if state else torch.zeros_like(value) for kind in KINDS[1:]}
+        num_updates = int(state["step"]) if state else 0
+        return cls(name, shape, whole(shape) if box is None else box, start, {"value": value, **moments}, num_updates)
+
+    def narrow(self, start: int, stop: int) -> Fragment:
+        """The elements [start, stop) of this fragment, as aliases."""
+        values = {kind: tensor[start:stop] for kind, tensor in self.values.items()}
+        return self._replace(start=self.start + start, values=values)
+
+    @property
+    def num_elements(self) -> int:
+        return self.values["value"].numel()
+
+
+def deal(fragments: Sequence[Fragment], replica: int, num_replicas: int) -> list[Fragment]:
+    """The share of one of several ranks that hold equal fragments: a stretch of ceil(n / num_replicas) of each."""
+    shares = []
+    for fragment in fragments:
+        per_replica = -(-fragment.num_elements // num_replicas)
+        share = fragment.narrow(replica * per_replica, (replica + 1) * per_replica)
+        if share.num_elements:
+            shares.append(share)
+    return shares
+
+
+class Counters(NamedTuple):
+    """What a trainer counts.
+
+    Attributes:
+        version: The policy version.
+        num_steps: Optimizer steps by prefix; they decide the learning rate.
+        num_ranks: Ranks of the trainer, each with a file.
+    """
+
+    version: int
+    num_steps: Mapping[str, int]
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSnapshot:
+    """The state of one rank in host memory, unaffected by later steps.
+
+    Attributes:
+        fragments: By prefix, `model` or `critic`.
+        random_state: `[n] uint8`, of torch's generator on the CPU.
+    """
+
+    fragments: Mapping[str, Sequence[Fragment]]
+    counters: Counters
+    random_state: Tensor
+
+    @classmethod
+    def take(cls, live: Mapping[str, Sequence[Fragment]], counters: Counters) -> TrainerSnapshot:
+        """Copy live fragments. The training loop waits for this."""
+        tensors = [tensor for fragments in live.values() for one in fragments for tensor in one.values.values()]
+        copies = iter(_host_copies(tensors))
+        fragments = {
+            prefix: [one._replace(values={kind: next(copies) for kind in one.values}) for one in of_prefix]
+            for prefix, of_prefix in live.items()
+        }
+        return cls(fragments, counters, torch.get_rng_state())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(3 * 4 * one.num_elements for fragments in self.fragments.values() for one in fragments)
+
+
+def _host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory of flat tensors, in their order.
+
+    ZeRO's fragments are stretches of few flat buffers. What the tensors use of one buffer is copied in one piece, and
+    the results are stretches of the copy: hundreds of small copies, each with a call of the device, take longer.
+    """
+    by_storage = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        assert tensor.dtype == torch.float32, tensor.dtype
+        assert tensor.is_contiguous(), tensor.shape
+        by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append(index)
+    copies: dict[int, Tensor] = {}
+    for indices in by_storage.values():
+        first = min(tensors[index].storage_offset() for index in indices)
+        last = max(tensors[index].storage_offset() + tensors[index].numel() for index in indices)
+        copy = torch.as_strided(tensors[indices[0]], (last - first,), (1,), first).to("cpu", copy=True)
+        for index in indices:
+            start = tensors[index].storage_offset() - first
+            copies[index] = copy[start : start + tensors[index].numel()]
+    return [copies[index] for index in range(len(tensors))]
+
+
+def write_snapshot(snapshot: TrainerSnapshot, folder: str | Path, rank: int) -> WrittenFile:
+    """Write a rank's file and flush it to the disk. Takes no lock, and releases the GIL for most of the time.
+
+    Args:
+        snapshot: What to write.
+        folder: Created if it is missing.
+        rank: Of the trainer, 0 ≤ rank < `snapshot.counters.num_ranks`.
+
+    Raises:
+        CheckpointError: If the disk is full or cannot be written.
+    """
+    path = Path(folder) / f"trainer_{rank:05d}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    parameters: dict[str, Any] = {}
+    for prefix, fragments in snapshot.fragments.items():
+        for one in fragments:
+            key = f"{prefix}/{one.name}/{one.start}"
+            parameters[key] = {"shape": one.shape, "box": one.box, "num_updates": one.num_updates}
+            tensors |= {f"{key}/{kind}": tensor for kind, tensor in one.values.items()}
+    tensors[_RANDOM_STATE] = snapshot.random_state  # last: the offsets of float32 tensors have to be multiples of 4
+    metadata = {"format": FORMAT, "rank": rank, **snapshot.counters._asdict(), "parameters": parameters}
+    header = _header_bytes(tensors, metadata)
+    num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    num_written = checksum = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for block in (header, *(tensor.numpy() for tensor in tensors.values())):
+                view = memoryview(block).cast("B")
+                for start in range(0, len(view), _PIECE_BYTES):
+                    piece = view[start : start + _PIECE_BYTES]
+                    checksum = zlib.crc32(piece, checksum)
+                    num_written += file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        # The name too, which is durable once its folder is: the driver may not see the folder of a partner.
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {num_written} of {num_bytes} bytes were written: {error}. This checkpoint is "
+            "incomplete; earlier ones are not affected. Make space on that disk, or give the run another folder."
+        ) from error
+    return WrittenFile(path.name, num_bytes, checksum)
+
+
+def _header_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+    """The head of a safetensors file: 8 bytes with the length of the JSON, and the JSON, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, separators=(",", ":"))}}
+    offset = 0
+    for key, tensor in tensors.items():
+        dtype = "U8" if tensor.dtype == torch.uint8 else "F32"
+        header[key] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def verify(folder: str | Path, files: Sequence[WrittenFile]) -> None:
+    """Read the files of a checkpoint and compare them with what was written.
+
+    Args:
+        folder: Of the checkpoint; the names of the files are relative to it.
+        files: As `write_snapshot` reported them.
+
+    Raises:
+        CheckpointError: If a file is missing, or has another size or checksum.
+    """
+    for written in files:
+        path = Path(folder) / written.name
+        if not path.is_file():
+            raise CheckpointError(
+                f"checkpoint {path}: the file is missing; {len(files)} files were written. The parameters in it are "
+                f"lost. {_EARLIER}"
+            )
+        if (num_bytes := path.stat().st_size) != written.num_bytes:
+            raise _torn(path, num_bytes, written.num_bytes)
+        checksum = 0
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                checksum = zlib.crc32(piece, checksum)
+        if checksum != written.crc32:
+            raise CheckpointError(
+                f"checkpoint {path}: its checksum is {checksum:#010x}, and {written.crc32:#010x} was written. The file "
+                f"has changed on the disk, so training would go on from wrong numbers. {_EARLIER}"
+            )
+
+
+_EARLIER = "Resume from an earlier checkpoint, or restore the file from a copy."
+
+
+def _torn(path: Path, num_bytes: int, expected: int) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}: it has {num_bytes} bytes of {expected}. The file was cut off, so parameters in it are "
+        f"lost. {_EARLIER}"
+    )
+
+
+class _Stretch(NamedTuple):
+    """Where a stretch of a parameter is: elements [start, start + length) of the box, in the file of a rank."""
+
+    box: Box
+    start: int
+    length: int
+    rank: int
+    key: str
+
+
+class CheckpointReader:
+    """The files of all ranks, as whole parameters. Tensors are read when they are asked for.
+
+    Invariant: after `__init__` every element of every parameter is in exactly one file.
+
+    Attributes:
+        counters: Of the trainer that was saved.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open a checkpoint.
+
+        Raises:
+            CheckpointError: If a file is missing, torn, of a newer format or of another checkpoint, or if a parameter
+                is not covered exactly once.
+        """
+        self._folder = Path(folder)
+        paths = sorted(self._folder.glob(_PATTERN))
+        if not paths:
+            raise CheckpointError(
+                f"checkpoint {folder}: 0 files {_PATTERN} are there, and at least 1 is needed. There is no trainer to "
+                "resume. Name the folder of a complete checkpoint."
+            )
+        metadata = [_metadata_of(path) for path in paths]
+        self.counters = Counters(*(metadata[0][field] for field in Counters._fields))
+        ranks = [one["rank"] for one in metadata]
+        if ranks != list(range(self.counters.num_ranks)):
+            missing = sorted(set(range(self.counters.num_ranks)) - set(ranks))
+            raise CheckpointError(
+                f"checkpoint {folder}: the files of {len(paths)} ranks are there, and {self.counters.num_ranks} ranks "
+                f"wrote (missing: {missing or 'none'}). The parameters of the others are lost. {_EARLIER}"
+            )
+        for path, one in zip(paths, metadata, strict=True):
+            if (version := one["version"]) != self.counters.version or one["num_ranks"] != self.counters.num_ranks:
+                raise CheckpointError(
+                    f"checkpoint {path}: it has version {version} of {one['num_ranks']} ranks, and {paths[0].name} has "
+                    f"version {self.counters.version} of {self.counters.num_ranks}. The files are of different "
+                    "checkpoints, and would mix two policies. Resume from another checkpoint."
+                )
+        self._files = [_open(path) for path in paths]
+        self._shapes: dict[str, Shape] = {}
+        self._num_updates: dict[str, int] = {}
+        self._stretches: dict[str, list[_Stretch]] = defaultdict(list)
+        for rank, one in enumerate(metadata):
+            self._add(rank, one["parameters"])
+        for name in self._shapes:
+            self._check_covered(name)
+
+    def _add(self, rank: int, parameters: Mapping[str, Any]) -> None:
+        for key, described in parameters.items():
+            name, _, start = key.rpartition("/")
+            shape = tuple(described["shape"])
+            if (known := self._shapes.setdefault(name, shape)) != shape:
+                raise CheckpointError(
+                    f"checkpoint {self._folder}: {name} is {shape} in the file of rank {rank}, and {known} in another "
+                    "one. The files are of different models. Resume from another checkpoint."
+                )
+            (length,) = self._files[rank].get_slice(f"{key}/value").get_shape()
+            box = tuple((start, stop) for start, stop in described["box"])
+            self._stretches[name].append(_Stretch(box, int(start), length, rank, key))
+            self._num_updates[name] = max(self._num_updates.get(name, 0), described["num_updates"])
+
+    def _check_covered(self, name: str) -> None:
+        by_box: dict[Box, list[_Stretch]] = defaultdict(list)
+        for stretch in self._stretches[name]:
+            by_box[stretch.box].append(stretch)
+        num_covered, is_disjoint = 0, True
+        for box, stretches in by_box.items():
+            is_disjoint &= not any(intersect(box, other) for other in by_box if other != box)
+            end = 0
+            for stretch in sorted(stretches, key=lambda one: one.start):
+                is_disjoint &= stretch.start >= end
+                end = stretch.start + stretch.length
+                num_covered += stretch.length
+            is_disjoint &= end <= volume(box)
+        if not is_disjoint or num_covered != prod(self._shapes[name]):
+            wrong = "are not there, or twice" if is_disjoint else "overlap"
+            raise CheckpointError(
+                f"checkpoint {self._folder}: its files have {num_covered} elements of {name}, which has "
+                f"{prod(self._shapes[name])}, and some {wrong}. The parameter cannot be put together. {_EARLIER}"
+            )
+
+    def check_model(self, prefix: str, shapes: Mapping[str, Shape]) -> None:
+        """Compare the parameters under a prefix with those that a trainer trains.
+
+        Args:
+            prefix: `model` or `critic`.
+            shapes: Name -> full shape of each trained parameter; empty if the trainer has no such model.
+
+        Raises:
+            CheckpointError: With the first difference.
+        """
+        keys = [key for key in self._shapes if key.startswith(f"{prefix}/")]
+        mine = {key.removeprefix(f"{prefix}/"): self._shapes[key] for key in keys}
+        if mine == shapes:
+            return
+        different = next(name for name in [*shapes, *mine] if mine.get(name) != shapes.get(name))
+        saved, trained = (
+            f"of shape {found[different]}" if different in found else "not there" for found in (mine, shapes)
+        )
+        raise CheckpointError(
+            f"checkpoint {self._folder}: it has {len(mine)} trained parameters of the {prefix}, and this trainer has "
+            f"{len(shapes)}. First difference: {different} is {saved} in the checkpoint, and {trained} in the trainer. "
+            "Another model cannot go on from it. Resume with the model, the adapters (trainer.lora) and the algorithm "
+            "of the run that was saved."
+        )
+
+    def full(self, name: str, kind: Kind) -> Tensor:
+        """`[shape] float32`: one whole parameter.
+
+        Args:
+            name: `<prefix>/<parameter>`.
+            kind: The value, or a moment.
+        """
+        stretches = self._stretches[name]
+        by_box: dict[Box, Tensor] = {}
+        for box, start, length, rank, key in stretches:
+            part = by_box.setdefault(box, torch.empty(volume(box)))
+            part[start : start + length] = self._files[rank].get_tensor(f"{key}/{kind}")
+        full = torch.empty(self._shapes[name])
+        for box, part in by_box.items():
+            full[tuple(slice(*range_) for range_ in box)] = part.view(extents(box))
+        return full
+
+    def fill(self, prefix: str, fragments: Sequence[Fragment]) -> None:
+        """Copy the saved values and moments into live fragments."""
+        for fragment in fragments:
+            index = tuple(slice(*range_) for range_ in fragment.box)
+            for kind, target in fragment.values.items():
+                part = self.full(f"{prefix}/{fragment.name}", kind)[index].reshape(-1)
+                target.copy_(part[fragment.start : fragment.start + target.numel()])
+
+    def num_updates(self, prefix: str, names: Sequence[str]) -> int:
+        """AdamW's step counter of parameters that share one; of all of them, if none is named.
+
+        Parameters without any gradient are not updated, so counters can differ. The largest is of those with most
+        history.
+        """
+        found = [self._num_updates[f"{prefix}/{name}"] for name in names]
+        return max(found or [count for key, count in self._num_updates.items() if key.startswith(f"{prefix}/")])
+
+    def random_state(self, rank: int) -> Tensor:
+        """`[n] uint8` of a rank; of another number of ranks, that of one that was saved."""
+        return self._files[rank % len(self._files)].get_tensor(_RANDOM_STATE)
+
+
+def _metadata_of(path: Path) -> dict[str, Any]:
+    """What a file says of itself, if it is whole."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if num_bytes < 8 + length:
+            raise _torn(path, num_bytes, 8 + length)
+        with boundary(CheckpointError, f"checkpoint {path}: its first {length} bytes cannot be read. {_EARLIER}"):
+            header = json.loads(file.read(length))
+            metadata: dict[str, Any] = json.loads(header.pop("__metadata__")[_METADATA_KEY])
+            expected = 8 + length + max(one["data_offsets"][1] for one in header.values())
+    if num_bytes != expected:
+        raise _torn(path, num_bytes, expected)
+    if metadata["format"] > FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path}: it has format {metadata['format']}, and this Penstock reads formats up to {FORMAT}. A "
+            "newer Penstock has written it. Resume with that version."
+        )
+    return metadata
+
+
+def _open(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
