@@ -1,7 +1,7 @@
-"""From a command line to a validated `RunConfig`: Hydra composes, pydantic validates, every problem comes at once.
+"""From a command line to a validated `RunConfig`: Hydra composes, pydantic validates, and all problems are reported.
 
-Field errors do not hide cross-field ones: a wrong key falls back to the value it has without the override, the checks
-run on what is left, and what they say about a wrong key itself is left out.
+Field errors do not hide cross-field errors. An invalid key falls back to its value without the override, the checks run
+on the result, and findings that depend on a replaced key are omitted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 
 @dataclass(slots=True)
 class Composition:
-    """What composing gave.
+    """Result of composing.
 
     Attributes:
-        config: The configuration, with wrong keys replaced where possible; None if too much is wrong.
-        problems: One sentence per wrong override or key.
-        wrong_paths: The keys that `problems` are about, dotted.
-        has_experiment: Whether one was chosen; without it most values are not what the user means.
+        config: The configuration, with invalid keys replaced where possible; None if it could not be repaired.
+        problems: One sentence per invalid override or key.
+        wrong_paths: The dotted keys that `problems` are about.
+        has_experiment: Whether an experiment was chosen. Without one, most values are not those that the user wants.
     """
 
     config: RunConfig | None = None
@@ -48,19 +48,19 @@ class Composition:
     has_experiment: bool = True
 
     def relevant(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Findings that do not rest on a replaced key."""
+        """Findings that do not depend on a replaced key."""
         return [finding for finding in findings if self.has_experiment and not finding.touches(self.wrong_paths)]
 
 
 def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composition:
-    """Compose and validate the fields; problems are collected, not raised.
+    """Compose and validate the fields. Problems are collected instead of raised.
 
     Raises:
         ConfigError: If Hydra cannot compose at all.
     """
     result = Composition()
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError([f"--config-dir {config_dir}: no such folder. Give the one that holds your config groups."])
+        raise ConfigError([f"--config-dir {config_dir}: no such folder. Give the folder of your config groups."])
     if config_dir is not None:
         result.problems += shadowed_files(config_dir)
     groups = find_groups([CONF_DIR, *([config_dir] if config_dir else [])])
@@ -76,13 +76,13 @@ def compose_all(typed: Sequence[str], config_dir: Path | None = None) -> Composi
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, keys in schema order."""
+    """The resolved configuration as YAML, with keys in schema order."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def _compose_values(overrides: Overrides, config_dir: Path | None, result: Composition) -> Raw:
-    """Compose with all values; those that Hydra refuses are reported and left out."""
+    """Compose with all values. Values that Hydra refuses are reported and left out."""
     try:
         return _compose(overrides.choices, overrides.values, config_dir)
     except _COMPOSE_ERRORS as error:
@@ -106,7 +106,7 @@ def _compose_base(choices: Sequence[str], config_dir: Path | None) -> Raw:
     """Compose without value overrides.
 
     Raises:
-        ConfigError: If the YAML itself is broken.
+        ConfigError: If the YAML is invalid.
     """
     try:
         return _compose(choices, [], config_dir)
@@ -125,11 +125,11 @@ def _compose(choices: Sequence[str], values: Sequence[str], config_dir: Path | N
 
 
 def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: Composition) -> None:
-    """Fill `result.config`; on field errors describe them and replace the wrong values, a few times at most."""
+    """Fill `result.config`. On field errors, describe them, replace the invalid values and retry a few times."""
     base: Raw | None = None
     for _ in range(3):
         try:
-            # JSON mode with strict types: lists become tuples, but "32" is no integer and true is not 1.
+            # JSON mode with strict types: lists become tuples, but "32" is not an integer and true is not 1.
             result.config = RunConfig.model_validate_json(json.dumps(raw, default=str), strict=True)
             return
         except ValidationError as error:
@@ -144,7 +144,7 @@ def _validate(raw: Raw, overrides: Overrides, config_dir: Path | None, result: C
 
 
 def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:
-    """Put back what `base` has at `keys`; where it has the same or nothing, delete the key."""
+    """Restore the values of `base` at `keys`. Delete keys that `base` lacks or has with the same value."""
     owner: Any = raw
     origin: Any = base
     for key in keys[:-1]:
@@ -161,7 +161,7 @@ def _replace(raw: Raw, base: Raw, keys: Sequence[str]) -> None:
 
 
 def _nearest_deleted(value: str) -> str:
-    """A ` Did you mean …?` for `~key` where `key` is misspelt."""
+    """A hint ` Did you mean …?` for `~key` with a misspelt `key`."""
     if not value.startswith("~"):
         return ""
     path = value[1:].partition("=")[0]
@@ -170,9 +170,10 @@ def _nearest_deleted(value: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Hydra's own message without its internals."""
+    """Hydra's message without its internals."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         choices = [option for option in error.options if option]
-        return f"{group}={choice} is no valid choice. Choices: {', '.join(choices)}.{nearest_choice(choice, choices)}"
+        hint = nearest_choice(choice, choices)
+        return f"{group}={choice} is not a valid choice. Choices: {', '.join(choices)}.{hint}"
     return " ".join(str(error).partition("full_key")[0].partition("Config search path")[0].split())

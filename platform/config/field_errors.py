@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences a user can act on, over the schema as a tree of dotted keys."""
+"""Converts pydantic's errors into actionable sentences, using the schema as a tree of dotted keys."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ RENAMED = {
     "rollout.max_engine_restarts": "rollout.max_engine_restarts_per_hour=VALUE (a budget within an hour)",
     "sample.side": "sample.split=VALUE",
 }
-"""Old key, or old `key=value` -> what to type now; VALUE is the old value, and what is in brackets is a remark."""
+"""Old key, or old `key=value` -> replacement. VALUE is the old value, and text in brackets is a remark."""
 PEER_NAMES = {
     "learning_rate": "trainer.optimizer.lr=VALUE",
     "lr": "trainer.optimizer.lr=VALUE",
@@ -122,33 +122,33 @@ PEER_NAMES = {
     "output_dir": "run_dir=VALUE",
     "model_name_or_path": "model.path=VALUE",
 }
-"""Names of TRL and verl -> what to type here, as in `RENAMED`; TOKENS is another number than theirs."""
+"""Names of TRL and verl -> replacement, as in `RENAMED`. TOKENS is a number that differs from theirs."""
 _CHOICE_ERRORS = {"literal_error", "enum", "union_tag_invalid"}
 
 _FULL_SUPPORT = (
     "it would cut the sampling support: the engine renormalises over what is left and the trainer does not, so every "
-    "importance ratio would carry the cut mass. Lower rollout.sampling.temperature instead."
+    "importance ratio would include the cut mass. Lower rollout.sampling.temperature instead."
 )
-_ASKED_AGAIN = "a service that failed is asked again for every program; max_attempts and backoff_s say how often."
+_RETRIED = "requests to a failed service are retried for every program; max_attempts and backoff_s say how often."
 REMOVED = {
-    "dataflow.filters.max_refills": "1,024 groups that are filtered between two batches stop the run.",
-    "dataflow.max_engine_retries": "a trajectory is tried again three times after engine failures.",
-    "env.endpoint.max_request_mib": "a request may have 4 MiB.",
-    "reward.normalize": "write the weights of reward.parts as they are to count, e.g. with a sum of 1.",
+    "dataflow.filters.max_refills": "a run stops after 1,024 groups were filtered between two batches.",
+    "dataflow.max_engine_retries": "a trajectory is retried three times after engine failures.",
+    "env.endpoint.max_request_mib": "a request may have up to 4 MiB.",
+    "reward.normalize": "set the weights of reward.parts to their final values, e.g. with a sum of 1.",
     "rollout.adaptive_concurrency": "an engine that runs out of KV cache always gets fewer requests at a time.",
     "rollout.sampling.top_k": _FULL_SUPPORT,
     "rollout.sampling.top_p": _FULL_SUPPORT,
-    "sandbox.remote.failures_to_open": _ASKED_AGAIN,
-    "sandbox.remote.open_s": _ASKED_AGAIN,
+    "sandbox.remote.failures_to_open": _RETRIED,
+    "sandbox.remote.open_s": _RETRIED,
 }
-"""Keys that a user may still have in a file -> what happens now, and what to do."""
+"""Removed keys that a user may still have in a file -> current behaviour, and what to do."""
 
 
 def describe_errors(error: ValidationError, overrides: Mapping[str, str]) -> dict[str, str]:
-    """One sentence per wrong key.
+    """Describe each invalid key in one sentence.
 
     Args:
-        error: What pydantic found.
+        error: The error of pydantic.
         overrides: Dotted key -> the override that set it, as typed.
 
     Returns:
@@ -169,7 +169,7 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
         if new := _instead(RENAMED, place.path, value):
             return f"{place.path}{origin}: this key was replaced. Use {new}."
         if new := _instead(PEER_NAMES, place.path, value):
-            return f"{place.path}{origin}: unknown key. Here it is {new}."
+            return f"{place.path}{origin}: unknown key. Use {new}."
         return _unknown_key(place, origin)
     if kind == "union_tag_not_found" or (kind == "missing" and isinstance(value, dict)):
         what = f": {expectation(place.field)}" if place.field else ""
@@ -177,30 +177,30 @@ def _sentence(place: Place, details: ErrorDetails, origin: str) -> str:
     where = f"{place.path}={_show(value)}{origin}"
     if not isinstance(value, dict) and (new := _instead(RENAMED, place.path, value) or _as_group(place.path, value)):
         # A plain value stands where a section is now.
-        return f"{where}: this key has settings of its own now. Use {new}."
-    if kind == "value_error":  # a validator of ours has said it
+        return f"{where}: this key is now a section. Use {new}."
+    if kind == "value_error":  # raised by a validator of ours
         return f"{where}: {details['ctx']['error']}"
     if kind in _RANGE_ERRORS and place.field:
         return f"{where} is out of range: {place.path} must be{range_words(place.field)}."
     if kind in _CHOICE_ERRORS:
         return _unknown_choice(place.path, where, details)
     if kind == "string_pattern_mismatch" and details["ctx"]["pattern"].startswith("^https"):
-        return f"{where} is no address: {place.path} must begin with http:// or https://."
+        return f"{where} is not a URL: {place.path} must begin with http:// or https://."
     if kind == "string_pattern_mismatch":
-        return f"{where} has a character that is not allowed: {place.path} takes letters, digits and . _ - only."
+        return f"{where} has a character that is not allowed: {place.path} allows only letters, digits and . _ -."
     if place.field is None:
         return f"{where}: {details['msg']}."
     return f"{where} has the wrong type: {place.path} must be {expectation(place.field)}."
 
 
 def _instead(table: Mapping[str, str], path: str, value: Any) -> str:
-    """What a table of old or foreign names says to type; empty if it has no entry."""
+    """The replacement from a table of old or foreign names; empty if it has no entry."""
     new = table.get(f"{path}={value}") or table.get(path, "")
     return new.replace("VALUE", _show(value))
 
 
 def _as_group(path: str, value: Any) -> str:
-    """How to choose a part of an algorithm that was written as a plain value; empty for other keys."""
+    """How to choose a variant of an algorithm that was given as a plain value; empty for other keys."""
     if path not in ("algorithm.loss", "algorithm.advantage", "algorithm.correction"):
         return ""
     name = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
@@ -240,11 +240,11 @@ def _unknown_choice(path: str, where: str, details: ErrorDetails) -> str:
         where = f"{where.partition('=')[0]}.type={_show(value)}"
     listed = str(context.get("expected_tags") or context["expected"]).replace("'", "").replace(" or ", ", ")
     choices = [choice.strip() for choice in listed.split(",")]
-    return f"{where} is no valid choice. Choices: {', '.join(choices)}.{nearest_choice(str(value), choices)}"
+    return f"{where} is not a valid choice. Choices: {', '.join(choices)}.{nearest_choice(str(value), choices)}"
 
 
 def _origin(path: str, overrides: Mapping[str, str]) -> str:
-    """Name the override an error comes from, if it comes from one."""
+    """Name the override that caused an error, if there is one."""
     for key, typed in overrides.items():
         if key == path or path.startswith(f"{key}.") or key.startswith(f"{path}."):
             return "" if typed.lstrip("+").startswith(f"{path}=") and typed[0] != "+" else f" (override `{typed}`)"
@@ -273,12 +273,12 @@ def nearest_choice(value: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an error location of pydantic points.
+    """The key that an error location of pydantic refers to.
 
     Attributes:
         path: Dotted key as a user writes it.
-        siblings: Keys that are valid beside the last one.
-        field: What the schema says of the last key; None if it is unknown or inside a free-form value.
+        siblings: Valid keys of the same section.
+        field: The field of the last key in the schema; None if it is unknown or inside a free-form value.
         chosen: The choice of a config group that the last key stands in.
         owners: Other choices of that group that have a key of the name of the last one, if `chosen` has none.
     """
@@ -291,7 +291,7 @@ class Place:
 
 
 def locate(loc: Sequence[str | int]) -> Place:
-    """Follow `loc` from the root; tags of tagged unions, which pydantic puts into it, are left out of the path."""
+    """Follow `loc` from the root. Tags of tagged unions, which pydantic inserts, are left out of the path."""
     annotation: Any = RunConfig
     parts: list[str] = []
     siblings: tuple[str, ...] = ()
@@ -318,13 +318,13 @@ def locate(loc: Sequence[str | int]) -> Place:
             field = None
             annotation = get_args(annotation)[1]
         else:
-            break  # inside a list: the error is the list's
+            break  # an error inside a list is reported for the list
         parts.append(key)
     return Place(".".join(parts), siblings, field, chosen, owners)
 
 
 def all_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every key of the schema, dotted; `*` stands for a name the user chooses."""
+    """All dotted keys of the schema. `*` stands for a name chosen by the user."""
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         yield path
@@ -336,7 +336,7 @@ def all_paths(section: type[BaseModel] = RunConfig, prefix: str = "") -> Iterato
 
 
 def nearest_key(path: str, siblings: Sequence[str]) -> str | None:
-    """The key a misspelt `path` probably meant: a sibling, or the same name in another section."""
+    """The most similar key to a misspelt `path`: a sibling, or the same name in another section."""
     prefix, _, name = path.rpartition(".")
     close = get_close_matches(name, siblings, n=1, cutoff=0.7)
     if close:
@@ -353,7 +353,7 @@ def _num_common_sections(path: str, other: str) -> int:
 
 
 def expectation(field: FieldInfo) -> str:
-    """What a key accepts, in words: `an integer >= 1`, `a number in (0, 1]`, `one of: a, b`."""
+    """The accepted values of a key in words: `an integer >= 1`, `a number in (0, 1]`, `one of: a, b`."""
     kinds = _alternatives(field.annotation)
     words = [_kind_words(kind) for kind in kinds if kind is not NoneType]
     nullable = " or null" if NoneType in kinds else ""
@@ -408,6 +408,6 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def tags_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """Values of `type` that choose this member of a tagged union."""
+    """Values of `type` that select this member of a tagged union."""
     tag = section.model_fields.get("type")
     return get_args(tag.annotation) if tag else ()

@@ -1,4 +1,4 @@
-"""What a check has to say about a configuration."""
+"""Findings of the configuration checks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal
 Severity = Literal["error", "absent", "warning"]
 Command = Literal["train", "sft", "rm", "dpo", "eval", "sample"]
 WITHOUT_ENGINES: tuple[Command, ...] = ("sft", "rm", "dpo")
-"""Commands that learn from given answers: they start no engine and no reward."""
+"""Commands that train on given answers. They start no engines and no reward workers."""
 _NAMED_KEYS = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+(?==)|^[a-z_]+")
-"""`model.path` anywhere in a sentence; `num_kv_heads=4`, whose section is left out; its first word, as in `env: …`."""
+"""Matches `model.path` anywhere in a sentence, `num_kv_heads=4` without a section, and a first word as in `env: …`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Finding:
 
     Attributes:
         message: Where, what is wrong with both numbers, why it matters, what to do.
-        other_keys: Configuration keys it was computed from, dotted, beside those that the sentence names.
-        severity: `error` refuses to start; `absent` (something this machine lacks: a model, a driver, a dataset,
-            memory) refuses to start but is a warning in a dry run; `warning` never refuses.
+        other_keys: Dotted configuration keys that it was computed from, in addition to those in the message.
+        severity: `error` prevents the start. `absent` means that this machine lacks something (a model, a driver, a
+            dataset, memory); it prevents the start, but is a warning in a dry run. `warning` never prevents the start.
     """
 
     message: str
@@ -32,15 +32,15 @@ class Finding:
 
     @property
     def keys(self) -> list[str]:
-        """Everything it was computed from, in the order of the sentence."""
+        """All keys that it was computed from, in the order of the message."""
         return [*_NAMED_KEYS.findall(self.message), *self.other_keys]
 
     def refuses(self, *, dry_run: bool) -> bool:
-        """Whether a run (or a dry run) must not go on."""
+        """Whether a run (or a dry run) must not start."""
         return self.severity == "error" or (self.severity == "absent" and not dry_run)
 
     def touches(self, paths: Iterable[str]) -> bool:
-        """Whether it was computed from one of `paths`, or from something inside or around one."""
+        """Whether it was computed from one of `paths`, or from a parent or child key of one."""
         return any(
             key == path or key.startswith(f"{path}.") or path.startswith(f"{key}.") or path.endswith(f".{key}")
             for key in self.keys
@@ -49,15 +49,15 @@ class Finding:
 
 
 def error(message: str, *other_keys: str) -> Finding:
-    """A reason not to start."""
+    """Create a finding that prevents the start."""
     return Finding(message, other_keys)
 
 
 def absent(message: str, *other_keys: str) -> Finding:
-    """Something this machine lacks."""
+    """Create a finding about something that this machine lacks."""
     return Finding(message, other_keys, "absent")
 
 
 def warning(message: str, *other_keys: str) -> Finding:
-    """Something to know before starting."""
+    """Create a finding that does not prevent the start."""
     return Finding(message, other_keys, "warning")

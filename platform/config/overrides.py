@@ -1,7 +1,7 @@
-"""Command-line overrides: sorted into group choices and values, with the wrong ones named.
+"""Parses command-line overrides into group choices and values, and reports the invalid ones.
 
-Hydra stops at the first wrong override. So a value override `key=value` becomes `++key=value` before Hydra sees it:
-Hydra then accepts every key, and the schema reports all unknown ones at once, however they were written.
+Hydra stops at the first invalid override. A value override `key=value` is therefore passed to Hydra as `++key=value`,
+so that Hydra accepts every key and the schema reports all unknown keys at once.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ Groups = Mapping[str, Sequence[str]]
 """Config group -> its choices."""
 
 _REPLACED = {"env.args"}
-"""Keys whose value replaces the old one as a whole: Hydra would merge, and hand another factory's arguments on."""
+"""Keys whose value replaces the old one completely. Hydra would merge them and keep arguments of another factory."""
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 
 
 @dataclass(slots=True)
 class Overrides:
-    """What the user typed, sorted.
+    """The parsed overrides of the user.
 
     Attributes:
         choices: Overrides that choose group members, ready for Hydra.
         values: Overrides that set or delete values, ready for Hydra.
         typed: Dotted key -> the value override as typed.
-        problems: One sentence per override that cannot be used.
+        problems: One sentence per invalid override.
     """
 
     choices: list[str] = field(default_factory=list)
@@ -55,17 +55,17 @@ def find_groups(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def shadowed_files(config_dir: Path) -> list[str]:
-    """Files of `config_dir` that Hydra would ignore, because a file of ours has the same group and name."""
+    """Files of `config_dir` that Hydra would ignore, because Penstock has a file of the same group and name."""
     theirs = (path.relative_to(config_dir) for path in sorted(config_dir.rglob("*.yaml")))
     return [
-        f"{config_dir / path}: {path} is also a file of penstock, which would win. Give yours another name."
+        f"{config_dir / path}: Penstock's own {path} would take precedence. Give your file another name."
         for path in theirs
         if (CONF_DIR / path).exists()
     ]
 
 
 def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
-    """Parse what was typed and sort it; nothing is composed yet."""
+    """Parse overrides into choices and values, without composing."""
     result = Overrides()
     parser = OverridesParser.create()
     for text in typed:
@@ -74,7 +74,7 @@ def sort_overrides(typed: Sequence[str], groups: Groups) -> Overrides:
         except HydraException as error:
             detail = " ".join(str(error).split())
             hint = "Write key=value; quote text with spaces or brackets: key='\"a b\"'."
-            result.problems.append(f"{text!r} is no override: {detail}. {hint}")
+            result.problems.append(f"{text!r} is not an override: {detail}. {hint}")
             continue
         _sort_one(override, text, groups, result)
     return result
@@ -84,19 +84,19 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
     key = override.key_or_group
     as_group = key.replace(".", "/")
     if override.is_sweep_override():
-        result.problems.append(f"{text}: one run takes one value of {key}. Start one run per value.")
+        result.problems.append(f"{text}: a run takes one value of {key}. Start one run per value, or `penstock sweep`.")
     elif key.partition(".")[0] == "hydra":
         result.problems.append(f"{text}: Hydra only composes here, so its own settings have no effect. Leave it out.")
     elif key in groups:
         _sort_choice(override, text, groups, result)
     elif "/" in key:
         hint = nearest_choice(key, list(groups))
-        result.problems.append(f"{text}: {key} is no config group.{hint} Groups: {', '.join(groups)}.")
+        result.problems.append(f"{text}: {key} is not a config group.{hint} Groups: {', '.join(groups)}.")
     elif as_group in groups and not override.is_delete():
         result.problems.append(f"{text}: {key} is a config group. {_choose(as_group, override.value(), groups)}")
     elif as_group.removesuffix("/type") in groups and as_group.endswith("/type") and not override.is_delete():
         group = as_group.removesuffix("/type")
-        why = f"{key} alone would leave the settings of the variant before"
+        why = f"{key} alone would keep the settings of the previous variant"
         result.problems.append(f"{text}: {why}. {_choose(group, override.value(), groups)}")
     else:
         if key in _REPLACED and not override.is_delete():
@@ -106,7 +106,7 @@ def _sort_one(override: Override, text: str, groups: Groups, result: Overrides) 
 
 
 def _choose(group: str, value: object, groups: Groups) -> str:
-    """What to write to choose `value` of a group."""
+    """The override that chooses `value` of a group."""
     if value in groups[group]:
         return f"Write {group}={value}."
     if isinstance(value, list) and value and all(one in groups[group] for one in value):
@@ -124,12 +124,12 @@ def _sort_choice(override: Override, text: str, groups: Groups, result: Override
         name = None if choice is None else str(choice).removesuffix(".yaml")
         if not override.is_delete() and name is not None and name not in groups[group]:
             if group in ("env", "reward") and name in MOVED:
-                result.problems.append(f"{group}={name} is no longer there. {MOVED[name]}")
+                result.problems.append(f"{group}={name} was removed. {MOVED[name]}")
                 return
             hint = nearest_choice(name, groups[group])
             result.problems.append(
-                f"{group}={name} is no valid choice. Choices: {', '.join(groups[group])}.{hint}"
-                f" Own files go to DIR/{group}/ with --config-dir DIR."
+                f"{group}={name} is not a valid choice. Choices: {', '.join(groups[group])}.{hint}"
+                f" Put your own files into DIR/{group}/ and use --config-dir DIR."
             )
             return
     result.choices.append(text.lstrip("+"))

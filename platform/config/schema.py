@@ -1,6 +1,6 @@
-"""The root of the validated configuration. Hydra composes YAML from `conf/`; once, at the door, it becomes this.
+"""The root of the validated configuration. The YAML that Hydra composes from `conf/` is converted to it once, at start.
 
-Sections live next to what they configure; components get their section, never the root.
+Sections are defined next to the component that they configure. A component receives its section, never the root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.weights.model_config import ModelConfig
 
 FrozenRole = Literal["reference", "teacher"]
 FROZEN_ROLES: tuple[FrozenRole, ...] = ("reference", "teacher")
-"""Policies that score what the trained one samples, each in processes of its own."""
+"""Frozen policies that compute logprobs of the sampled tokens, each in its own processes."""
 
 
 class Section(BaseModel):
@@ -42,10 +42,10 @@ class PoolConfig(Section):
     """A set of equal accelerators, or of CPU slots.
 
     Attributes:
-        device: What the pool is made of.
+        device: Kind of device in the pool.
         count: Accelerators (or CPU slots) in the pool.
-        memory_gib: Memory of one of them, GiB; for CPU the machine's.
-        accelerator_type: Ray accelerator label, e.g. `H100`; None takes any.
+        memory_gib: Memory of one accelerator, GiB; for a CPU pool the memory of the machine.
+        accelerator_type: Ray accelerator label, e.g. `H100`; None accepts any.
     """
 
     device: Literal["cpu", "gpu"]
@@ -55,10 +55,10 @@ class PoolConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Pools and which role runs on which.
+    """Pools, and the assignment of roles to pools.
 
     Attributes:
-        address: `local` starts Ray on this machine; else the address of a running cluster.
+        address: `local` starts Ray on this machine; otherwise the address of a running cluster.
         pools: Name -> pool.
         trainer_pool: Pool of the trainer ranks.
         rollout_pool: Pool of the engines.
@@ -75,13 +75,14 @@ class ClusterConfig(Section):
 
 
 class FilterConfig(Section):
-    """Which ready groups are not worth a gradient (docs/concepts/dataflow.md). Each filtered group is replaced.
+    """Filters of groups that should not be trained (docs/concepts/dataflow.md). Each filtered group is replaced.
 
     Attributes:
-        zero_variance: Filter groups whose members all earned the same.
+        zero_variance: Filter groups whose rewards are all equal.
         zero_variance_part: Compare this named part of the reward instead of the sum, e.g. raw correctness.
-        max_overlong_share: Filter groups of which a larger share was cut off at the length limit; None is off.
-        pass_rate: Keep groups of which a share in [lowest, highest] passes (`dataflow.pass_reward`); None is off.
+        max_overlong_share: Filter groups with a larger share of truncated answers; None is off.
+        pass_rate: Keep groups with a share of passing answers (`dataflow.pass_reward`) in [lowest, highest]; None is
+            off.
         user: Import path of a function `(trajectories) -> bool`; groups for which it is false are filtered.
     """
 
@@ -99,24 +100,24 @@ class DataflowConfig(Section):
         batch_groups: B, groups per training batch.
         group_size: Trajectories per group; they share a baseline.
         pass_reward: Reward from which a trajectory passes, for `filters.pass_rate` and `by_success`.
-        group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/task_queue.py):
-            gives single tasks fewer; None is off.
-        length_limiting: `by_success`, or import path of a `LengthLimiting`, that gives single tasks shorter turns; None
-            is off.
-        max_staleness: η, the oldest a trained token may be, in policy versions. 0 is the synchronous algorithm.
-        on_expiry: What happens to groups that would become too old: the batch is held open for them (`wait`), their
-            over-old tokens lose their loss weight (`trim`), or they are dropped and their tasks start again (`drop`).
-        max_requeues: How often a task starts again after `drop`.
-        surplus: Redundant groups admitted beyond the window; when a batch could close but for a few stragglers, as
-            many of those are given up. Biased to short answers.
+        group_sizing: `by_success` (dataflow/difficulty.py), or import path of a `GroupSizing` (dataflow/task_queue.py),
+            which may reduce the group size of individual tasks; None is off.
+        length_limiting: `by_success`, or import path of a `LengthLimiting`, which may reduce the turn length of
+            individual tasks; None is off.
+        max_staleness: η, the maximum staleness of a trained token, in policy versions. 0 is the synchronous algorithm.
+        on_expiry: What happens to groups that would become too old. `wait` holds the batch open for them, `trim` gives
+            their tokens that are too old no loss weight, and `drop` drops them and requeues their tasks.
+        max_requeues: How often a task is requeued after `drop`.
+        surplus: Redundant groups admitted beyond the window. If only a few stragglers block a batch, up to this many
+            of them are cancelled. Biased towards short answers.
         gang: All members of a group run on one engine and start at one version.
-        stream_micro_batches: The trainer begins with the first groups of a batch while the rest is still being
-            generated; the gradient is the same.
-        early_logprobs: While the trainer waits for a batch it forwards the groups that are ready (critic, proximal
-            logprobs, a reference below adapters); the gradient is the same. Without effect where nothing of the kind is
-            needed, with colocated roles, and with `stream_micro_batches`.
+        stream_micro_batches: The trainer starts with the first groups of a batch while the rest is still being
+            generated. The gradient is the same.
+        early_logprobs: While the trainer waits for a batch, it computes values, proximal logprobs and reference
+            logprobs (of a policy with adapters) of the ready groups. The gradient is the same. It has no effect if the
+            algorithm needs none of these, with colocated roles, and with `stream_micro_batches`.
         max_retries: Retries of one trajectory after its environment or reward failed.
-        min_group_size: A group whose failed members are gone still trains with this many.
+        min_group_size: Smallest number of members with which a group trains after others have failed.
         max_live_gib: Memory reserved at admission for the payloads of all live groups, GiB; None is no limit.
         filters: Which ready groups are not trained.
         batch_timeout_s: Longest wait for a batch without a new token, score or ready group, seconds, before the run
@@ -147,8 +148,8 @@ class EvaluationConfig(Section):
 
     Attributes:
         num_tasks: Held-out tasks of the first and the last evaluation.
-        every_steps: Evaluate beside training every so many steps; 0 is never.
-        num_tasks_during_training: Held-out tasks of an evaluation beside training.
+        every_steps: Steps between evaluations that run concurrently with training; 0 disables them.
+        num_tasks_during_training: Held-out tasks of such an evaluation.
     """
 
     num_tasks: int = Field(default=1024, ge=1)
@@ -171,13 +172,13 @@ class CheckpointConfig(Section):
 
 
 class SampleConfig(Section):
-    """`penstock sample`.
+    """Settings of `penstock sample`.
 
     Attributes:
-        num_tasks: That are answered.
-        answers_per_task: To each.
-        pairs_per_task: Most pairs of a better and a worse answer that are written of each.
-        split: Which tasks.
+        num_tasks: Number of tasks.
+        answers_per_task: Answers sampled per task.
+        pairs_per_task: Maximum number of preference pairs written per task.
+        split: The split of the tasks.
     """
 
     num_tasks: int = Field(default=1024, ge=1)
@@ -187,11 +188,11 @@ class SampleConfig(Section):
 
 
 class PartnerConfig(Section):
-    """A second policy that learns in the same run, from the same groups: half of each is sampled by it.
+    """A second policy that is trained in the same run on the same groups, half of each sampled by it.
 
     Attributes:
-        model: Of any size; its tokenizer is that of `model`.
-        optimizer: None is `trainer.optimizer`.
+        model: Model of the partner, of any size, with the tokenizer of `model`.
+        optimizer: Optimizer of the partner; None uses `trainer.optimizer`.
     """
 
     model: ModelConfig
@@ -199,16 +200,16 @@ class PartnerConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything one run needs.
+    """Configuration of a run.
 
     Attributes:
         name: Name of the run: letters, digits and `._-`.
-        run_dir: Where the run is written, relative to the working directory.
-        seed: Of tasks, sampling and initial weights.
-        total_steps: Batches to train.
+        run_dir: Directory of the run, relative to the working directory.
+        seed: Seed of tasks, sampling and initial weights.
+        total_steps: Number of batches to train.
         overwrite: Delete a non-empty `run_dir` instead of refusing to start.
-        warm_start: Overrides of the `penstock sft` that `penstock train` runs first, where `model.path` is not there
-            yet; None: it has to be there.
+        warm_start: Overrides of the `penstock sft` that `penstock train` runs first if `model.path` does not exist;
+            None: `model.path` must exist.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
@@ -240,7 +241,7 @@ class RunConfig(Section):
 
     @property
     def partner_view(self) -> RunConfig:
-        """The configuration of the partner, as if it were alone."""
+        """The configuration of the partner as a run of one policy."""
         assert self.partner is not None, "there is a partner"
         trainer = self.trainer
         if self.partner.optimizer is not None:
@@ -249,7 +250,7 @@ class RunConfig(Section):
 
     @property
     def computes_logprobs_early(self) -> bool:
-        """The trainer forwards ready groups while it waits for their batch (docs/concepts/dataflow.md)."""
+        """Whether the trainer computes logprobs of ready groups while it waits (docs/concepts/dataflow.md)."""
         algorithm, flow = self.algorithm, self.dataflow
         is_own_reference = algorithm.needs_reference and not self.num_frozen("reference")
         is_needed = algorithm.needs_critic or algorithm.proximal == "recompute" or is_own_reference
@@ -260,7 +261,7 @@ class RunConfig(Section):
         return self.reference if role == "reference" else self.teacher
 
     def num_frozen(self, role: FrozenRole) -> int:
-        """Processes that hold it; 0 if the algorithm asks it nothing, or it is the trained one without its adapters."""
+        """Number of its processes; 0 if the algorithm does not use it, or it is the policy without adapters."""
         algorithm = self.algorithm
         is_needed = algorithm.needs_reference if role == "reference" else algorithm.needs_teacher
         is_without_adapters = role == "reference" and self.trainer.lora is not None and self.reference.path is None

@@ -1,4 +1,4 @@
-"""Write a file so that a reader, or a crash, sees the old or the new content and never a part."""
+"""Atomic file writes: after a crash, and for concurrent readers, a file has either its old or its new content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it into place."""
+    """Call `write` with a temporary path in the same folder, then rename the file to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -19,7 +19,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`, UTF-8, on the disk when this returns."""
+    """Replace the content of `path` by `text` in UTF-8. The data is on disk when this returns."""
 
     def write(temporary: Path) -> None:
         with temporary.open("w", encoding="utf-8") as file:

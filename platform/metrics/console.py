@@ -1,4 +1,4 @@
-"""What a human sees while a run goes on: a header, one line per training step, and a closing block."""
+"""Console output of a run: a header, one line per training step, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _COLUMNS = (
 
 
 class RunConsole:
-    """Human-readable progress on one stream; plain text without control codes where it is no terminal.
+    """Human-readable progress on one stream, without control codes if the stream is not a terminal.
 
-    A line is printed for each record that holds `reward/mean`, at most one per step. Evaluations beside
-    training appear in the next step's line.
+    A line is printed for each record that holds `reward/mean`, at most one per step. Evaluations during training
+    appear in the line of the next step.
     """
 
     def __init__(
         self, total_steps: int, *, stream: IO[str] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Print nothing yet.
+        """Create the console.
 
         Args:
             total_steps: Steps the run will do.

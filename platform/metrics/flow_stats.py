@@ -1,4 +1,4 @@
-"""What the flow saw between two training steps, and over the whole run: staleness, waiting, samples, newest events."""
+"""Statistics of the flow per training step and over the run: staleness, waiting times, samples, newest events."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BatchStaleness:
 
 
 def batch_staleness(batch: Sequence[GroupRef], version: int) -> BatchStaleness:
-    """Staleness of the groups of a batch trained at `version`."""
+    """Compute the staleness of a batch trained at `version`."""
     by_staleness: Counter[int] = Counter()
     mixed = trimmed = 0
     for group in batch:
@@ -93,11 +93,11 @@ class FlowStats:
     Attributes:
         total: Staleness over all trained batches.
         last: Staleness of the newest batch.
-        trainer_wait_for: What held its batch open -> absolute seconds the trainer waited.
-        population: Lengths of all trajectories that were sampled to their end.
-        trained: Lengths of those that were trained.
+        trainer_wait_for: Reason for the wait -> absolute seconds that the trainer waited for batches.
+        population: Lengths of all completed trajectories.
+        trained: Lengths of the trained trajectories.
         samples: A few trajectories of the newest batch, those with several versions first.
-        last_version: The version the newest batch was trained at.
+        last_version: The version at which the newest batch was trained.
         num_scored: Trajectories that were scored by this process; a retried one counts again.
         num_ready: Groups that this process has made ready.
         failures: The first failures of groups, with their traceback.
@@ -122,12 +122,12 @@ class FlowStats:
 
     @property
     def length_bias(self) -> float:
-        """Mean length of trained trajectories ÷ of all that were sampled to their end; 1 before the first batch."""
+        """Mean length of trained ÷ of all completed trajectories; 1 before the first batch."""
         return self.trained.tokens / self.population.tokens if self.trained.num_trajectories else 1.0
 
     @contextmanager
     def trainer_waits(self, wait_reason: WaitReason) -> Iterator[None]:
-        """Count the time inside as the trainer waiting for data."""
+        """Count the time inside the context as time in which the trainer waits for data."""
         started = asyncio.get_running_loop().time()
         try:
             yield
@@ -140,11 +140,11 @@ class FlowStats:
         population.num_tokens += trajectory.num_sampled_tokens
 
     def group_ready(self, group_id: GroupId, members: Sequence[Trajectory]) -> None:
-        """Remember two members until the group trains (bounded by the admission window)."""
+        """Keep two members until the group trains. Memory is bounded by the admission window."""
         self._candidates[group_id] = tuple(members[:2])
 
     def group_dropped(self, group_id: GroupId) -> None:
-        """The core gave the group up: too old, or redundant."""
+        """Forget a group that the core has ended as too old or redundant."""
         self._candidates.pop(group_id, None)
 
     def group_failed(self, failure: TrajectoryError) -> None:
@@ -152,7 +152,7 @@ class FlowStats:
             self.failures.append(failure)
 
     def batch_closed(self, batch: Sequence[GroupRef], version: int) -> None:
-        """Account a batch that is about to train at `version`."""
+        """Record a batch that is about to train at `version`."""
         self.last = batch_staleness(batch, version)
         self.total.tokens_by_staleness.update(self.last.tokens_by_staleness)
         self.total.multi_version_trajectories += self.last.multi_version_trajectories
@@ -161,15 +161,15 @@ class FlowStats:
         self.trained.num_tokens += self.last.num_tokens + self.last.trimmed_tokens
         self.last_version = version
         chosen = [member for group in batch for member in self._candidates.pop(group.group_id, ())]
-        # Those that lived through an update first: they are what is worth looking at.
+        # Trajectories that span several versions first, because they are the most informative.
         chosen.sort(key=lambda member: -len(member.spans))
         self.samples = chosen[:SAMPLES_PER_STEP]
 
 
 class EventTail:
-    """The newest events of the ledger: what happened just before a run broke off.
+    """The newest events of the ledger, written to `error.txt` when a run fails.
 
-    A sink of `Ledger`. What ends with the run itself says nothing, and is left out.
+    An event callback of `Ledger`. Groups that end because the run ends are left out.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class EventTail:
             self._events.append((time.monotonic(), entry))
 
     def lines(self) -> list[str]:
-        """One line per event, oldest first, with its time before now."""
+        """One line per event with its time relative to now, oldest first."""
         now, lines = time.monotonic(), []
         for at, entry in self._events:
             if isinstance(entry, VersionMark):

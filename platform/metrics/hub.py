@@ -1,4 +1,4 @@
-"""The one place through which every metric leaves the driver. Every name is declared, once: in `catalog.yaml`."""
+"""The metrics hub, through which the driver logs all metrics. Every name must be declared in `catalog.yaml`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @cache
 def catalog() -> dict[str, dict[str, str]]:
-    """Every declared metric -> its unit, meaning, healthy range and where it is measured, in the order of the page."""
+    """Every declared metric -> unit, meaning, healthy range and place of measurement, in the order of the file."""
     text = (Path(__file__).parent / "catalog.yaml").read_text(encoding="utf-8")
     declared: dict[str, dict[str, str]] = yaml.safe_load(text)
     return declared
 
 
 def undeclared(names: Iterable[str]) -> list[str]:
-    """Those of `names` that no declaration covers, sorted; `reward/part/*` covers every name with that prefix."""
+    """The undeclared `names`, sorted. `reward/part/*` declares every name with that prefix."""
     prefixes = tuple(name[:-1] for name in catalog() if name.endswith("*"))
 
     def is_declared(name: str) -> bool:
@@ -35,9 +35,9 @@ def undeclared(names: Iterable[str]) -> list[str]:
 
 
 class MetricsHub:
-    """Fan metrics out to the sinks and the console, and keep what the summary needs.
+    """Passes metrics to the trackers and the console, and keeps the values that the summary needs.
 
-    Steps never decrease (several calls may share one), because some sinks silently discard late ones.
+    Steps never decrease, though several calls may share one, because some trackers silently discard late steps.
 
     Attributes:
         rewards: `reward/mean` of every step so far.
@@ -51,10 +51,10 @@ class MetricsHub:
         self._is_closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `family/name -> value` of one step; step 0 is before the first.
+        """Record `family/name -> value` of one step. Step 0 is before the first training step.
 
         Raises:
-            AssertionError: Our bug: a name that `catalog.yaml` does not declare, or a step that goes backwards.
+            AssertionError: If `catalog.yaml` does not declare a name, or the step decreases. Both are bugs of Penstock.
         """
         unknown = undeclared(metrics)
         if unknown:
@@ -71,7 +71,7 @@ class MetricsHub:
             self._console.observe(step, values)
 
     def close(self, summary: RunSummary | None) -> None:
-        """Hand the summary to every sink and close them all; None for a run that has none. Safe to call twice."""
+        """Pass the summary, if there is one, to all trackers and close them. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True

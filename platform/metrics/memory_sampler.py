@@ -1,4 +1,4 @@
-"""How much memory the run really takes: the sum of PSS over the driver and all its descendants.
+"""Measures the memory of a run: the sum of PSS over the driver and all its descendants.
 
 PSS (proportional set size) divides shared pages among their users, so shared memory and forked pages
 count once. Ray's raylet and workers descend from a driver that started Ray locally.
@@ -15,15 +15,15 @@ import psutil
 
 _GIB = float(1 << 30)
 _MAX_DUTY = 0.01
-"""At most this share of one core is spent on sampling; the interval stretches accordingly."""
+"""Maximum share of one core spent on sampling. The interval is extended accordingly."""
 
 _ProcessKey = tuple[int, float]
 
 
 class MemorySampler:
-    """Sample the total in a background thread and keep its peak.
+    """Samples the total in a background thread and keeps its peak.
 
-    A process once seen stays counted while it lives, even if its parent is gone.
+    A process that was seen once is counted until it ends, even if its parent has ended.
 
     Attributes:
         latest_gib: The last sample, GiB (`memory/pss_gib`).
@@ -31,7 +31,7 @@ class MemorySampler:
     """
 
     def __init__(self, *, interval_s: float = 2.0, read_total: Callable[[], int] | None = None) -> None:
-        """Prepare; `start` starts the thread.
+        """Create the sampler. `start` starts the thread.
 
         Args:
             interval_s: Shortest time between two samples, seconds.
@@ -75,7 +75,7 @@ class MemorySampler:
             for process in [root, *root.children(recursive=True)]:
                 self._known.setdefault((process.pid, process.create_time()), process)
         except psutil.Error:
-            pass  # the tree changed while it was read: the next sample sees the rest
+            pass  # the process tree changed while it was read; the next sample sees the new one
         total = 0
         for key, process in list(self._known.items()):
             try:
@@ -89,7 +89,7 @@ class MemorySampler:
 
 
 def pss_bytes(process: psutil.Process) -> int:
-    """PSS of one process, bytes; 0 if it is gone or another user's. Without /proc: its unique set size."""
+    """PSS of one process, bytes; 0 if it has ended or belongs to another user. Without /proc, its unique set size."""
     try:
         with open(f"/proc/{process.pid}/smaps_rollup", "rb") as file:  # noqa: PTH123 - hot path
             for line in file:

@@ -1,7 +1,7 @@
-"""`penstock report RUN`: one self-contained HTML page about a run, complete or not.
+"""`penstock report RUN`: a self-contained HTML page about a run, which may be incomplete.
 
-Whatever a model, an environment or a user wrote is escaped by the template; the page's own policy
-(`Content-Security-Policy`) forbids every network access.
+The template escapes all text of models, environments and users. The page's `Content-Security-Policy` forbids network
+access.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run directory and return its path.
 
     Raises:
-        PenstockError: The directory is not that of a run.
+        PenstockError: If the directory is not that of a run.
     """
     record = read_run(run_dir)
     path = run_dir / REPORT_FILE
@@ -61,7 +61,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(record: RunRecord) -> str:
-    """The page as text."""
+    """Return the page as text."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -102,7 +102,7 @@ def render(record: RunRecord) -> str:
 
 
 def _headline(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Label, value and detail of each number at the top."""
+    """Label, value and detail of each figure at the top of the page."""
     summary = record.summary
     steps = summary.get("steps", max((max(series.steps) for series in record.series.values()), default=0))
     total = record.lookup("total_steps")
@@ -137,21 +137,21 @@ def _compact(count: int) -> str:
 
 
 def _wait_bars(record: RunRecord) -> list[dict[str, Any]]:
-    """How each side of the run spent its time; shares of the run, 0..1."""
+    """Busy and idle shares of the run, 0..1, for the trainer and the engines."""
     bars = []
-    for side, metric, waits_for in (
+    for component, metric, waits_for in (
         ("Trainer", "idle/trainer_share", "waits for a batch, a publish or an evaluation"),
         ("Engines", "idle/engine_share", "wait for credits or new weights"),
     ):
         values = [min(1.0, max(0.0, value)) for value in record.values(metric) if math.isfinite(value)]
         if values:
             idle = sum(values) / len(values)
-            bars.append({"side": side, "busy_share": 1.0 - idle, "idle_share": idle, "waits_for": waits_for})
+            bars.append({"component": component, "busy_share": 1.0 - idle, "idle_share": idle, "waits_for": waits_for})
     return bars
 
 
 def _ledger(record: RunRecord) -> dict[str, Any] | None:
-    """Counts from the summary, else the last logged ones."""
+    """Counts from the summary, or the last logged ones."""
     counts = record.summary.get("ledger")
     if not isinstance(counts, dict):
         latest = {end: record.values(f"flow/{end}") for end in ("admitted", *_LEDGER_ENDS)}
@@ -164,7 +164,7 @@ def _ledger(record: RunRecord) -> dict[str, Any] | None:
 
 
 def _row_views(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Trajectories for the template: each row, its span bar, and whether its reward is in the upper half."""
+    """Trajectories for the template: the row, its span bar, and whether its reward is in the upper half."""
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     views = []

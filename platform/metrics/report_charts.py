@@ -1,4 +1,4 @@
-"""The charts of the report: Plotly figures as HTML fragments. Numbers only, no text of a model enters here."""
+"""The charts of the report: Plotly figures as HTML fragments. They contain only numbers and no text of a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BLUE, TEAL, AMBER, VIOLET = "#2563eb", "#0d9488", "#d97706", "#7c3aed"
 FONT = "Inter, 'Segoe UI', system-ui, -apple-system, 'Helvetica Neue', Arial, sans-serif"
 
 STALENESS_COLORS = ("#14b8a6", "#3b82f6", "#f59e0b", "#f97316", "#e11d48")
-"""Color of staleness 0, 1, 2, 3 and ≥ 4 versions, in the histogram and in the span bars alike."""
+"""Colors of staleness 0, 1, 2, 3 and ≥ 4 versions, used in the histogram and in the span bars."""
 
 _SMOOTHING_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure with the words around it."""
+    """A figure with its title and caption."""
 
     title: str
     caption: str
@@ -42,7 +42,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
         _add_raw_and_smooth(figure, reward, BLUE)
         caption = f"Mean reward of the trained trajectories per step; the line is the mean of {_SMOOTHING_STEPS} steps."
         charts.append(Chart("Training reward", caption, _html(figure)))
-    # Logged evaluations; the first and last also from the summary, which always has them.
+    # The first and the last evaluation are also in the summary.
     logged = record.series.get("eval/accuracy", Series([], []))
     accuracy = dict(zip(logged.steps, logged.values, strict=True))
     for step, key in ((0, "eval_before"), (record.summary.get("steps"), "eval_after")):
@@ -62,7 +62,7 @@ def learning_charts(record: RunRecord) -> list[Chart]:
 
 
 def staleness_charts(record: RunRecord) -> list[Chart]:
-    """Histogram of the trained tokens' staleness, and its course."""
+    """Histogram of the trained tokens' staleness, and staleness over the steps."""
     charts = []
     if total := sum(record.staleness.values()):
         bound = record.summary.get("max_staleness_configured", record.lookup("dataflow.max_staleness"))
@@ -85,7 +85,7 @@ def staleness_charts(record: RunRecord) -> list[Chart]:
                 x=bound + 0.46, y=1.06, yref="paper", text=f"max_staleness {bound}", showarrow=False, xanchor="right",
                 font={"size": 12, "color": INK},
             )  # fmt: skip
-            caption += " Nothing may lie right of the bound."
+            caption += " No token may be to the right of the bound."
         charts.append(Chart("Staleness of the trained tokens", caption, _html(figure)))
     lines = [("max", "staleness/max_versions", AMBER), ("mean", "staleness/mean_versions", BLUE)]
     charts += _line_chart(record, "Staleness over the run", "Of the tokens trained in each step, in versions.", lines)
@@ -93,7 +93,7 @@ def staleness_charts(record: RunRecord) -> list[Chart]:
 
 
 def flow_charts(record: RunRecord) -> list[Chart]:
-    """Throughput, and waiting, over the steps."""
+    """Throughput and waiting times over the steps."""
     throughput = [
         ("sampled", "throughput/generated_tokens_per_s", TEAL),
         ("trained", "throughput/trained_tokens_per_s", BLUE),
@@ -101,12 +101,12 @@ def flow_charts(record: RunRecord) -> list[Chart]:
     idle = [("trainer", "idle/trainer_share", BLUE), ("engines", "idle/engine_share", TEAL)]
     return [
         *_line_chart(record, "Throughput", "Tokens per second, sampled by the engines and trained.", throughput),
-        *_line_chart(record, "Idle over the run", "Share of each step in which a side computed nothing.", idle, ".0%"),
+        *_line_chart(record, "Idle over the run", "Idle share of each step.", idle, ".0%"),
     ]
 
 
 def health_charts(record: RunRecord) -> list[Chart]:
-    """Small charts of what tells a healthy run from a sick one."""
+    """Small charts of metrics that indicate whether a run is healthy."""
     specifications = (
         ("Entropy", "Nats per sampled token.", "loss/entropy", VIOLET),
         ("Gradient norm", "Before clipping.", "loss/grad_norm", VIOLET),
@@ -114,7 +114,7 @@ def health_charts(record: RunRecord) -> list[Chart]:
         ("Logprob mismatch", "Mean |proximal − behavior|, nats.", "mismatch/abs_logprob_mean", AMBER),
         ("Answer length", "Sampled tokens per trajectory, mean.", "length/mean_tokens", BLUE),
         ("Generation stall", "Seconds from freeze to resume per publish.", "weights/stall_s", TEAL),
-        ("Changed weights", "Share of the published elements that differ, by delta.", "weights/changed_share", TEAL),
+        ("Changed weights", "Share of elements that differ from the previous version.", "weights/changed_share", TEAL),
     )
     charts = []
     for title, caption, metric, color in specifications:
@@ -128,7 +128,7 @@ def health_charts(record: RunRecord) -> list[Chart]:
 def _line_chart(
     record: RunRecord, title: str, caption: str, lines: list[tuple[str, str, str]], y_format: str = ""
 ) -> list[Chart]:
-    """One chart of several metrics, (name, metric, color) each; none if none of them was logged."""
+    """A chart of several metrics, given as (name, metric, color); empty if none of them was logged."""
     figure = _figure("step")
     for name, metric, color in lines:
         if series := record.series.get(metric):
@@ -172,6 +172,6 @@ def _figure(x_title: str, height: int = 290) -> go.Figure:
 
 
 def _html(figure: go.Figure) -> Markup:
-    """Plotly's own HTML, made from numbers only, so the template does not escape it."""
+    """Plotly's HTML, which the template does not escape because it contains only numbers."""
     config = {"displayModeBar": False, "responsive": True}
     return Markup(figure.to_html(full_html=False, include_plotlyjs=False, default_width="100%", config=config))  # noqa: S704

@@ -1,4 +1,4 @@
-"""Read a run's directory back, complete or not: what the report is made from."""
+"""Reads a run directory, complete or incomplete, for the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over the run: `steps[i] -> values[i]`; of a step logged twice, the later value."""
+    """One metric over the run: `steps[i] -> values[i]`. If a step was logged twice, the later value counts."""
 
     steps: list[int]
     values: list[float]
@@ -30,15 +30,15 @@ class Series:
 
 @dataclass(slots=True)
 class RunRecord:
-    """What was found in a run directory.
+    """The contents of a run directory.
 
     Attributes:
         config: The resolved configuration, nested dict; empty if missing.
         summary: `summary.json`; empty if missing.
         series: Metric name -> its values over the steps.
         staleness: Staleness in versions -> trained tokens; empty if missing.
-        trajectories: Rows of at most eight evenly spread steps.
-        missing: One sentence per piece that is absent or unreadable.
+        trajectories: Rows of at most eight evenly spaced steps.
+        missing: One sentence per file that is missing or unreadable.
     """
 
     run_dir: Path
@@ -63,18 +63,16 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read what there is.
+    """Read all files that exist.
 
     Raises:
-        PenstockError: The directory does not exist, or holds none of a run's files.
+        PenstockError: If the directory does not exist or holds no file of a run.
     """
     if not run_dir.is_dir():
-        raise PenstockError(
-            f"{run_dir}: there is no such directory. Give the directory of a run, e.g. runs/arithmetic."
-        )
+        raise PenstockError(f"{run_dir}: no such directory. Give the directory of a run, e.g. runs/arithmetic.")
     if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE)):
         raise PenstockError(
-            f"{run_dir}: is not a run: it has no {CONFIG_FILE}, {METRICS_FILE} or {SUMMARY_FILE}. "
+            f"{run_dir} is not a run: it has no {CONFIG_FILE}, {METRICS_FILE} or {SUMMARY_FILE}. "
             "Give the directory that `penstock train` printed, e.g. runs/arithmetic."
         )
     record = RunRecord(run_dir)
@@ -88,7 +86,7 @@ def read_run(run_dir: Path) -> RunRecord:
 
 
 def _read(record: RunRecord, name: str, read: Callable[[Path], T], hint: str = "") -> T | None:
-    """Read one piece; if it is absent or unreadable, say so in `record.missing`."""
+    """Read one file; if it is missing or unreadable, add a sentence to `record.missing`."""
     path = record.run_dir / name
     if not path.exists():
         record.missing.append(f"{name} is missing" + (f": {hint}." if hint else "."))
@@ -101,7 +99,7 @@ def _read(record: RunRecord, name: str, read: Callable[[Path], T], hint: str = "
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file."""
+    """Read a YAML or JSON file."""
     text = path.read_text(encoding="utf-8")
     content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(content, dict):

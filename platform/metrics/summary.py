@@ -1,4 +1,4 @@
-"""`summary.json`: the figures a run is judged by, written once at its end."""
+"""`summary.json`: the key figures of a run, written once at its end."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ RunStatus = Literal["completed", "interrupted", "failed"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """The end of a run in numbers; None is "not measured".
+    """Key figures of a run. None means "not measured".
 
     Attributes:
         name: Name of the run.
-        seed: Its seed.
-        status: How it ended.
-        version: Penstock version that ran it.
+        seed: Seed of the run.
+        status: How the run ended.
+        version: Version of Penstock.
         eval_before: Greedy held-out accuracy before the first step, 0..1.
         eval_after: The same after the last step.
-        partner_eval_before: Of the other policy of a run with two.
-        partner_eval_after: The same after the last step.
-        policy_version: Of the policy in `policy/`; None if none was written. The step that was under way when the run
-            was interrupted may have gone into it.
+        partner_eval_before: `eval_before` of the partner in a run of two policies.
+        partner_eval_after: `eval_after` of the partner.
+        policy_version: Version of the policy in `policy/`; None if none was written. If the run was interrupted during
+            a step, the policy may include this step.
         reward_first: Mean of `reward/mean` over the first min(10, n/2) steps.
         reward_last: The same over the last ones.
         steps: Training steps done.
@@ -38,12 +38,12 @@ class RunSummary:
         trained_groups: Groups trained.
         max_staleness_configured: `dataflow.max_staleness`, versions.
         max_staleness_seen: Largest staleness of any trained token, versions.
-        share_tokens_stale: Trained tokens with staleness of 1 or more, 0..1.
-        multi_version_trajectories: Trained trajectories whose spans hold two or more versions.
+        share_tokens_stale: Share of trained tokens with a staleness of 1 or more, 0..1.
+        multi_version_trajectories: Trained trajectories with tokens of two or more versions.
         tokens_generated: Tokens sampled for training, trained or not.
         tokens_trained: Sampled tokens trained on.
         peak_memory_gib: Largest sum of PSS over the processes of the run, GiB.
-        ledger: How every admitted group ended.
+        ledger: Number of admitted groups by state.
     """
 
     name: str
@@ -99,7 +99,7 @@ def write_staleness(run_dir: Path, histogram: Mapping[int, int]) -> Path:
 
 
 def write_failures(run_dir: Path, failures: Sequence[TrajectoryError]) -> None:
-    """Write `failures.json`: kind and traceback of the first groups that failed. No file if none did."""
+    """Write `failures.json`: kind and traceback of the first failed groups. Nothing is written if none failed."""
     if failures:
         rows = [{"kind": failure.kind, "detail": failure.detail} for failure in failures]
         write_text_atomically(run_dir / FAILURES_FILE, json.dumps(rows, indent=2) + "\n")

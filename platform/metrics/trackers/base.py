@@ -1,10 +1,9 @@
-"""What a metric sink is, and how a slow or broken one is kept away from training.
+"""The tracker protocol, and a wrapper that keeps slow or broken trackers from delaying training.
 
 `BackgroundTracker` puts a bounded queue and one thread in front of a sink.
-It consumes: the records of `log` and `log_summary`, in order. It waits for: the sink. It is unblocked
-by: the sink, by its own back-off after a failure, or by `close`. The caller never waits, except up to
-`close_timeout_s` in `close`. What does not fit the queue, or is undelivered at the end, is counted and
-the count is warned about: `metrics.jsonl` still has it.
+Consumes: the records of `log` and `log_summary`, in order. Waits for: the sink. Unblocked by: the sink, the end of the
+back-off after a failure, or `close`. The caller never waits, except up to `close_timeout_s` in `close`. Records that do
+not fit the queue, or are undelivered at the end, are counted and reported in a warning. `metrics.jsonl` has them all.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ class TrackerError(PenstockError):
 
 
 class Tracker(Protocol):
-    """A metric sink. One writer; steps arrive in order, a step may arrive more than once with other names."""
+    """A metric sink with one writer. Steps arrive in order; a step may arrive several times with different names."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record `family/name -> value` of one training step."""
         ...
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Record the end-of-run figures, JSON-like."""
+        """Record the figures of the summary, which are JSON-like."""
         ...
 
     def close(self) -> None:
-        """Flush and release everything. Nothing may be logged afterwards."""
+        """Flush and release all resources. Nothing may be logged afterwards."""
         ...
 
 
@@ -47,14 +46,14 @@ _Delivery = Callable[[Tracker], None]
 
 
 class BackgroundTracker:
-    """A sink behind a bounded queue and a thread; its failures are warned about once and retried.
+    """A sink behind a bounded queue and a thread. Failures are retried, and only the first one is logged.
 
-    Invariant: every record is delivered, queued or counted in `num_lost`, because nobody else holds it.
-    A record is delivered at least once: a sink that fails half-way gets it again.
+    Invariant: every record is delivered, queued or counted in `num_lost`, because it exists nowhere else.
+    A record is delivered at least once: it is sent again if the sink fails during delivery.
 
     Attributes:
-        name: What warnings call the sink.
-        num_lost: Records that never reached it.
+        name: Name of the sink in warnings.
+        num_lost: Records that never reached the sink.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class BackgroundTracker:
         first_backoff_s: float = 1.0,
         close_timeout_s: float = 8.0,
     ) -> None:
-        """Start the thread. `open_sink` is called on it, as slow imports and logins belong there.
+        """Start the thread, which calls `open_sink`, because imports and logins are slow.
 
         Args:
-            name: What warnings call the sink.
-            open_sink: Opens the sink; called again after a failure to open.
-            capacity: Most records that wait for the sink.
+            name: Name of the sink in warnings.
+            open_sink: Opens the sink; called again after a failure.
+            capacity: Maximum number of queued records.
             first_backoff_s: Seconds before the first retry; doubles up to one minute.
             close_timeout_s: Longest wait in `close`, seconds.
         """
@@ -89,17 +88,17 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one record; returns at once."""
+        """Queue one record and return immediately."""
         copy = dict(metrics)
         self._enqueue(lambda sink: sink.log(step, copy))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Queue the end-of-run figures; returns at once."""
+        """Queue the figures of the summary and return immediately."""
         copy = dict(summary)
         self._enqueue(lambda sink: sink.log_summary(copy))
 
     def close(self) -> None:
-        """Deliver what is queued, waiting at most `close_timeout_s`; then count and warn about the rest."""
+        """Deliver queued records for at most `close_timeout_s`, then count the rest and log a warning."""
         if self._closing.is_set():
             return
         deadline = time.monotonic() + self._close_timeout_s
@@ -128,14 +127,14 @@ class BackgroundTracker:
         except queue.Full:
             if self._count_lost() == 1:
                 logger.warning(
-                    "tracker %s: its queue of %d records is full, so records are lost to it from now on and counted. "
-                    "Training goes on; metrics.jsonl has them all.",
+                    "tracker %s: its queue of %d records is full, so it misses records from now on; they are counted. "
+                    "Training continues; metrics.jsonl has all records.",
                     self.name,
                     self._records.maxsize,
                 )
 
     def _run(self) -> None:
-        """Deliver record after record, each until it arrives or, once closing, a retry fails too; then close."""
+        """Deliver the records in order, then close. While closing, each record is retried only once."""
         while (delivery := self._records.get()) is not None:
             backoff_s, is_delivered = self._first_backoff_s, False
             while not is_delivered:
@@ -169,6 +168,6 @@ class BackgroundTracker:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s. Training goes on and metrics.jsonl is complete; the sink is retried without further warnings.",
+                "%s. Training continues and metrics.jsonl is complete; the sink is retried without further warnings.",
                 error,
             )

@@ -1,4 +1,4 @@
-"""From `tracker=[jsonl,wandb,tensorboard]` to open sinks."""
+"""Creates the trackers of `tracker=[jsonl,wandb,tensorboard]`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.platform.metrics.trackers.wandb import WandbTracker, resolve_mode
 def build_trackers(
     config: TrackerConfig, run_dir: Path, run_name: str, resolved_config: dict[str, Any]
 ) -> list[Tracker]:
-    """Open the sinks of a run: JSONL in line, all others behind a bounded queue and a thread.
+    """Open the trackers of a run: JSONL synchronously, all others behind a bounded queue and a thread.
 
     Args:
-        config: Which sinks are on.
-        run_dir: Everything is written below it.
-        run_name: How the run is called in W&B.
+        config: Which trackers are enabled.
+        run_dir: Run directory, to which all files are written.
+        run_name: Name of the run in W&B.
         resolved_config: Composed configuration, shown in W&B.
 
     Raises:
-        ConfigError: W&B is to log online and has no API key.
-        TrackerError: `run_dir` cannot be written.
+        ConfigError: If W&B should log online and has no API key.
+        TrackerError: If `run_dir` cannot be written.
     """
     trackers: list[Tracker] = []
     wandb = config.wandb

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go."""
+"""Configuration of the trackers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class TrackerSection(BaseModel):
-    """Unknown keys are errors, values never change after validation."""
+    """Base of the tracker sections: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class JsonlTrackerConfig(TrackerSection):
-    """`metrics.jsonl` in the run directory. Always on."""
+    """`metrics.jsonl` in the run directory. Always enabled."""
 
 
 class TensorboardTrackerConfig(TrackerSection):
@@ -25,9 +25,9 @@ class WandbTrackerConfig(TrackerSection):
     """Weights & Biases. Without an API key it logs offline into the run directory.
 
     Attributes:
-        project: Project that the run is logged to.
-        entity: Team or user; None is your default.
-        mode: `auto` is online with an API key, else offline.
+        project: Project to which the run is logged.
+        entity: Team or user; None is the default of your account.
+        mode: `auto` is online with an API key, otherwise offline.
     """
 
     project: str
@@ -36,7 +36,7 @@ class WandbTrackerConfig(TrackerSection):
 
 
 class TrackerConfig(TrackerSection):
-    """Which metric sinks are on: `tracker=[jsonl,wandb,tensorboard]`."""
+    """The enabled trackers: `tracker=[jsonl,wandb,tensorboard]`."""
 
     jsonl: JsonlTrackerConfig = JsonlTrackerConfig()
     wandb: WandbTrackerConfig | None = None

@@ -1,4 +1,4 @@
-"""TensorBoard event files. Uses tensorboard's own writer, so the driver need not import torch."""
+"""TensorBoard event files, written with tensorboard's own writer, so that the driver does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TENSORBOARD_DIR = "tensorboard"
 
 
 class TensorboardTracker:
-    """Scalars below `run_dir/tensorboard`, one tag per metric name."""
+    """Writes scalars to `run_dir/tensorboard`, one tag per metric name."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary import Writer
@@ -29,7 +29,7 @@ class TensorboardTracker:
         self._writer.flush()
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the numeric figures as `summary/<key>`, at the last step; `summary.json` has them all."""
+        """Write the numeric figures as `summary/<key>` at the last step. `summary.json` has all figures."""
         for name, value in _flatten(json.loads(json.dumps(summary))).items():
             self._writer.add_scalar(f"summary/{name}", value, self._last_step)
         self._writer.flush()

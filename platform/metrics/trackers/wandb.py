@@ -1,4 +1,4 @@
-"""Weights & Biases. The only file that imports wandb, and only when a run uses it."""
+"""Weights & Biases. Only this file imports wandb, and only in runs that use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resolve_mode(config: WandbTrackerConfig, environ: Mapping[str, str] = os.env
     """Turn `mode: auto` into `online` with an API key and `offline` without one.
 
     Raises:
-        ConfigError: `online` was asked for and there is no key: wandb would stop and ask for it.
+        ConfigError: If the mode is `online` and there is no API key, for which wandb would prompt.
     """
     if config.mode == "offline" or environ.get("WANDB_MODE") in {"offline", "dryrun"}:
         return "offline"
@@ -40,7 +40,7 @@ def resolve_mode(config: WandbTrackerConfig, environ: Mapping[str, str] = os.env
 
 
 def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if WANDB_API_KEY is set or the netrc file has an entry for the W&B server."""
+    """Whether WANDB_API_KEY is set or the netrc file has an entry for the W&B server."""
     if environ.get("WANDB_API_KEY"):
         return True
     home = Path(environ.get("HOME", str(Path.home())))
@@ -53,10 +53,10 @@ def has_api_key(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class WandbTracker:
-    """One W&B run, written by this object only.
+    """One W&B run, written only by this object.
 
-    Every name is plotted over `step` (`define_metric`), and wandb's own step counter is left alone: it
-    silently discards what arrives out of order.
+    Every metric is plotted over `step` (`define_metric`). wandb's own step counter is not used, because it silently
+    discards records that arrive out of order.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=_STEP)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand one record to wandb."""
+        """Pass one record to wandb."""
         self._run.log({_STEP: step, **metrics})
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:

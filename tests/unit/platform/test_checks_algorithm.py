@@ -109,7 +109,7 @@ SEQUENCE_PARALLEL = ["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"]
         (["algorithm/loss=custom", f"algorithm.loss.function={OWN}:squard"], "Did you mean 'squared'?"),
         (["algorithm/advantage=custom", f"algorithm.advantage.function={OWN}:NOT_A_FUNCTION"], "is not callable"),
         (["algorithm.loss=dppo"], "Write algorithm/loss=dppo."),
-        (["algorithm.loss.type=dppo"], "settings of the variant before. Write algorithm/loss=dppo."),
+        (["algorithm.loss.type=dppo"], "settings of the previous variant. Write algorithm/loss=dppo."),
         (["algorithm.loss=own:f"], "Write algorithm/loss=custom algorithm.loss.function=own:f."),
         (["algorithm.loss.type=dpo"], "Did you mean dppo?"),
         (["algorithm/loss=custom"], "algorithm.loss.function is required"),

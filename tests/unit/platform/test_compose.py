@@ -153,7 +153,7 @@ def test_the_users_own_groups_are_found(tmp_path):
 def test_a_file_of_the_user_that_would_be_ignored_is_refused(tmp_path):
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "arithmetic.yaml").write_text("factory: my.tasks\n")
-    assert "Give yours another name" in problems(config_dir=tmp_path)[0]
+    assert "Give your file another name" in problems(config_dir=tmp_path)[0]
 
 
 def test_a_missing_config_dir_is_named(tmp_path):
@@ -234,15 +234,15 @@ def test_a_choice_inside_the_users_own_yaml_lists_the_choices(tmp_path):
     own.parent.mkdir()
     own.write_text("# @package _global_\ndefaults:\n  - arithmetic\n  - override /rollout/engine: vlm\n")
     (problem,) = problems(experiment="mine", config_dir=tmp_path)
-    assert problem.startswith("rollout/engine=vlm is no valid choice. Choices: torch, vllm")
+    assert problem.startswith("rollout/engine=vlm is not a valid choice. Choices: torch, vllm")
     assert problem.endswith("Did you mean vllm?")
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("foo", ["'foo' is no override", "key=value"]),
-        ("seed=1,2", ["one run takes one value of seed"]),
+        ("foo", ["'foo' is not an override", "key=value"]),
+        ("seed=1,2", ["a run takes one value of seed"]),
         ("hydra.verbose=true", ["have no effect"]),
         ("~nothing", ["~nothing"]),
         ("~dataflow.max_stalness", ["~dataflow.max_stalness", "Did you mean ~dataflow.max_staleness?"]),

@@ -121,7 +121,7 @@ def test_unreadable_pieces_are_named_and_the_rest_is_shown(run_dir: Path) -> Non
     write_report(run_dir)
 
 
-@pytest.mark.parametrize(("name", "message"), [("absent", "there is no such directory"), ("", "is not a run")])
+@pytest.mark.parametrize(("name", "message"), [("absent", "no such directory"), ("", "is not a run")])
 def test_a_directory_that_is_no_run_is_a_clear_error(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(PenstockError, match=message):
         write_report(tmp_path / name)
