@@ -24,6 +24,7 @@ from penstock.platform.config.overrides import CONF_DIR
 from penstock.platform.config.schema import FROZEN_ROLES, RunConfig
 from penstock.trainer.validation import unmatched_targets
 from penstock.weights.transport.allocator import expandable_segments
+from penstock.weights.transport.shared_memory import remove_abandoned_directories
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _WARM_START = re.compile(r"^runs/(?P<experiment>\w+_sft)-seed(?P<seed>\d+)/policy$")
@@ -206,6 +207,7 @@ def check_shared_memory(config: RunConfig) -> Iterator[Finding]:
             yield error(f"weights.directory={folder} is not a folder. Create it on every node.")
         return
     needed = shared_gib(config) if route == "adapters" else 2 * published_gib(config)
+    remove_abandoned_directories(folder)  # runs that were killed may have left versions there
     free = hardware.free_disk_bytes(folder) / GIB
     if needed > free:
         yield absent(

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -43,9 +45,48 @@ def default_directory() -> Path:
 def private_directory(parent: str | None = None) -> Path:
     """A new folder for this process, in shared memory if no parent is given.
 
-    `remove_directories_of` finds it by the pid in its name.
+    Its name tells whose it is: `penstock-weights-<pid>-<start of the process>-<machine>-<random>`. So
+    `remove_directories_of` finds it, and `remove_abandoned_directories` sees whether its process still runs. Folders
+    that killed processes have left in the same place are removed first, since they may take all of its memory.
     """
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent or default_directory()))
+    place, pid = Path(parent or default_directory()), os.getpid()
+    remove_abandoned_directories(place)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{pid}-{_start_ticks(pid)}-{_machine()}-", dir=place))
+
+
+def remove_abandoned_directories(place: Path) -> None:
+    """Remove the folders in `place` whose processes were killed.
+
+    A process is told by its pid and its start, since pids are used again. Folders of other machines, or of containers
+    with pids of their own, are left alone: whether their processes run cannot be seen from here.
+    """
+    if not (machine := _machine()):
+        return
+    for folder in place.glob(f"{_PREFIX}*-*-{machine}-*"):
+        pid, start = folder.name.removeprefix(_PREFIX).split("-")[:2]
+        if pid.isdecimal() and start != str(_start_ticks(int(pid))):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _machine() -> str:
+    """Name of this boot of this machine and of the pids that this process sees: 8 hex digits, or empty if not Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return ""
+    return f"{zlib.crc32(f'{boot} {namespace}'.encode()):08x}"
+
+
+def _start_ticks(pid: int) -> int:
+    """Start of a process, in clock ticks since the boot of the machine; -1 if it does not run (any more)."""
+    try:
+        # The name of the program, in brackets, may hold spaces. After it come the state and, 19 places later, the start.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return -1
+    return -1 if fields[0] in "ZX" else int(fields[19])
 
 
 def remove_directories_of(pids: Iterable[int], parent: str | None = None) -> None:
