@@ -1,7 +1,7 @@
-# Everything starts here; nothing needs an activated environment. `make help` lists the targets.
-#   FLAVOR=cpu|cuda   default: cuda where an NVIDIA driver answers, else cpu
+# Targets work without an activated environment. `make help` lists them.
+#   FLAVOR=cpu|cuda   default: cuda if there is an NVIDIA driver, else cpu
 #   PYTHON=...        default: the first of python3.11, 3.12, 3.13 and python3 that is new enough
-#   PIP_ARGS=...      e.g. another package index
+#   PIP_ARGS=...      arguments of pip, for example another package index
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
@@ -48,7 +48,7 @@ demo: setup  ## Warm-start a tiny policy, then train it by asynchronous GRPO on 
 	@$(BIN)/penstock train experiment=arithmetic seed=$(SEED) name=arithmetic-seed$(SEED) overwrite=true
 
 RATIO_LOSSES := grpo,dr_grpo,rloo,reinforce_pp,dapo,cispo,gspo,sapo
-sweep: setup  ## Accuracy over algorithm x staleness, 5 bounds x 11 presets; days on two cores, continues where it stopped (SEED=0)
+sweep: setup  ## Measure accuracy over algorithm x staleness, 5 bounds x 11 presets; takes days on two cores, continues if interrupted (SEED=0)
 	@$(BIN)/penstock sft experiment=arithmetic_sft seed=$(SEED) overwrite=true sft.reuse=true
 	@$(BIN)/penstock sweep experiment=arithmetic algorithm=$(RATIO_LOSSES),dppo,topr,online_dpo \
 		dataflow.max_staleness=0,1,4,8,16 seeds=$(SEED) --folder runs/sweep-staleness
@@ -59,9 +59,9 @@ docs: setup  ## Build the documentation into site/; fails on a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# Tests that start Ray, vLLM or DeepSpeed (marked `integration`) run one after the other, beside the others, of which two
-# run at a time: they wait much, and two cores are busy all the time. Their output comes when both are over. A pytest that
-# Ctrl-C has ended exits with 2.
+# Tests that start Ray, vLLM or DeepSpeed (marked `integration`) mostly wait. So they run one after the other, concurrently
+# with two processes for all other tests, which keeps two cores busy. Their output is printed when both have ended. pytest
+# exits with 2 after Ctrl-C.
 INTEGRATION := tests/chaos tests/contract tests/integration
 define pytest_in_two
 	@set -m; report=$$(mktemp); \
@@ -72,18 +72,18 @@ define pytest_in_two
 	wait $$started || failed=$$?; \
 	cat "$$report"; rm "$$report"; exit $$failed
 endef
-test: setup  ## Run the tests of every day (6 to 9 minutes on two cores)
+test: setup  ## Run the everyday tests (6 to 9 minutes on two cores)
 	$(call pytest_in_two,not full and ,)
 
 test-full: export PENSTOCK_TESTS := full
-test-full: setup  ## Run all tests, cases and seeds but those of `make soak` (30 to 40 minutes)
+test-full: setup  ## Run all tests, cases and seeds except those of `make soak` (30 to 40 minutes)
 	$(call pytest_in_two,not soak and ,--timeout=3600)
 
 PART ?= 1/1
-soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; goes on where it stopped (PART=1/4)
+soak: setup  ## Run 10,000 fault seeds, 2,000 publishes, the RLHF chain; continues if interrupted (PART=1/4)
 	@$(BIN)/python -m tests.soak $(PART)
 
-# A test may fail for the time that measuring takes, or for what it writes: the lines are counted all the same.
+# A test may fail because coverage makes it slower or writes files. The lines are counted anyway.
 TIER ?= test
 MEASURED := COVERAGE_PROCESS_START=$(CURDIR)/tests/coverage.ini PENSTOCK_TREE=$(CURDIR) PYTHONPATH=$(CURDIR)
 coverage: setup  ## Count the product's lines that a tier runs (TIER=test|test-full)

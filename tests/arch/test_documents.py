@@ -60,9 +60,9 @@ def problems(words: list[str]) -> list[str]:
     return [*found, *(f"experiment={name}: no such file in conf/experiment" for name in missing)]
 
 
-def test_the_readme_exists_shows_the_two_commands_and_is_at_most_150_lines() -> None:
+def test_the_readme_exists_shows_the_two_commands_and_is_at_most_120_lines() -> None:
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 120
     shown = [words for words in commands(text) if words[0] == "make"]
     assert {"demo", "test"} <= {word for words in shown for word in words}
 
